@@ -13,7 +13,7 @@ import torch
 
 from gptrain.data import DataError, TextDataset, load_tokenizer
 from gptrain.data.corpus import find_sources, read_pieces
-from gptrain.data.prepare import in_order
+from gptrain.data.prepare import map_in_order
 from gptrain.data.records import read_records
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "größe", "値", "was", "🙂", "seen", "by", "all"]
@@ -86,7 +86,7 @@ def bpe(jsonl):
 )
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     path = write_records(tmp_path / f"docs{suffix}", TEXTS)
-    n_read = sum(piece.n_read for piece in read_pieces(find_sources(path), 0.1))
+    n_read = sum(piece.n_read_bytes for piece in read_pieces(find_sources(path), 0.1))
     assert 0.8 * path.stat().st_size < n_read <= path.stat().st_size  # what a bar shows of it
     dataset = read(path)
     train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
@@ -167,8 +167,8 @@ def test_of_a_json_array_memory_holds_one_record(tmp_path):
         ('[{"text": "a"}]\n[{"text": "b"}]', "more text after the array"),
         ('[{"text": "a"}, {"text": tru e}]', "broken JSON"),
         ('[{"text": "a"}, ' + "[" * 10**6, "nested too deeply"),
-        ('["a", "b"]', "record 1: no object but str; try: data.format=text"),
-        ('{"data": [{"text": 1}]}', "record 1: 'text' is no text but int"),
+        ('["a", "b"]', "record 1: not an object but str; try: data.format=text"),
+        ('{"data": [{"text": 1}]}', "record 1: 'text' is not a text but int"),
     ],
 )
 def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, wrong, tmp_path):
@@ -184,7 +184,9 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
         read(tmp_path / "array.txt")
     assert len(read(tmp_path / "array.txt", format="json").ends) == 181
     (tmp_path / "array.jsonl").write_text(array)
-    with pytest.raises(DataError, match=r"record 1: no object but list; try: data\.format=json"):
+    with pytest.raises(
+        DataError, match=r"record 1: not an object but list; try: data\.format=json"
+    ):
         read(tmp_path / "array.jsonl")
     (tmp_path / "package.json").write_text(json.dumps({"name": "x", "files": TEXTS}))
     assert len(read(tmp_path / "package.json", format="text").ends) > 1
@@ -212,8 +214,8 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
     [
         ('{"text": "a"', "broken JSON"),
         ('{"content": "a", "id": 1}', "no key 'text'; there are: content, id"),
-        ('{"text": 5}', "'text' is no text but int"),
-        ('["text"]', "no object but list"),
+        ('{"text": 5}', "'text' is not a text but int"),
+        ('["text"]', "not an object but list"),
     ],
 )
 def test_a_record_without_text_is_named_or_left_out_and_counted(line, wrong, tmp_path):
@@ -341,4 +343,4 @@ def test_batches_come_back_in_their_order_whichever_is_done_first():
         time.sleep(0.01 * (number % 3))
         return number
 
-    assert list(in_order(encode, range(20))) == list(range(20))
+    assert list(map_in_order(encode, range(20))) == list(range(20))

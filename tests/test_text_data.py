@@ -23,7 +23,7 @@ from gptrain.data import (
     train_bpe,
 )
 from gptrain.data import prepare as prepare_module
-from gptrain.data.corpus import cut_at, find_sources, look_through, read_pieces, split
+from gptrain.data.corpus import cut_at, find_sources, read_pieces, scan_source, split
 from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
@@ -162,7 +162,7 @@ def test_pieces_add_up_to_the_text(corpus, val_fraction):
     expected = [source.path.read_bytes() for source in sources]
     pieces = list(read_pieces(sources, val_fraction, newline=False))
     assert b"".join(piece.text for piece in pieces) == b"".join(expected)
-    assert sum(piece.is_end for piece in pieces) == len(sources)
+    assert sum(piece.ends_document for piece in pieces) == len(sources)
     assert any(piece.is_val for piece in pieces) == (val_fraction == 0.1)
     text = b"".join(piece.text for piece in read_pieces(sources, val_fraction))
     assert text == b"".join(t if t.endswith(b"\n") else t + b"\n" for t in expected)
@@ -226,14 +226,14 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
     assert names == ["a/text.txt", "b/text.txt"]
     lines = sorted(str(one.message).replace(str(corpus), "corpus") for one in said)
     assert lines == [
-        "1 links lead back to a folder around them and are not followed again:"
+        "1 links lead back to a folder that contains them and are skipped:"
         " for example corpus/up/corpus",
-        "2 paths lead by links to data that is there already, which is read once:"
+        "2 paths lead by links to data that other paths name, which is read once:"
         " for example corpus/a/other",
-        "3 links lead nowhere and are left out: for example corpus/self -> self",
+        "3 links have no target and are skipped: for example corpus/self -> self",
     ]
     (corpus / "a" / "other").unlink()
-    with pytest.warns(UserWarning, match=r"lead nowhere.*gone\.txt -> /unmounted"):
+    with pytest.warns(UserWarning, match=r"have no target.*gone\.txt -> /unmounted"):
         assert len(find_sources(corpus / "**" / "*.txt")) == 2
     with pytest.raises(FileNotFoundError, match="unmounted"):
         find_sources(corpus / "gone.txt")
@@ -246,7 +246,7 @@ def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
     (corpus / "z" / "text.txt").write_text("text" * 50)
     (corpus / "a.txt").symlink_to("z/text.txt")
     (corpus / "b").symlink_to("z")
-    with pytest.warns(UserWarning, match="2 paths lead by links to data that is there already"):
+    with pytest.warns(UserWarning, match="2 paths lead by links to data that other paths name"):
         assert [one.name for one in find_sources(corpus)] == ["z/text.txt"]
 
 
@@ -400,7 +400,7 @@ def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     text[changed] = 0xFF
     (tmp_path / "text").write_bytes(text)
     (source,) = find_sources(tmp_path / "text")
-    assert look_through(source, "text") == (None, reported)
+    assert scan_source(source, "text") == (None, reported)
 
 
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):

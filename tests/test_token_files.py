@@ -54,7 +54,7 @@ def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
     ("write", "message"),
     [
         (lambda p: p.write_bytes(b""), "0 tokens; need at least seq_len"),
-        (lambda p: p.write_bytes(b"abc"), "3 bytes are no integer number of uint16"),
+        (lambda p: p.write_bytes(b"abc"), "3 bytes are not a whole number of uint16"),
         (lambda p: write_headed(p, []), "0 tokens; need at least seq_len"),
         (lambda p: write_headed(p, [1, 2], version=2), "header, or not of version 1"),
         (lambda p: write_headed(p, [1, 2], count=3), "counts 3 tokens of uint16, 4 bytes follow"),
@@ -211,7 +211,7 @@ def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
     [
         (lambda index: index[:20], r"web\.idx: truncated, or without a sequence"),
         (lambda index: index[:-30], r"web\.idx: truncated, or without a sequence"),
-        (lambda index: b"X" + index[1:], r"web\.idx: no Megatron index of version 1"),
+        (lambda index: b"X" + index[1:], r"web\.idx: not a Megatron index of version 1"),
         (lambda index: index[:17] + b"\5" + index[18:], r"web\.idx: tokens of type 5"),
         (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: its header counts 10 tokens"),
     ],
@@ -241,7 +241,7 @@ def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp
         write_raw(path, range(9))
     (tokens / "shard").symlink_to(disk)
     (tokens / "gone").symlink_to("/unmounted")
-    with pytest.warns(UserWarning, match=r"1 links lead nowhere.*for example .*gone -> /unm"):
+    with pytest.warns(UserWarning, match=r"1 links have no target.*for example .*gone -> /unm"):
         names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
     assert names == ["a.bin", "shard/train/b.bin"]
     assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]

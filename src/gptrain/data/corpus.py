@@ -1,7 +1,7 @@
-"""A corpus: which files it is made of, how it is split, and its text, piece by piece.
+"""Files of a text corpus, their split into training and validation, and their text in pieces.
 
-A document is a text file, or a record of a file of records (gptrain.data.records). Documents
-follow each other in the order of their files' names.
+A document is a text file, or one record of a file of records (`gptrain.data.records`). Documents
+follow each other in the order of the names of their files.
 """
 
 import codecs
@@ -23,39 +23,58 @@ from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 
 BLOCK_BYTES = 2**16
-# Other packages, and tests: some of their files are deliberately not UTF-8.
-_NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-_SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
+# Folders of the standard library with other packages and with tests. Some test files are
+# deliberately not UTF-8.
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# Smallest section of the split, about the size of a source file: a validation set of many small
+# sections is representative, and few words lose their context at a cut.
+_SECTION_BYTES = 2**14
 _MAX_SECTIONS = 2**16
-_LINE_BYTES = 2**12  # longer lines may be cut between two parts
+_LINE_BYTES = 2**12  # a longer line may be cut between two sections
 
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """One file of a corpus, by its name within it (posix, relative to the folder given)."""
+    """One file of a corpus.
+
+    Attributes:
+        name: Path relative to the folder of the corpus, with slashes.
+        path: Path from which the file is read.
+        size_bytes: Size of the file.
+        mtime_ns: Time of the last modification.
+        format: Format of the file: text, jsonl, json or parquet.
+        is_declared: Whether the config or the suffix of the name says that the file has this
+            format. False for a file that counts as text because nothing else is known of it.
+    """
 
     name: str
     path: Path
     size_bytes: int
     mtime_ns: int
-    format: str  # text, jsonl, json or parquet
-    is_declared: bool  # the format was asked for, or is a record's suffix
+    format: str
+    is_declared: bool
 
     @classmethod
-    def of(cls, file: FoundFile, format: str | None) -> "Source":
-        """Look up size, time and format; only of a .json file the head is read for it.
+    def from_file(cls, file: FoundFile, format: str | None) -> "Source":
+        """Build a source from a file: look up its size, modification time and format.
 
-        A link is known by its own suffix. A link without a suffix is known by what it leads to.
+        Only of a .json file the beginning is read. The suffix of a link decides about its format;
+        for a link without a suffix, the suffix of the link's target decides.
+
+        Args:
+            file: File of a corpus.
+            format: Format of the file, or None to derive it from the file.
         """
         path = file.path if file.path.suffix else Path(file.real_path)
-        status, known = path.stat(), format or format_of(path)
-        is_declared = bool(format) or known != "text"
-        return cls(file.name, path, status.st_size, status.st_mtime_ns, known, is_declared)
+        status = path.stat()
+        file_format = format or format_of(path)
+        is_declared = bool(format) or file_format != "text"
+        return cls(file.name, path, status.st_size, status.st_mtime_ns, file_format, is_declared)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of a text file from `start` to `stop`, in training or in validation."""
+    """The bytes of a text file from `start` to `stop`, for training or for validation."""
 
     source: Source
     start: int
@@ -64,16 +83,27 @@ class Part:
 
 
 class Piece(NamedTuple):
-    """Some text of one document: whole characters, and whole lines unless one is long."""
+    """Some text of one document. A piece ends with a complete character.
+
+    A piece ends with a complete line, unless the line is longer than a block.
+
+    Attributes:
+        text: Text in UTF-8.
+        is_val: Whether the text belongs to the validation set.
+        ends_part: Whether the next piece is not contiguous with this piece: the part of the text
+            file ends, or the record ends.
+        ends_document: Whether the document ends with this piece.
+        n_read_bytes: Bytes of the source that were read for this piece.
+    """
 
     text: bytes
     is_val: bool
-    is_last: bool  # the next piece goes on elsewhere: with another document, or part of this one
-    is_end: bool  # the document ends with it
-    n_read: int  # bytes of the source that were read for it
+    ends_part: bool
+    ends_document: bool
+    n_read_bytes: int
 
 
-class Content(NamedTuple):
+class SourceScan(NamedTuple):
     """Result of reading a source once from its first to its last byte.
 
     Attributes:
@@ -86,10 +116,10 @@ class Content(NamedTuple):
 
 
 def default_corpus() -> list[Source]:
-    """Return the Python standard library's own source without its tests: about 12 MB."""
+    """Return the sources of Python's standard library without its tests, about 12 MB of text."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = walk_files(root, SkippedPaths(), _NO_SOURCE)
-    return [Source.of(one, "text") for one in files if _matches(one.name, "*.py")]
+    files = walk_files(root, SkippedPaths(), _EXCLUDED_FOLDERS)
+    return [Source.from_file(file, "text") for file in files if _matches(file.name, "*.py")]
 
 
 def find_sources(
@@ -98,47 +128,50 @@ def find_sources(
     format: str | None = None,
     cache_dir: Path | None = None,
 ) -> list[Source]:
-    """Return the sources of a file, a folder with all below it, a glob, or a list, sorted by name.
+    """Return the sources below a file, a folder, a glob pattern or a list of these, sorted by name.
 
-    Links are followed. A file to which several paths lead is read once: a second copy of it could
-    be part of the validation set while the first one is trained on.
+    Links are followed. A file to which several paths lead is read once. Otherwise one copy could be
+    part of the validation set while another copy is trained on.
 
     Args:
-        path: None for `default_corpus`.
-        pattern: Pattern that names of files within folders must match, as `*.py`. A pattern with a
-            slash is matched with the whole name. Hidden files and folders are left out.
-        format: Format of all files. None takes the format that the name of each says.
-        cache_dir: Folder of which nothing is part of a corpus.
+        path: File, folder, glob pattern or a list of these. None takes `default_corpus`.
+        pattern: Pattern that the names of files within folders must match, for example `*.py`. A
+            pattern with a slash is matched with the path below the folder. Hidden files and folders
+            are left out.
+        format: Format of all files. None derives the format of each file from the file.
+        cache_dir: Folder whose files are not part of a corpus.
 
     Raises:
-        FileNotFoundError: If a name, or what a link leads to, does not exist.
-        DataError: If nothing matches.
+        FileNotFoundError: If a path or the target of a link does not exist.
+        DataError: If no file matches.
     """
     if path is None:
-        found = [source for source in default_corpus() if _matches(source.name, pattern)]
+        sources = [source for source in default_corpus() if _matches(source.name, pattern)]
     else:
         skipped = SkippedPaths()
         files = list(_find_files(path, pattern, skipped))
         if cache_dir is not None:
-            below = f"{cache_dir.resolve()}{os.sep}"
-            files = [one for one in files if not one.real_path.startswith(below)]
-        # A file is known by its own path where it has one, and else by the first link to it.
-        files.sort(key=lambda one: (str(one.path) != one.real_path, one.name))
-        first: dict[str, FoundFile] = {}
-        for one in files:
-            if first.setdefault(one.real_path, one) is not one and str(one.path) != one.real_path:
-                skipped.repeated.append(str(one.path))
+            prefix = f"{cache_dir.resolve()}{os.sep}"
+            files = [file for file in files if not file.real_path.startswith(prefix)]
+        # A file that was reached without a link keeps the name of this path. Any other file has
+        # the name of the first link to it.
+        files.sort(key=lambda file: (str(file.path) != file.real_path, file.name))
+        unique: dict[str, FoundFile] = {}
+        for file in files:
+            is_repeated = unique.setdefault(file.real_path, file) is not file
+            if is_repeated and str(file.path) != file.real_path:
+                skipped.repeated.append(str(file.path))
         skipped.warn()
-        found = [Source.of(one, format) for one in first.values()]
-    if not found:
+        sources = [Source.from_file(file, format) for file in unique.values()]
+    if not sources:
         raise DataError(f"{path}: no file matches {pattern!r}")
-    return sorted(found)
+    return sorted(sources)
 
 
 def _find_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], pattern: str, skipped: SkippedPaths
 ) -> Iterator[FoundFile]:
-    """Yield the files that a path, a folder, a glob or a list of them names."""
+    """Yield the files below a file, a folder, a glob pattern or a list of these."""
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
         names = [] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
@@ -149,23 +182,29 @@ def _find_files(
             real_path = Path(name).resolve(strict=True)
             if real_path.is_dir():
                 files = walk_files(real_path, skipped, enter_once="/" not in pattern)
-                yield from (one for one in files if _matches(one.name, pattern))
-            elif real_path.is_file():  # and no pipe, which would block for ever
+                yield from (file for file in files if _matches(file.name, pattern))
+            elif real_path.is_file():  # reading a named pipe could block for ever
                 yield FoundFile(real_path.name, Path(os.path.abspath(name)), str(real_path))
 
 
-def look_through(source: Source, text_key: str) -> Content:
+def scan_source(source: Source, text_key: str) -> SourceScan:
     """Hash the bytes of a source, and check that a text file is UTF-8.
 
+    Args:
+        source: File to read.
+        text_key: Key of the text in a record.
+
     Raises:
-        DataError: For a text file whose content is records.
+        DataError: If a file that counts as text, undeclared, has records.
     """
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    digest = hashlib.sha256()
+    decoder = codecs.getincrementaldecoder("utf-8")()
     n_read = 0  # bytes
     with open_regular(source.path) as file:
-        # A file of /proc has no size, and no end.
+        # Read no more than the size: files of /proc have the size 0 and may have no end.
         while block := file.read(min(2**20, source.size_bytes - n_read)):
-            is_first, n_read = n_read == 0, n_read + len(block)
+            is_first = n_read == 0
+            n_read += len(block)
             digest.update(block)
             if source.format != "text":
                 continue
@@ -175,17 +214,26 @@ def look_through(source: Source, text_key: str) -> Content:
                 decoder.decode(block, final=n_read == source.size_bytes)
             except UnicodeDecodeError as error:
                 # The decoder puts the bytes of an unfinished character in front of the next block.
-                return Content(None, n_read - len(error.object) + error.start)
-    return Content(digest.hexdigest(), None)
+                return SourceScan(None, n_read - len(error.object) + error.start)
+    return SourceScan(digest.hexdigest(), None)
 
 
 def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
-    """Train and validation parts of text files: the same bytes whatever the tokenizer.
+    """Split text files into training and validation parts. The tokenizer has no influence.
 
-    Sections of 16 KiB (1/65536 of the corpus, if more) go to validation in the order of the hash
-    of their file's name and place, until its fraction of the bytes is full; the one that does not
-    fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the validation
-    set alone, and a file that is added moves few others. Sections begin and end with lines.
+    Each file is divided into sections of 16 KiB, or of 1/65536 of the corpus if that is more. The
+    sections are sorted by a hash of the file's name and the section's position. Sections go to
+    validation in this order until the validation set has `val_fraction` of the bytes; of the last
+    section, only the last lines go there. Therefore a file below 16 KiB is seldom cut, a single
+    large file cannot make up the validation set alone, and an added file changes the split of few
+    others. Sections begin and end at line ends, except in lines longer than 4 KiB.
+
+    Args:
+        sources: Text files.
+        val_fraction: Fraction of the bytes for validation, between 0 and 1.
+
+    Returns:
+        The parts of all files, without empty parts. The parts of a file are in order.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
@@ -222,27 +270,36 @@ def read_pieces(
     newline: bool = True,
     bad_records: list[str] | None = None,
 ) -> Iterator[Piece]:
-    """The text of a corpus, document by document.
+    """Yield the text of a corpus, document by document.
 
-    Of records a fraction goes to validation by their number, evenly spread.
+    Text files are split by bytes, see `split`. Records are split by their number in the corpus,
+    with the validation records evenly spread.
 
     Args:
-        newline: a document that does not end with a newline gets one.
-        bad_records: gets what is wrong with each record that has no text; None: that is an error.
-    Raises: DataError.
+        sources: Files of the corpus.
+        val_fraction: Fraction of the bytes of text files, and of the number of records, for
+            validation.
+        text_key: Key of the text in a record.
+        newline: Append a newline to each document that does not end with a newline.
+        bad_records: List to which a message is appended for each record without text. With None, a
+            record without text raises a DataError.
+
+    Raises:
+        DataError: If a file is damaged or has changed since it was hashed, or if a record has no
+            text and `bad_records` is None.
     """
     texts = [source for source in sources if source.format == "text"]
     by_source: dict[Source, list[Part]] = {source: [] for source in texts}
     for part in split(texts, val_fraction):
         by_source[part.source].append(part)
-    number = 0  # of the record, in the whole corpus
+    number = 0  # number of the record in the corpus
     for source in sources:
         for part in by_source.get(source, ()):
             yield from _read_part(part, newline)
         if source.format == "text":
             continue
         for text, n_read in read_records(source.path, source.format, text_key):
-            # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
+            # Multiples of 2^64 / golden ratio are evenly distributed modulo 2^64.
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
             if isinstance(text, DataError):
@@ -254,36 +311,49 @@ def read_pieces(
 
 
 def cut_at(block: bytes) -> int:
-    """Where to cut a block: after its last newline, failing that before its last character."""
+    """Return the position at which a block of UTF-8 can be cut.
+
+    The position is after the last newline. In a block without a newline it is before the last
+    character, which may be incomplete.
+    """
     if newline := block.rfind(b"\n") + 1:
         return newline
-    places = range(max(0, len(block) - 4), len(block))  # a character has 4 bytes at most
-    return max((i for i in places if block[i] & 0xC0 != 0x80), default=0)  # no continuation byte
+    positions = range(max(0, len(block) - 4), len(block))  # a character has at most 4 bytes
+    # A byte 10xxxxxx continues a character. Any other byte begins a character.
+    return max((i for i in positions if block[i] & 0xC0 != 0x80), default=0)
 
 
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """Yield a part of a text file in blocks of whole characters. A token ends with its block.
+    """Yield a part of a text file in blocks of complete characters. No token spans two blocks.
+
+    Args:
+        part: Part to read.
+        newline: Append a newline to the end of a file that does not end with a newline.
 
     Raises:
-        DataError: If the file is not UTF-8. It was UTF-8 when it was hashed.
+        DataError: If the text is not UTF-8: the file has changed since it was hashed.
     """
-    left, rest = part.stop - part.start, b""
+    n_left = part.stop - part.start
+    rest = b""
     with open_regular(part.source.path) as file:
         file.seek(part.start)
-        while left and (read := file.read(min(BLOCK_BYTES, left))):
-            left -= len(read)
-            rest += read
-            if left and (cut := cut_at(rest)):
-                yield Piece(_checked(rest[:cut], part), part.is_val, False, False, cut)
+        while n_left and (block := file.read(min(BLOCK_BYTES, n_left))):
+            n_left -= len(block)
+            rest += block
+            if n_left and (cut := cut_at(rest)):
+                yield Piece(_check_utf8(rest[:cut], part), part.is_val, False, False, cut)
                 rest = rest[cut:]
-    is_end = part.stop == part.source.size_bytes
-    text = _checked(rest, part)
-    text = _with_newline(text) if newline and is_end else text
-    yield Piece(text, part.is_val, True, is_end, len(rest))
+    ends_document = part.stop == part.source.size_bytes
+    text = _check_utf8(rest, part)
+    text = _with_newline(text) if newline and ends_document else text
+    yield Piece(text, part.is_val, True, ends_document, len(rest))
 
 
-def _checked(text: bytes, part: Part) -> bytes:
-    """Return the text of a part if it is UTF-8. A file may change after it was hashed."""
+def _check_utf8(text: bytes, part: Part) -> bytes:
+    """Return the text of a part, or raise a DataError if it is not UTF-8.
+
+    The text was UTF-8 when the file was hashed.
+    """
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -292,7 +362,7 @@ def _checked(text: bytes, part: Part) -> bytes:
 
 
 def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
-    """A record as it is; one that is no batch by itself in blocks."""
+    """Yield the text of a record as one piece, or in blocks of 64 KiB if it exceeds 1 MiB."""
     while len(text) > 16 * BLOCK_BYTES:
         cut = cut_at(text[:BLOCK_BYTES])
         yield Piece(text[:cut], is_val, False, False, 0)
@@ -301,12 +371,14 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
 
 
 def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
-    """Raise a DataError for a text file that begins as JSON lines or as an array of records."""
+    """Raise a DataError if a text file begins like JSON lines or like a JSON array of records."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if _is_json_lines(head, text_key):
-        message, format = "JSON lines, which would be trained on as they stand", "jsonl"
+        format = "jsonl"
+        message = "JSON lines, whose keys and quotes would be trained on, too"
     elif _is_array(head):
-        message, format = "a JSON array of records, which would be trained on as it stands", "json"
+        format = "json"
+        message = "a JSON array of records, whose keys and quotes would be trained on, too"
     else:
         return
     hint = f"data.format={format} data.text_key=<key>, or data.format=text"
@@ -314,7 +386,11 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:
-    """Return whether a file that begins so is a JSON object a line; one alone needs the key."""
+    """Return whether the beginning of a file is JSON lines.
+
+    The first two lines must be JSON objects. If there is only one line, the object must have the
+    key `text_key`.
+    """
     lines = [line for line in head.splitlines()[:8] if line.strip()][:2]
     try:
         records = [json.loads(line) for line in lines if line.lstrip().startswith(b"{")]
@@ -324,7 +400,7 @@ def _is_json_lines(head: bytes, text_key: str) -> bool:
 
 
 def _is_array(head: bytes) -> bool:
-    """Return whether a file that begins so is a JSON array whose first element is an object."""
+    """Return whether the beginning of a file is a JSON array whose first element is an object."""
     begin = re.match(rb"\s*\[\s*(?=\{)", head)
     try:
         text = head[begin.end() :].decode(errors="ignore") if begin else ""
@@ -334,7 +410,11 @@ def _is_array(head: bytes) -> bool:
 
 
 def _cut_before(source: Source, position: int) -> int:
-    """Where the line begins in which `position` lies, in a long line the character before."""
+    """Return the start of the line that contains `position`.
+
+    In a line with more than 4 KiB before `position`, the start of a character is returned. The
+    start and the end of the file are returned unchanged.
+    """
     if position in (0, source.size_bytes):
         return position
     start = max(0, position - _LINE_BYTES)

@@ -1,7 +1,8 @@
-"""Files below a folder of the user's own data, with links followed.
+"""Walk over the files below a folder of training data, with links followed.
 
-People assemble a corpus with `ln -s /disk2/shard corpus/`, so a link counts as what it leads to.
-A run folder is not walked here: it may be untrusted, and links in it are never followed.
+Users assemble a corpus with `ln -s /disk2/shard corpus/`, so a link counts as its target. Run
+folders are never walked by this module: a run folder may be untrusted, and links in a run folder
+are not followed.
 """
 
 import os
@@ -27,21 +28,28 @@ class FoundFile(NamedTuple):
 
 
 class SkippedPaths:
-    """Paths that a walk has passed over, for one warning per reason."""
+    """Paths that a walk has skipped, grouped by reason.
+
+    Attributes:
+        loops: Links to a folder that contains the link.
+        dangling: Links whose target does not exist, as "<link> -> <target>".
+        unreadable: Folders that cannot be read.
+        repeated: Paths to a file or folder that was already reached by another path.
+    """
 
     def __init__(self) -> None:
         self.loops: list[str] = []
         self.dangling: list[str] = []
-        self.closed: list[str] = []
+        self.unreadable: list[str] = []
         self.repeated: list[str] = []
 
     def warn(self) -> None:
-        """Issue one warning for each reason for which paths were passed over."""
+        """Issue one warning for each reason with at least one path."""
         reasons = {
-            "links lead back to a folder around them and are not followed again": self.loops,
-            "links lead nowhere and are left out": self.dangling,
-            "folders cannot be read and are left out": self.closed,
-            "paths lead by links to data that is there already, which is read once": self.repeated,
+            "links lead back to a folder that contains them and are skipped": self.loops,
+            "links have no target and are skipped": self.dangling,
+            "folders cannot be read and are skipped": self.unreadable,
+            "paths lead by links to data that other paths name, which is read once": self.repeated,
         }
         for reason, paths in reasons.items():
             if paths:
@@ -52,30 +60,32 @@ class SkippedPaths:
 def walk_files(
     root: str | os.PathLike,
     skipped: SkippedPaths,
-    without: Collection[str] = (),
+    excluded: Collection[str] = (),
     enter_once: bool = True,
 ) -> Iterator[FoundFile]:
-    """Yield all files below a folder but hidden ones.
+    """Yield all files below a folder except hidden files and files in hidden folders.
 
-    Folders that are not links come first, so that a folder is known by its own name and not by the
-    name of a link to it.
+    Folders are entered before links to folders. A folder that a link leads to is therefore known by
+    its own name if it is below the root, and not by the name of the link.
 
     Args:
-        root: Folder to start from; it may be a link itself.
-        skipped: Gets the paths that are passed over.
-        without: Names of folders that are left out.
+        root: Folder to start from. It may be a link.
+        skipped: Collects the paths that are skipped.
+        excluded: Names of folders that are not entered.
         enter_once: Enter a folder to which several links lead only once. False enters it under
             each of its names, except inside itself.
 
     Raises:
-        OSError: If `root` itself cannot be read.
+        OSError: If `root` cannot be read.
     """
     root_path = Path(root).resolve()
+    # Entries: (folder, its name below the root with a final slash, real paths of its ancestors and
+    # of the folder itself).
     folders = deque([(root_path, "", frozenset({str(root_path)}))])
     linked: deque[tuple[Path, str, frozenset[str]]] = deque()
     entered = {str(root_path)}
     while folders or linked:
-        folder, prefix, around = (folders or linked).popleft()
+        folder, prefix, ancestors = (folders or linked).popleft()
         real_folder = os.path.realpath(folder)
         if prefix and enter_once:
             if real_folder in entered:
@@ -87,7 +97,7 @@ def walk_files(
         except PermissionError:
             if not prefix:
                 raise
-            skipped.closed.append(str(folder))
+            skipped.unreadable.append(str(folder))
             continue
         for name in names:
             path = folder / name
@@ -96,14 +106,14 @@ def walk_files(
             is_link = path.is_symlink()
             real_path = os.path.realpath(path) if is_link else os.path.join(real_folder, name)
             if os.path.isdir(path):
-                if name in without:
+                if name in excluded:
                     continue
-                if real_path in around:
+                if real_path in ancestors:
                     skipped.loops.append(str(path))
                     continue
-                entry = (path, f"{prefix}{name}/", around | {real_path})
+                entry = (path, f"{prefix}{name}/", ancestors | {real_path})
                 (linked if is_link else folders).append(entry)
-            elif os.path.isfile(path):  # no pipe, which would block for ever
+            elif os.path.isfile(path):  # reading a named pipe could block for ever
                 yield FoundFile(prefix + name, path, real_path)
             elif is_link and not os.path.exists(path):
                 skipped.dangling.append(f"{path} -> {os.readlink(path)}")

@@ -1,6 +1,6 @@
-"""Records of a JSON file that is one array, or one object with an array under "data".
+"""Reader of a JSON file that is one array, or one object with an array under the key "data".
 
-Memory holds one record and one block of the file, however long the array is.
+Memory holds one record and one block of the file, whatever the length of the array.
 """
 
 import codecs
@@ -15,69 +15,82 @@ DATA_KEY = "data"
 _BLOCK_BYTES = 2**16
 _HEAD_BYTES = 2**20  # part of a file that decides whether the file is an array of records
 _LONGEST_VALUE = 2**28  # characters
-# Longest piece of JSON that is an error where the text is cut inside it: "\ud83d\ude00" has 12
-# characters, and -Infinity has 9.
+# If the text is cut inside a value, the decoder reports an error at most this many characters
+# before the cut, unless a string is unterminated. The longest such pieces of JSON are
+# "\ud83d\ude00" with 12 characters and -Infinity with 9.
 _CUT_CHARS = 16
 _DECODER = json.JSONDecoder()
 
 
 class JsonText:
-    """The text of a JSON file, of which a window is in memory.
+    """Text of a JSON file, of which a window is in memory, with a read position.
 
     Args:
         path: Name of the file in messages.
-        stream: Bytes of the file, decompressed.
-        limit_bytes: Bytes after which the file counts as ended. None reads all of it.
+        stream: Decompressed bytes of the file.
+        limit_bytes: Number of bytes after which the file counts as ended. None reads all bytes.
 
     Raises:
-        DataError: From every method, for text that is no UTF-8 or no JSON.
+        DataError: From every method, if the text is not UTF-8 or not JSON.
     """
 
     def __init__(self, path: Path, stream: BinaryIO, limit_bytes: int | None = None) -> None:
-        self.path, self._stream, self._left_bytes = path, stream, limit_bytes
+        self.path = path
+        self._stream = stream
+        self._left_bytes = limit_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._at, self._is_ended = "", 0, False
+        self._text = ""
+        self._position = 0
+        self._is_ended = False
 
-    def next_char(self) -> str:
-        """Return the next character that is no space, without passing it; "" at the end."""
+    def peek_char(self) -> str:
+        """Return the next character that is not white space, without passing it.
+
+        At the end of the file the result is the empty string.
+        """
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in " \t\r\n":
-                    return self._text[self._at]
-                self._at += 1
+            while self._position < len(self._text):
+                if self._text[self._position] not in " \t\r\n":
+                    return self._text[self._position]
+                self._position += 1
             if self._is_ended:
                 return ""
             self._read_more()
 
-    def passes(self, char: str) -> bool:
-        """Pass the next character if it is this one, and return whether it was."""
-        if self.next_char() != char:
+    def skip_char(self, char: str) -> bool:
+        """Pass the next character if it is `char`, and return whether it was."""
+        if self.peek_char() != char:
             return False
-        self._at += 1
+        self._position += 1
         return True
 
     def read_value(self) -> object:
-        """Pass the next JSON value and return it."""
-        self.next_char()
+        """Return the next JSON value and pass it."""
+        self.peek_char()  # passes white space
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-                if end < len(self._text) or self._is_ended:  # else a number may continue
-                    self._at = end
+                value, end = _DECODER.raw_decode(self._text, self._position)
+                # A number at the end of the window may have more digits.
+                if end < len(self._text) or self._is_ended:
+                    self._position = end
                     return value
             except RecursionError:
                 raise DataError(f"{self.path}: nested too deeply") from None
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated string")
                 is_cut = is_cut or error.pos >= len(self._text) - _CUT_CHARS
-                is_long = len(self._text) - self._at > _LONGEST_VALUE
+                is_long = len(self._text) - self._position > _LONGEST_VALUE
                 if self._is_ended or is_long or not is_cut:
                     raise DataError(f"{self.path}: broken JSON ({error.msg})") from None
             self._read_more()
 
     def _read_more(self) -> None:
-        """Drop what was passed and read as much as is kept, so that a long value costs O(n)."""
-        self._text, self._at = self._text[self._at :], 0
+        """Drop the text that was passed and read more.
+
+        As much text is read as is kept, so that the time for a long value is linear in its length.
+        """
+        self._text = self._text[self._position :]
+        self._position = 0
         n_bytes = max(_BLOCK_BYTES, len(self._text))
         if self._left_bytes is not None:
             n_bytes = min(n_bytes, self._left_bytes)
@@ -87,62 +100,71 @@ class JsonText:
         try:
             self._text += self._decoder.decode(block, final=self._is_ended)
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: no UTF-8 text ({error.reason})") from None
+            raise DataError(f"{self.path}: not UTF-8 text ({error.reason})") from None
 
 
 def holds_array(path: Path, stream: BinaryIO) -> bool:
-    """Return whether a JSON file is an array of records or texts, or has one under "data".
+    """Return whether a JSON file is an array of objects or strings, or has objects under "data".
 
-    Only the head of the file is read. An array of numbers or of arrays is no array of records, nor
-    is an empty one.
+    Only the beginning of the file is read. The first element decides. An empty array, and an array
+    of numbers or of arrays, give False.
+
+    Args:
+        path: Name of the file in messages.
+        stream: Decompressed bytes of the file.
     """
     text = JsonText(path, stream, _HEAD_BYTES)
     try:
-        is_object = text.next_char() == "{"
-        return _enter_array(text) and text.next_char() in ("{" if is_object else '{"')
+        is_object = text.peek_char() == "{"
+        first_chars = ("{",) if is_object else ("{", '"')
+        return _enter_array(text) and text.peek_char() in first_chars
     except DataError:
         return False
 
 
 def read_array(path: Path, stream: BinaryIO) -> Iterator[object]:
-    """Yield each element of the array that a JSON file is, or that it has under "data".
+    """Yield the elements of a JSON array, or of the array under "data" of a JSON object.
+
+    Args:
+        path: Name of the file in messages.
+        stream: Decompressed bytes of the file.
 
     Raises:
-        DataError: If there is no such array, or the file is damaged.
+        DataError: If there is no such array, or if the file is damaged.
     """
     text = JsonText(path, stream)
-    is_object = text.next_char() == "{"
+    is_object = text.peek_char() == "{"
     if not _enter_array(text):
         message = f'neither one JSON array nor an object with an array under "{DATA_KEY}"'
         raise DataError(f"{path}: {message}; try: data.format=jsonl, or data.format=text")
-    is_open = not text.passes("]")
+    is_open = not text.skip_char("]")
     while is_open:
         yield text.read_value()
-        is_open = text.passes(",")
-        if not is_open and not text.passes("]"):
+        is_open = text.skip_char(",")
+        if not is_open and not text.skip_char("]"):
             raise DataError(f"{path}: damaged (its array is not closed)")
-    while is_object and text.passes(","):  # keys after the array
+    while is_object and text.skip_char(","):  # keys after the array
         text.read_value()
-        if not text.passes(":"):
-            raise DataError(f"{path}: broken JSON (no value of a key)")
+        if not text.skip_char(":"):
+            raise DataError(f"{path}: broken JSON (a key has no value)")
         text.read_value()
-    if (is_object and not text.passes("}")) or text.next_char():
+    if (is_object and not text.skip_char("}")) or text.peek_char():
         raise DataError(f"{path}: more text after the array; try: data.format=jsonl")
 
 
 def _enter_array(text: JsonText) -> bool:
-    """Move to the first element of the file's array and return True; False if it has none."""
-    if text.passes("["):
+    """Move to the first element of the file's array and return True; return False if none."""
+    if text.skip_char("["):
         return True
-    if not text.passes("{"):
+    if not text.skip_char("{"):
         return False
-    while text.next_char() == '"':
+    while text.peek_char() == '"':
         key = text.read_value()
-        if not text.passes(":"):
+        if not text.skip_char(":"):
             return False
-        if key == DATA_KEY and text.passes("["):
+        if key == DATA_KEY and text.skip_char("["):
             return True
         text.read_value()
-        if not text.passes(","):
+        if not text.skip_char(","):
             return False
     return False

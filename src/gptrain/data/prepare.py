@@ -1,4 +1,7 @@
-"""Text to token files, on all cores, in constant memory; a folder has its name once it is whole."""
+"""Tokenization of a corpus to token files, on all cores and in constant memory.
+
+The files are written to a temporary folder, which gets its final name when it is complete.
+"""
 
 import fcntl
 import logging
@@ -23,76 +26,96 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 LENGTHS_TYPE = "<i8"
-_BATCH_BYTES = 2**20  # of text that are tokenized at once
-_THREADS = 3  # a batch is encoded on all cores; meanwhile others are read, and made arrays
+_BATCH_BYTES = 2**20  # text that is tokenized in one call
+# One batch is encoded on all cores, while the next batch is read and the previous batch is
+# converted to arrays.
+_THREADS = 3
 _LOCK = "lock"
 
 
 def write_tokens(
     folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, end_id: int | None, n_bytes: int
 ) -> list[int]:
-    """Writes `train.bin`, `val.bin`: a token of context, then document after document.
+    """Write the token files `train.bin` and `val.bin` and the document ends of both.
 
-    The context is the end token, or a newline, so that every byte of the text is a target. Beside
-    them `train.ends`, `val.ends`: int64, where the first document begins and each one ends, in
-    tokens. Returns the number of targets of both.
+    A token file begins with a context: the end token, or the tokens of a newline if there is none.
+    So every byte of the text is a target. The documents follow one after another. `train.ends` and
+    `val.ends` hold int64 positions in tokens: the begin of the first document, then the end of each
+    document.
 
     Args:
-        end_id: token after each document; None: none.   n_bytes: of all sources.
-    Raises: OSError; DataError of the pieces.
+        folder: Folder for the four files.
+        pieces: Text of the corpus.
+        tokenizer: Tokenizer of the text.
+        end_id: Token to append to each document, or None.
+        n_bytes: Size of all sources, for the progress bar.
+
+    Returns:
+        Number of tokens after the context, of the training and of the validation file.
+
+    Raises:
+        OSError: If a file cannot be written.
+        DataError: If `pieces` raises it, or if a text has a character without a token.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([] if end_id is None else [end_id], dtype)
     context = end if len(end) else tokenizer.encode("\n").astype(dtype)
-    n_tokens = {False: 0, True: 0}  # by is_val
+    n_tokens = {False: 0, True: 0}  # is_val -> tokens written
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
         encoded = []
         ids = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, ids, strict=True):
-            tokens = np.append(tokens, end) if piece.is_end else tokens
+            tokens = np.append(tokens, end) if piece.ends_document else tokens
             encoded.append((piece, tokens.astype(dtype)))
         return encoded
 
-    def write(tokens: np.ndarray, is_val: bool, is_last: bool) -> None:
+    def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
         n_tokens[is_val] += len(tokens)
         tokens_files[is_val].write(tokens.tobytes())
-        if is_last:
+        if ends_part:
             ends_files[is_val].write(np.array(n_tokens[is_val], LENGTHS_TYPE).tobytes())
 
     with ExitStack() as stack:
+        # Both lists are indexed by is_val.
         tokens_files, ends_files = (
             [stack.enter_context((folder / f"{name}.{suffix}").open("wb")) for name in SPLITS]
             for suffix in ("bin", "ends")
         )
         for is_val in n_tokens:
-            write(context, is_val, is_last=True)
+            write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for batch in in_order(encode, batches(pieces)):
+        for batch in map_in_order(encode, batches(pieces)):
             for piece, tokens in batch:
-                write(tokens, piece.is_val, piece.is_last)
-                bar.update(piece.n_read)
+                write(tokens, piece.is_val, piece.ends_part)
+                bar.update(piece.n_read_bytes)
         for file in (*tokens_files, *ends_files):
             file.flush()
-            os.fsync(file.fileno())  # before the folder gets its name
+            os.fsync(file.fileno())  # the content is on disk before the folder gets its name
     return [n - len(context) for n in n_tokens.values()]
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about 1 MiB of text."""
-    batch, n_bytes = [], 0
+    """Yield the pieces in lists of about 1 MiB of text."""
+    batch = []
+    n_bytes = 0
     for piece in pieces:
         batch.append(piece)
         n_bytes += len(piece.text) + 1
         if n_bytes >= _BATCH_BYTES:
             yield batch
-            batch, n_bytes = [], 0
+            batch = []
+            n_bytes = 0
     if batch:
         yield batch
 
 
-def in_order(encode: Callable, batches: Iterable) -> Iterator:
-    """`encode` of each batch, in their order, in threads: it leaves the interpreter to others."""
+def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
+    """Yield `encode(batch)` for each batch, in the order of the batches.
+
+    Three threads run `encode`. Threads are faster than a loop because the tokenizers library
+    releases the global interpreter lock.
+    """
     waiting = deque()
     with ThreadPoolExecutor(_THREADS) as pool:
         for batch in batches:
@@ -105,22 +128,30 @@ def in_order(encode: Callable, batches: Iterable) -> Iterator:
 
 @contextmanager
 def fresh_folder(target: Path) -> Generator[Path, None, None]:
-    """An empty folder that becomes `target` if the block succeeds, and else is removed.
+    """Create an empty folder, and rename it to `target` when the `with` block succeeds.
 
-    Another process may do the same: the first one's folder stays, both find `target` complete.
-    What a killed process of this machine has left is removed first: nobody holds its lock.
+    If the block raises, the folder is removed. Several processes may prepare the same target: the
+    folder that is renamed first stays, and every process finds `target` complete. Folders that
+    killed processes of this machine have left in the same place are removed first. The lock of such
+    a folder is free.
+
+    Args:
+        target: Final path. Missing parent folders are created.
+
+    Raises:
+        OSError: If the folder cannot be created or renamed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{socket.gethostname()}.*"):
-        with suppress(OSError), (left / _LOCK).open("r+") as lock:
+    for abandoned in target.parent.glob(f".{socket.gethostname()}.*"):
+        with suppress(OSError), (abandoned / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s: its process was killed", left)
-            shutil.rmtree(left, ignore_errors=True)
+            log.info("removing %s: the process that made it was killed", abandoned)
+            shutil.rmtree(abandoned, ignore_errors=True)
     draft = target.with_name(f".{socket.gethostname()}.{uuid.uuid4().hex}")
     draft.mkdir()
     try:
         with (draft / _LOCK).open("w") as lock:
-            with suppress(OSError):  # a file system without locks: nobody will remove it
+            with suppress(OSError):  # without file locks, no process removes this folder
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield draft
             (draft / _LOCK).unlink()
@@ -130,4 +161,4 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
                 if not target.exists():
                     raise
     finally:
-        shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
+        shutil.rmtree(draft, ignore_errors=True)  # does nothing if the folder was renamed

@@ -1,7 +1,7 @@
-"""Files of records, of which one key is text: JSON lines, a JSON array, and Parquet.
+"""Readers of files of records whose text is under one key: JSON lines, JSON arrays and Parquet.
 
-JSON may be plain or compressed by gzip or zstd. At most one record, one line or the column of one
-row group is in memory.
+JSON may be plain or compressed by gzip or zstd. Memory holds at most one record, one line, or the
+text column of one row group.
 """
 
 import gzip
@@ -18,24 +18,27 @@ from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.json_array import holds_array, read_array
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
-# A file with such a suffix may be an array of records, one record a line, or no records at all.
+# The content decides about the format of a file with one of these suffixes: an array of records,
+# one record per line, or text.
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
-_ROWS = 1024  # of a Parquet file, at once
+_BATCH_ROWS = 1024  # rows of a Parquet file that are converted at once
 _LIBRARIES = ("gzip", "zlib", "zstandard", "zstd", "pyarrow")
-Text = bytes | DataError  # of a record; what is wrong with it
+TextOrError = bytes | DataError  # text of a record, or the reason why the record has no text
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file: by the suffix of its name, of a .json file by its content.
+    """Return the format of a file: text, jsonl, json or parquet.
 
-    A plain .json file that is no array of records is text: package.json is a document of its own.
+    The suffix of the name decides, and for .json, .json.gz and .json.zst also the beginning of the
+    content. A plain .json file that is not an array of records is text: package.json, for example,
+    is one document.
     """
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
         with (
             suppress(DataError),
             open_regular(path) as file,
-            _damage_named(path),
+            _as_data_errors(path),
             _decompressed(path, file) as stream,
         ):
             if holds_array(path, stream):
@@ -44,15 +47,23 @@ def format_of(path: Path) -> str:
     return next((FORMATS[suffix] for suffix in FORMATS if name.endswith(suffix)), "text")
 
 
-def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[Text, int]]:
-    """The text of each record in UTF-8, and how many bytes of the file were read for it.
+def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[TextOrError, int]]:
+    """Yield the text of each record in UTF-8, and the bytes of the file that were read for it.
 
-    Raises: DataError for a damaged file or one without a record; ModuleNotFoundError with what to
-        install.
+    A record without text gives a DataError in place of the text.
+
+    Args:
+        path: File to read.
+        format: Format of the file: jsonl, json or parquet.
+        text_key: Key or column of the text.
+
+    Raises:
+        DataError: If the file is damaged or has no record.
+        ModuleNotFoundError: If an optional package is missing. The message has the pip command.
     """
     is_empty = True
-    read = {"jsonl": read_json_lines, "json": read_json_array, "parquet": read_parquet}
-    for number, record, n_read in read[format](path, text_key):
+    readers = {"jsonl": read_json_lines, "json": read_json_array, "parquet": read_parquet}
+    for number, record, n_read in readers[format](path, text_key):
         is_empty = False
         yield _text_of(record, text_key, f"{path}: record {number}"), n_read
     if is_empty:
@@ -60,9 +71,16 @@ def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[Text,
 
 
 def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Line number, the value or what is wrong with it, and bytes read; empty lines are left out."""
+    """Yield the number of each line, its value, and the bytes of the file read for it.
+
+    Empty lines are left out. A line that is not JSON gives a DataError in place of the value.
+
+    Args:
+        path: File of JSON lines, plain or compressed.
+        text_key: Not used.
+    """
     before = 0
-    with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as lines:
+    with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
@@ -75,37 +93,59 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
 
 def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Yield the number of each element, the element, and the bytes of the file read for it."""
+    """Yield the number of each element, the element, and the bytes of the file read for it.
+
+    Args:
+        path: JSON file with an array, plain or compressed.
+        text_key: Not used.
+    """
     before = 0
-    with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as stream:
+    with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as stream:
         for number, record in enumerate(read_array(path, stream), 1):
             yield number, record, file.tell() - before
             before = file.tell()
 
 
 def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Row number, a record of the one column, and bytes read."""
-    parquet = _library("pyarrow.parquet", "parquet")
-    with open_regular(path) as raw, _damage_named(path):
-        size_bytes, file = raw.seek(0, io.SEEK_END), parquet.ParquetFile(raw)
-        if text_key not in (names := file.schema_arrow.names):
+    """Yield the number of each row, a record with the text column, and the mean bytes per row.
+
+    Args:
+        path: Parquet file.
+        text_key: Name of the text column.
+
+    Raises:
+        DataError: If the file is damaged or has no such column.
+    """
+    parquet = _import_optional("pyarrow.parquet", "parquet")
+    with open_regular(path) as raw, _as_data_errors(path):
+        size_bytes = raw.seek(0, io.SEEK_END)
+        file = parquet.ParquetFile(raw)
+        names = file.schema_arrow.names
+        if text_key not in names:
             raise DataError(f"{path}: no column {text_key!r}; there are: {', '.join(names)}")
-        n_read, number = size_bytes // max(1, file.metadata.num_rows), 0
-        for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
+        row_bytes = size_bytes // max(1, file.metadata.num_rows)
+        number = 0
+        for batch in file.iter_batches(_BATCH_ROWS, columns=[text_key], use_threads=False):
             for value in batch.column(0).to_pylist():
                 number += 1
-                yield number, {text_key: value}, n_read
+                yield number, {text_key: value}, row_bytes
 
 
-def _text_of(record: object, text_key: str, place: str) -> Text:
-    """Return the text of a record in UTF-8, or what is wrong with the record."""
+def _text_of(record: object, text_key: str, place: str) -> TextOrError:
+    """Return the text of a record in UTF-8, or a DataError if the record has no text.
+
+    Args:
+        record: Value of the record, or a DataError, which is returned unchanged.
+        text_key: Key of the text.
+        place: Description of the file and the record for the message.
+    """
     if isinstance(record, DataError):
         return record
     if not isinstance(record, dict):
-        hint = "data.format=text, to train on the file as it stands"
+        hint = "data.format=text, to train on the file as plain text"
         if isinstance(record, list):
             hint = f"data.format=json for a file that is one array, or {hint}"
-        return DataError(f"{place}: no object but {type(record).__name__}; try: {hint}")
+        return DataError(f"{place}: not an object but {type(record).__name__}; try: {hint}")
     if text_key not in record:
         message = f"no key {text_key!r}; there are: {', '.join(record)}"
         keys = [key for key, value in record.items() if isinstance(value, str)]
@@ -113,17 +153,19 @@ def _text_of(record: object, text_key: str, place: str) -> Text:
         return DataError(f"{place}: {message}{hint}")
     text = record[text_key]
     if not isinstance(text, str):
-        return DataError(f"{place}: {text_key!r} is no text but {type(text).__name__}")
-    return text.encode(errors="replace")  # half of a surrogate pair, which JSON can say: ?
+        return DataError(f"{place}: {text_key!r} is not a text but {type(text).__name__}")
+    # JSON can contain half of a surrogate pair, which has no UTF-8. It becomes a question mark.
+    return text.encode(errors="replace")
 
 
 @contextmanager
 def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]:
+    """Open a stream of the decompressed bytes of a file. The suffix of its name decides."""
     if path.suffix == ".gz":
         with gzip.open(file) as stream:
             yield cast(BinaryIO, stream)
     elif path.suffix == ".zst":
-        zstandard = _library("zstandard", "zstd")
+        zstandard = _import_optional("zstandard", "zstd")
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         with io.BufferedReader(reader) as stream:
             yield stream
@@ -132,21 +174,31 @@ def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]
 
 
 @contextmanager
-def _damage_named(path: Path) -> Generator[None, None, None]:
-    """Raises a DataError for what the libraries raise of a damaged file."""
+def _as_data_errors(path: Path) -> Generator[None, None, None]:
+    """Raise a DataError that names the file for errors of the libraries that decode it."""
     try:
         yield
     except Exception as error:
         library = type(error).__module__.split(".")[0]
-        if library not in _LIBRARIES and not isinstance(error, EOFError):  # gzip's
+        # gzip raises an EOFError for a truncated file.
+        if library not in _LIBRARIES and not isinstance(error, EOFError):
             raise
         raise DataError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 
 
-def _library(name: str, extra: str) -> ModuleType:
+def _import_optional(name: str, extra: str) -> ModuleType:
+    """Import a module of an optional package.
+
+    Args:
+        name: Name of the module.
+        extra: Extra of gptrain that installs the package.
+
+    Raises:
+        ModuleNotFoundError: If the package is missing. The message has the pip command.
+    """
     try:
         return import_module(name)
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            f"such a file needs the package {name.split('.')[0]}: pip install 'gptrain[{extra}]'"
+            f"this file needs the package {name.split('.')[0]}: pip install 'gptrain[{extra}]'"
         ) from None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gptrain.core.small_files import DataError, read_facts
-from gptrain.data.corpus import Content, Piece, Source, find_sources, look_through, read_pieces
+from gptrain.data.corpus import Piece, Source, SourceScan, find_sources, read_pieces, scan_source
 from gptrain.data.prepare import LENGTHS_TYPE, fresh_folder, write_tokens
 from gptrain.data.token_files import open_token_file
 from gptrain.data.tokenizers import FILE_NAME, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -166,7 +166,7 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
             raise DataError(f"{path}: a link; delete it")
     index = read_facts(known)
     if index.keys() != {"sha256", "not_utf8"}:  # missing, damaged, or of an older version
-        index = _make_index(sources, [look_through(source, text_key) for source in sources])
+        index = _make_index(sources, [scan_source(source, text_key) for source in sources])
         known.parent.mkdir(parents=True, exist_ok=True)
         draft = known.with_name(f".{uuid.uuid4().hex}")  # process ids repeat in containers
         draft.write_text(json.dumps(index))
@@ -184,7 +184,7 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     return texts, index["sha256"]
 
 
-def _make_index(sources: list[Source], contents: list[Content]) -> dict[str, Any]:
+def _make_index(sources: list[Source], contents: list[SourceScan]) -> dict[str, Any]:
     """Return the content of an index file.
 
     Returns:

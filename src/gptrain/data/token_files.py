@@ -1,9 +1,9 @@
-"""Files of tokens: which there are, and what their headers say. No token is read to find out.
+"""Token files: search for them, and their type and size by header, index or file size.
 
-- raw (nanoGPT's train.bin): nothing but tokens;
-- llm.c: 256 int32 in front of them: magic, version, count, zeros;
-- Megatron: raw tokens in x.bin, and what they are in x.idx (megatron/core/datasets/indexed_dataset
-  of NVIDIA/Megatron-LM).
+- Raw (train.bin of nanoGPT): The file consists of tokens only.
+- llm.c: 256 int32 precede the tokens: magic number, version, number of tokens, zeros.
+- Megatron: Raw tokens are in x.bin, and their type and number in x.idx (source:
+  megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM).
 """
 
 import glob
@@ -19,39 +19,65 @@ from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.folders import SkippedPaths, walk_files
 
 HEADER_BYTES = 1024  # 256 int32
-# magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
+# Magic number -> (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
 _HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-_MEGATRON = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents
-_MEGATRON_TYPES = {8: "uint16", 4: "uint32"}  # 4 is int32, of tokens that are not negative
+# Magic text, version, code of the dtype, number of sequences, number of documents
+_MEGATRON = struct.Struct("<9sQBQQ")
+# Code -> dtype. Code 4 is int32. Token ids are not negative, so uint32 reads the same values.
+_MEGATRON_TYPES = {8: "uint16", 4: "uint32"}
 _SAMPLE_TOKENS = 2**14
 _OTHER_SPLITS = {"train": ("val", "test"), "val": ("train", "test")}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens: where they begin, how many, and how wide."""
+    """Path and layout of a file of tokens.
+
+    Attributes:
+        path: Path of the file.
+        dtype: Type of a token: uint16 or uint32.
+        n_tokens: Number of tokens.
+        offset_bytes: Position of the first token in the file.
+    """
 
     path: Path
-    dtype: str  # uint16 or uint32
+    dtype: str
     n_tokens: int
-    offset_bytes: int  # of the first token
+    offset_bytes: int
 
     def map(self) -> np.ndarray:
-        """The tokens as a read-only memory map, (n_tokens,)."""
+        """Return a read-only memory map of the tokens, (n_tokens,)."""
         return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
 
     def sample_positions(self, n_blocks: int) -> Iterator[np.ndarray]:
-        """Places of the tokens in blocks from end to end of the file, (n,) each."""
+        """Yield the positions of blocks of 2^14 tokens, (n,) each, evenly over the whole file.
+
+        A short file gives fewer blocks. A file of less than 2^14 tokens gives one block.
+
+        Args:
+            n_blocks: Largest number of blocks.
+        """
         last = max(0, self.n_tokens - _SAMPLE_TOKENS)
         for start in np.unique(np.linspace(0, last, n_blocks).astype(np.int64)).tolist():
             yield np.arange(start, min(start + _SAMPLE_TOKENS, self.n_tokens))
 
-    def check_tokens(self, tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -> None:
-        """Raises DataError if one of these tokens, at these places, is outside the vocabulary."""
+    def check_tokens(
+        self, tokens: np.ndarray, positions: np.ndarray, vocab_size: int | None
+    ) -> None:
+        """Check that token ids are below the size of the vocabulary.
+
+        Args:
+            tokens: Tokens of this file, in any shape.
+            positions: Position of each token in the file, in the same shape, for the message.
+            vocab_size: Number of tokens of the vocabulary. None checks nothing.
+
+        Raises:
+            DataError: If a token id is not below `vocab_size`.
+        """
         if vocab_size is not None and tokens.max() >= vocab_size:
             first = np.argmax(tokens >= vocab_size)
             raise DataError(
-                f"{self.path}: token {tokens.flat[first]} at offset {places.flat[first]}"
+                f"{self.path}: token {tokens.flat[first]} at offset {positions.flat[first]}"
                 f" (in tokens) >= vocab_size={vocab_size}"
             )
 
@@ -59,76 +85,91 @@ class TokenFile:
 def find_token_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], split: str = ""
 ) -> list[Path]:
-    """Return the files that a path, a glob pattern, or a list of them names, each glob's sorted.
+    """Return the token files of a path, a glob pattern or a list of these.
+
+    The files of a glob pattern and of a folder are sorted by name. Index files of Megatron (.idx)
+    are left out. Links to files and folders are followed.
 
     Args:
-        split: train or val: of the `.bin` files below a folder, those whose name or folders do not
-            say that they are of another split. Links to files and folders are followed.
+        path: File, folder, glob pattern or a list of these. Of a folder, the .bin files at any
+            depth are taken.
+        split: train or val: leave out those files of a folder whose own name or folder names
+            belong to another split. An empty text takes all files.
 
     Raises:
-        FileNotFoundError: If a name, pattern or folder has no such file.
+        FileNotFoundError: If a path, pattern or folder has no such file.
     """
     if not isinstance(path, (str, os.PathLike)):
-        return [file for one in path for file in find_token_files(one, split)]
+        return [file for item in path for file in find_token_files(item, split)]
     pattern = os.path.expanduser(path)
     names = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    found = []
+    files = []
     for name in names:
         if os.path.isdir(name):
-            found += _find_below(name, split)
-        elif not name.endswith(".idx"):  # which lies beside its .bin
-            found.append(Path(name))
-    if not found:
+            files += _find_below(name, split)
+        elif not name.endswith(".idx"):
+            files.append(Path(name))
+    if not files:
         is_folder = os.path.isdir(pattern)
-        what = f"*.bin for {split or 'tokens'} in it" if is_folder else "such file"
-        raise FileNotFoundError(f"{path}: no {what}")
-    return found
+        missing = f"*.bin for {split or 'tokens'} in it" if is_folder else "such file"
+        raise FileNotFoundError(f"{path}: no {missing}")
+    return files
 
 
 def _find_below(folder: str, split: str) -> list[Path]:
-    """Return the `.bin` files below a folder that are of a split, sorted by name."""
+    """Return the .bin files below a folder that belong to a split, sorted by name."""
     skipped = SkippedPaths()
-    files = [one for one in walk_files(folder, skipped) if one.name.endswith(".bin")]
+    files = [file for file in walk_files(folder, skipped) if file.name.endswith(".bin")]
     skipped.warn()
-    first = {one.real_path: one for one in sorted(files, reverse=True)}  # each file once
+    # Of several paths to one file, the first in the order of names is taken.
+    unique = {file.real_path: file for file in sorted(files, reverse=True)}
     return [
-        Path(folder, one.name)
-        for one in sorted(first.values())
-        if not any(_says(one.name, other) for other in _OTHER_SPLITS.get(split, ()))
+        Path(folder, file.name)
+        for file in sorted(unique.values())
+        if not any(_belongs_to(file.name, other) for other in _OTHER_SPLITS.get(split, ()))
     ]
 
 
-def _says(name: str, split: str) -> bool:
-    """Return whether a file's name contains the name of a split, or a folder of it is called so."""
+def _belongs_to(name: str, split: str) -> bool:
+    """Return whether a file's name contains the name of a split, or one of its folders has it."""
     *folders, file = name.split("/")
     return split in file or split in folders
 
 
 def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile:
-    """What a token file holds, from its header, its index or, if raw, from its size.
+    """Return the layout of a token file, by its header, its index or, if it is raw, its size.
 
     Args:
-        dtype: of the tokens of a raw file, `uint16` or `uint32`; a header says it itself.
-    Raises: FileNotFoundError; DataError for what is no regular file, an empty one, an odd size,
-        a header of another version, a count that does not match the size.
+        path: Path of the file. An index with the suffix .idx in the same folder is read as well.
+        dtype: Type of the tokens of a raw file, uint16 or uint32.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        DataError: If the file is not a regular file, if it is empty, if it ends inside a token, if
+            its header or index has another version, or if the number of tokens does not match the
+            size.
     """
-    path, counted, offset_bytes = Path(path), None, 0
+    path = Path(path)
+    expected_tokens = None  # number of tokens by header or index
+    offset_bytes = 0
     with open_regular(path) as file:
-        size_bytes, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
+        size_bytes = os.fstat(file.fileno()).st_size
+        head = file.read(HEADER_BYTES)
     magic, version, count = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
     if path.with_suffix(".idx").is_file():
-        dtype, counted = read_megatron_index(path.with_suffix(".idx"))
+        dtype, expected_tokens = read_megatron_index(path.with_suffix(".idx"))
     elif magic in _HEADERS:
-        known, dtype = _HEADERS[magic]
-        if version != known or size_bytes < HEADER_BYTES:
-            raise DataError(f"{path}: truncated header, or not of version {known}")
-        counted, offset_bytes = count, HEADER_BYTES
+        known_version, dtype = _HEADERS[magic]
+        if version != known_version or size_bytes < HEADER_BYTES:
+            raise DataError(f"{path}: truncated header, or not of version {known_version}")
+        expected_tokens = count
+        offset_bytes = HEADER_BYTES
     n_bytes = size_bytes - offset_bytes
     n_tokens, rest_bytes = divmod(n_bytes, np.dtype(dtype).itemsize)
-    if counted is not None and (n_tokens, rest_bytes) != (counted, 0):
-        message = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
+    if expected_tokens is not None and (n_tokens, rest_bytes) != (expected_tokens, 0):
+        message = f"its header counts {expected_tokens} tokens of {dtype}, {n_bytes} bytes follow"
     elif rest_bytes:
-        message = f"{n_bytes} bytes are no integer number of {dtype} tokens"
+        message = f"{n_bytes} bytes are not a whole number of {dtype} tokens"
         message += "; truncated, or of another dtype"
     elif n_tokens == 0:
         message = "0 tokens; need at least seq_len+1"
@@ -138,23 +179,31 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Dtype and number of the tokens that a Megatron index counts.   Raises: DataError.
+    """Return the dtype and the number of the tokens of a Megatron index.
 
-    After the header stand the length of each sequence (int32), its place in bytes (int64), and
-    the documents' first sequences; the last sequence's end is the number of all tokens.
+    The header is followed by the length of each sequence in tokens (int32), the position of each
+    sequence in bytes (int64), and the number of the first sequence of each document (int64). The
+    number of all tokens is the end of the last sequence.
+
+    Args:
+        path: Path of the index, with the suffix .idx.
+
+    Raises:
+        DataError: If the file is not an index of version 1, is truncated, has no sequence, or has
+            tokens of an unknown type.
     """
     with open_regular(path) as file:
         head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
         magic, version, code, n_sequences, n_documents = _MEGATRON.unpack(head)
         size_bytes = _MEGATRON.size + 12 * n_sequences + 8 * n_documents
         if magic != b"MMIDIDX\0\0" or version != 1:
-            raise DataError(f"{path}: no Megatron index of version 1")
+            raise DataError(f"{path}: not a Megatron index of version 1")
         if code not in _MEGATRON_TYPES:
-            raise DataError(f"{path}: tokens of type {code}; read are 8 (uint16) and 4 (int32)")
+            raise DataError(f"{path}: tokens of type {code}; allowed: 8 (uint16), 4 (int32)")
         if not n_sequences or os.fstat(file.fileno()).st_size < size_bytes:
             raise DataError(f"{path}: truncated, or without a sequence")
-    places = _MEGATRON.size + 4 * n_sequences
-    last = np.fromfile(path, "<i4", 1, offset=places - 4)[0]
-    place = np.fromfile(path, "<i8", 1, offset=places + 8 * (n_sequences - 1))[0]
+    lengths_end = _MEGATRON.size + 4 * n_sequences
+    last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)[0]
+    last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))[0]
     dtype = _MEGATRON_TYPES[code]
-    return dtype, int(place) // np.dtype(dtype).itemsize + int(last)
+    return dtype, int(last_position) // np.dtype(dtype).itemsize + int(last_length)
