@@ -280,7 +280,7 @@ class LanguageModel(pl.LightningModule):
         Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, it is one
         that runs the full net on one device.
         """
-        with suppress(RuntimeError):  # self.trainer raises it if there is no Trainer
+        with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
         return ParallelStrategy()
