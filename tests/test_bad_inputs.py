@@ -10,7 +10,8 @@ from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
 from gptrain.config.preflight import check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias
-from tests.command_line import accepted, refused
+from gptrain.core.errors import INPUT_NOT_FOUND
+from tests.command_line import accepted, answer, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 
@@ -275,6 +276,13 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
     assert "ckpt_path=missing.ckpt: no such file" in line and "ckpt_path=last" in line
     (line,) = refused("init_from=best", *NANO, code=66)
     assert "init_from=best: no such file" in line
+
+
+def test_a_warning_in_front_of_an_error_does_not_change_the_exit_code():
+    words = ("strategy=ddp", "trainer.devices=1", "ckpt_path=missing.ckpt")
+    found, lines = answer(*words, *NANO)
+    assert [line.partition(":")[0] for line in lines] == ["warning", "error"], lines
+    assert found == INPUT_NOT_FOUND
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):

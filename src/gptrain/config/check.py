@@ -90,7 +90,7 @@ class CheckedConfig:
 
         Args:
             key: Dotted key. A key without a value is shown as null.
-            message: What is wrong with the value.
+            message: Reason why the value is wrong.
             hint: Override or command to type instead.
             allowed: Values that are allowed.
             code: Exit code. DONE (0) makes the problem a warning.

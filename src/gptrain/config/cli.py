@@ -103,11 +103,11 @@ def run_command(
     """Run a command line and return its exit code. Errors are printed and not raised.
 
     Args:
-        job: As in `main`.
+        job: Function that gets the typed config.
         argv: Words of the command line, without the name of the program.
-        schema: As in `main`.
-        defaults: As in `main`.
-        usage: As in `main`.
+        schema: Type of the config, a subclass of RunConfig for a command with additional keys.
+        defaults: Default values of the additional keys.
+        usage: Text with which `--help` begins.
     """
     try:
         args = parse_command(argv)

@@ -64,8 +64,8 @@ LIBRARY_CLASSES = {
     "metrics": r"torchmetrics\.((aggregation|classification|regression)\.)?[A-Z]\w*"
     r"|torchmetrics\.text\.Perplexity",
 }
-# Several references, or one next to a brace, could be combined into a new reference to a resolver
-# that creates objects.
+# Several references, or one next to a brace, could form a reference to a resolver. A resolver can
+# create objects.
 PLAIN = r"[^$]*|[^${]*\$\{\.*\w[\w.]*\}[^${]*"
 
 

@@ -55,7 +55,7 @@ DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # dotted keys of datasets
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 NOT_FILES = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}
 DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
-# Number of positional arguments that gptrain passes to the `_target_`, besides the keys.
+# Number of positional arguments that gptrain passes to the `_target_` in addition to the keys.
 POSITIONAL = {"optimizer": 1, "scheduler": 1, "module": 0}
 # Keys that gptrain reads, and that the `_target_` gets only if its signature has them.
 GPTRAIN_KEYS = {

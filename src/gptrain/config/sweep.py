@@ -68,7 +68,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
     try:
         run = read_run(folder)
     except MALFORMED_FILE_ERRORS:
-        return None  # there is no run, or its files are damaged, which the job's checks report
+        return None  # no run, or damaged files, which the checks of the job report
     before, now = _identity(run.overrides), _identity(words)
     is_same = all(
         is_same_value(before.get(key), now.get(key))

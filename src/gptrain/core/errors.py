@@ -1,4 +1,8 @@
-"""What is wrong with a run, and the exit code that says so."""
+"""Errors of a run, the lines that are printed for them, and exit codes.
+
+`ConfigError` holds the problems of a config. `ending_of` turns any other exception into an exit
+code, a cause and a printed line.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,17 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class ExitCode:
-    """What an exit code means, and what follows from it.
+    """Meaning of an exit code, and how gptrain reacts to it.
 
     Attributes:
-        meaning: A few words for a person.
-        is_restarted: A restart may cure the fault: the supervisor starts the ranks again, and a
+        meaning: Description of a few words.
+        is_restarted: True if a restart may help. The supervisor then starts the ranks again, and a
             batch script requeues its job, at most `launcher.max_restarts` times.
-        is_requeued: The run was asked to stop and resumes later: a batch script always requeues it.
-        ends_ranks: The other ranks end when one rank has recorded this code.
-        ends_sweep: The user or the scheduler wants to stop everything, so no further job starts.
+        is_requeued: True if the run was asked to stop and resumes later. A batch script then always
+            requeues its job.
+        ends_ranks: True if the other ranks end when one rank has recorded this code.
+        ends_sweep: True if a sweep starts no further job, because the user or the scheduler wants
+            to stop.
     """
 
     meaning: str
@@ -43,7 +49,7 @@ class ExitCode:
     ends_sweep: bool = False
 
 
-# The numbers above 128 are what a shell reports of a process that was ended by signal number - 128.
+# An exit code above 128 means that signal number (code - 128) ended the process.
 EXIT_CODES = {
     DONE: ExitCode("done", ends_ranks=False),
     BAD_CONFIG: ExitCode("bad config"),
@@ -56,9 +62,10 @@ EXIT_CODES = {
     HUNG: ExitCode("a rank hung", is_restarted=True),
     NON_FINITE: ExitCode("loss not finite"),
     INTERRUPTED: ExitCode("interrupted twice", ends_sweep=True),
-    128 + 9: ExitCode("SIGKILL, often for want of memory", is_restarted=True),
+    128 + 9: ExitCode("SIGKILL, often sent when memory is full", is_restarted=True),
     128 + 11: ExitCode("SIGSEGV", is_restarted=True),
-    # A run that is still importing does not save when its job is preempted or its time is up.
+    # During the imports a run has no signal handlers yet, so it ends without a checkpoint when its
+    # job is preempted or reaches its time limit.
     128 + 10: ExitCode("SIGUSR1 before the start", is_requeued=True),
     128 + 15: ExitCode("SIGTERM before the start", is_requeued=True),
 }
@@ -66,30 +73,36 @@ UNKNOWN = ExitCode("a code that gptrain does not return")
 
 
 def exit_code(code: int) -> ExitCode:
-    """Return what follows from an exit code, for a code of another program UNKNOWN."""
+    """Return the meaning of an exit code, or UNKNOWN for a code that gptrain does not return."""
     return EXIT_CODES.get(code, UNKNOWN)
 
 
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-LONGEST_VALUE = 200  # characters of a value that are shown
+LONGEST_VALUE = 200  # characters of a value in an error message
 
-# Our own exceptions have a `cause` of their class.
+# Exit code of an exception class of gptrain, by its class attribute `cause`.
 CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA, "hang": HUNG}
 
-# Of gloo and nccl, about a rank that is gone.
+# Parts of error messages of gloo and NCCL after another rank has exited.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
-TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
+# Parts of error messages of torch, on a CPU and on a GPU.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+# Parts of error messages of gloo and NCCL after the timeout of a collective.
+TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")
 
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One wrong input: `error: <key>=<value>: <wrong>; allowed: <allowed>; try: <attempt>`.
+    """One problem of the input: `<key>=<value>: <message>; allowed: <allowed>; try: <hint>`.
 
     Attributes:
-        value: as given; None where there is nothing to show, "null" for a null that was given.
-        code: the exit code; 0 where it is a warning only.
+        key: Dotted key, flag or environment variable. Empty if the problem has no single key.
+        value: Given value. None shows no value, the string "null" shows a null.
+        message: Reason why the value is wrong.
+        allowed: Values that are allowed, or an empty string.
+        hint: Override or command to type instead, or an empty string.
+        code: Exit code of the command. DONE (0) makes the problem a warning.
     """
 
     key: str
@@ -108,14 +121,16 @@ class ConfigIssue:
 
     @property
     def line(self) -> str:
-        """What is printed."""
+        """Printed line, which begins with `error: ` or `warning: `."""
         return f"{'error' if self.code else 'warning'}: {self}"
 
 
 def show(value: object) -> str:
-    """A value as one would type it."""
-    if isinstance(value, bool) or value is None:
-        text = {True: "true", False: "false", None: "null"}[value]
+    """Return a value in the notation of a Hydra override, cut after LONGEST_VALUE characters."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = "true" if value else "false"
     elif isinstance(value, list):
         text = f"[{','.join(show(item) for item in value)}]"
     elif isinstance(value, dict):
@@ -126,84 +141,106 @@ def show(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """A text on one line; what a terminal would obey is shown as its escape."""
+    """Return a text on one line, with every control character replaced by its escape sequence."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def quoted(text: str) -> str:
-    """A text in Hydra's quotes, as it is: no reference, no list, no number."""
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # what OmegaConf takes for a reference
-    # Hydra reads a backslash as one, but in front of a quote.
+    """Return a text in quotes, so that Hydra parses it as exactly this string.
+
+    A text that looks like a reference, a list or a number stays a string.
+    """
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
+    # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
 
 
 def code_of(error: OSError) -> int:
-    """The exit code of what the file system refused."""
+    """Return the exit code for an error of the file system."""
     if error.errno is None:
         return FAILED
     return FOLDER_UNUSABLE if error.errno in UNUSABLE else IO_ERROR
 
 
 def first_line(error: object) -> str:
-    """The first line of a message, and the next where the first only says where."""
+    """Return the first line of an exception's message, or the name of its type without a message.
+
+    If the first line ends with a colon, the second line is added. The values of tensors are left
+    out.
+    """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
 class ConfigError(Exception):
-    """All that is wrong with a run, found before anything was started or written.
+    """Raised for wrong input, before anything was started or written.
 
     Attributes:
-        problems: every `ConfigIssue`, in the order found.
-        code: the exit code; 2 where any of the problems is one of the config itself.
+        problems: All problems, in the order in which they were found. Warnings may be among them.
+        code: Exit code: 2 if one of the problems has it, else that of the first error.
     """
 
     def __init__(self, problems: list[ConfigIssue]):
         self.problems = problems
         super().__init__("\n".join(self.lines))
-        codes = [problem.code for problem in problems]
+        codes = [problem.code for problem in problems if problem.code != DONE]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
 
     @property
     def lines(self) -> list[str]:
-        """What is printed of it, a line for each problem."""
+        """Printed lines: one for each problem, without duplicates."""
         return list(dict.fromkeys(problem.line for problem in self.problems))
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """With one Problem."""
+        """Return an error with a single problem.
+
+        Args:
+            key: Dotted key, or an empty string.
+            value: Given value, or None.
+            message: Reason why the value is wrong.
+            more: Other attributes of ConfigIssue: `allowed`, `hint`, `code`.
+        """
         return cls([ConfigIssue(key, value, message, **more)])
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command's words, which raises a ConfigError for what it cannot read."""
+    """ArgumentParser that raises a ConfigError, where argparse would print usage and exit."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words, none of which may end with the carriage return of a Windows script."""
+        """Parse the words of a command line, as argparse does.
+
+        Raises:
+            ConfigError: If a word ends with a carriage return, which a script with Windows line
+                endings adds to the last word of a line.
+        """
         words = sys.argv[1:] if args is None else args
-        if found := [word for word in words if word.endswith("\r")]:
-            key, equals, value = found[0].partition("=")
+        if windows_words := [word for word in words if word.endswith("\r")]:
+            key, equals, value = windows_words[0].partition("=")
             message = "ends with a carriage return: the script has Windows line endings"
             hint = "dos2unix <script>, or sed -i 's/\\r$//' <script>"
             if not equals:
-                message, key = f"{found[0]}: {message}", ""
+                message = f"{windows_words[0]}: {message}"
+                key = ""
             raise ConfigError.of(key.lstrip("+~"), value if equals else None, message, hint=hint)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError with argparse's message."""
         raise ConfigError.of("", None, message, hint=f"{self.prog} --help")
 
 
 class JobFailedError(Exception):
-    """A job that started and is not done; its own report has been printed.
+    """Raised after a job of a sweep failed and its error was printed.
 
     Attributes:
-        code: the exit code.
+        code: Exit code of the job.
+        message: Error message of the job.
     """
 
     def __init__(self, code: int, message: str):
-        super().__init__(code, message)  # as it is made again in another process
+        super().__init__(code, message)  # pickle passes these arguments to __init__ again
         self.code, self.message = code, message
 
     def __str__(self) -> str:
@@ -212,14 +249,15 @@ class JobFailedError(Exception):
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a command, or of one rank of it.
+    """How a command, or one of its ranks, ended.
 
     Attributes:
-        cause: one word: done, preempted, nonfinite, hang, killed, config, data, disk, interrupted,
-            peer, memory, error.
-        line: for a person; one, but for a config with several problems.
-        trace: the traceback, where only the code can explain it.
-        rank: whose fault it is, where that is known to be another than the one that reports.
+        code: Exit code.
+        cause: Kind of the ending: done, preempted, nonfinite, hang, killed, config, data, disk,
+            interrupted, peer, memory or error.
+        line: Printed message. It has several lines only for a config with several problems.
+        trace: Traceback, or an empty string if the message explains the error.
+        rank: Rank that caused the error, if the exception names it. None otherwise.
     """
 
     code: int
@@ -230,38 +268,41 @@ class Ending:
 
 
 def ending_of(error: BaseException, doing: str = "") -> Ending:
-    """The ending that an exception means.
+    """Return exit code, cause and message for an exception.
 
     Args:
-        doing: where the run was, said where nothing else says it.
+        error: Exception that ended the command or the rank.
+        doing: Phase or step that the run was in. It is printed with an exception of unknown cause.
     """
-    said, rank = first_line(error), getattr(error, "rank", None)
+    message = first_line(error)
+    rank = getattr(error, "rank", None)
     cause = getattr(type(error), "cause", None)
     if cause in CODES:
-        line = said if cause == "preempted" else f"error: {said}"
+        line = message if cause == "preempted" else f"error: {message}"
         return Ending(CODES[cause], cause, line, rank=rank)
     match error:
         case ConfigError():
             return Ending(error.code, "config", str(error))
         case OSError() if cause == "disk" or error.errno in DISK:
-            said = said if cause else f"{type(error).__name__}: {said}"
-            return Ending(code_of(error), "disk", f"error: {said}", rank=rank)
-        case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
+            message = message if cause else f"{type(error).__name__}: {message}"
+            return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
+        case ModuleNotFoundError() if "." not in (error.name or ""):  # a whole package is missing
             hint = f"pip install {error.name}" if error.name else ""
-            missing = ConfigIssue("", None, said, hint=hint)
+            missing = ConfigIssue("", None, message, hint=hint)
             return Ending(BAD_CONFIG, "config", missing.line)
         case KeyboardInterrupt():
             return Ending(INTERRUPTED, "interrupted", "interrupted")
         case RuntimeError() if _has(TIMED_OUT, error):
-            return Ending(HUNG, "hang", f"error: a collective timed out: {said}")
+            return Ending(HUNG, "hang", f"error: a collective timed out: {message}")
         case RuntimeError() if _has(PEER_GONE, error):
-            return Ending(FAILED, "peer", f"error: another rank is gone: {said}")
+            return Ending(FAILED, "peer", f"error: another rank has exited: {message}")
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
-        return Ending(FAILED, "memory", f"error: out of memory: {said}", trace)
-    line = f"error: {type(error).__name__}: {said}" + (f"; at {doing}" if doing else "")
+        return Ending(FAILED, "memory", f"error: out of memory: {message}", trace)
+    line = f"error: {type(error).__name__}: {message}" + (f"; at {doing}" if doing else "")
     return Ending(FAILED, "error", line, trace)
 
 
 def _has(phrases: tuple[str, ...], error: BaseException) -> bool:
+    """Return whether the message of an exception contains one of the phrases."""
     return any(phrase in str(error) for phrase in phrases)

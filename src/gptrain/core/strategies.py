@@ -1,6 +1,6 @@
-"""The table of strategies: the options of each one, what it needs, and how many ranks it divides.
+"""Table of the parallel strategies: options, requirements, and axes of the device mesh.
 
-Nothing here imports torch, so that the command line and the planner can read the table.
+Nothing in this file imports torch, so that the command line and the planner can read the table.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gptrain.core.value_types import BelowOne, Count, OpenSection, Positive, Pos
 DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 # Number of pipeline stages that one rank holds, by `strategy.schedule`.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
-DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # one yaml file with the defaults each
+DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
 
 
 class StrategyOptions(OpenSection):
-    """The `strategy` group: options that every strategy has.
+    """Options that every strategy has: the keys of any `strategy` group.
 
     Attributes:
         name: Key of STRATEGIES, or "auto".
-        timeout_s: Seconds that a rank waits in a collective for the others.
-        backend: Backend of torch.distributed. None chooses nccl on GPUs and gloo elsewhere.
+        timeout_s: Seconds after which a rank that waits in a collective raises an error.
+        backend: Backend of torch.distributed. None stands for nccl on GPUs and gloo on CPUs.
     """
 
     name: str
@@ -45,12 +45,16 @@ class StrategyOptions(OpenSection):
         return name
 
     def axis_size(self, axis: str) -> int | None:
-        """Return the number of ranks that the user gave for an axis, or None."""
+        """Return the number of ranks that the user set for an axis of the mesh, or None.
+
+        Args:
+            axis: DATA, TENSOR or PIPELINE.
+        """
         return None
 
     @property
     def copies(self) -> int:
-        """Number of copies of the model along the data axis that the user asked for."""
+        """Number of complete copies of the net along the data axis, 1 if not configured."""
         return 1
 
     @property
@@ -59,7 +63,12 @@ class StrategyOptions(OpenSection):
         return False
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
-        """Return the options with every value that depends on the number of ranks filled in."""
+        """Return the options, with defaults that depend on the number of ranks filled in.
+
+        Args:
+            n_nodes: Number of machines.
+            world_size: Number of ranks of the job.
+        """
         return self
 
 
@@ -88,9 +97,11 @@ class DiLoCoOptions(StrategyOptions, extra="forbid"):
 
     @property
     def copies(self) -> int:
+        """Number of replicas, 1 if not configured."""
         return self.replicas or 1
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
+        """Return the options with the number of replicas filled in."""
         n_replicas = count_replicas(self.replicas, n_nodes, world_size)
         return self.model_copy(update={"replicas": n_replicas})
 
@@ -104,6 +115,7 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
 
     @property
     def keeps_weights_on_cpu(self) -> bool:
+        """True if FSDP offloads weights and optimizer states to the CPU."""
         return self.cpu_offload
 
 
@@ -114,6 +126,7 @@ class FSDPOptions(ShardedOptions):
 
     @property
     def copies(self) -> int:
+        """Number of copies of the sharded net."""
         return self.replicas or 1
 
 
@@ -123,6 +136,7 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
     tensor_parallel_size: Count | None
 
     def axis_size(self, axis: str) -> int | None:
+        """Return `tensor_parallel_size` for the tensor axis."""
         return self.tensor_parallel_size if axis == TENSOR else super().axis_size(axis)
 
 
@@ -138,6 +152,7 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
     def axis_size(self, axis: str) -> int | None:
+        """Return `pipeline_parallel_size` for the pipeline axis."""
         return self.pipeline_parallel_size if axis == PIPELINE else super().axis_size(axis)
 
 
@@ -148,11 +163,12 @@ class Strategy:
     Attributes:
         axes: Axes of the device mesh over which the work is divided.
         needs: Attributes that a net must have (see `gptrain.models`).
-        made: `module:class` of the object that partitions and trains the net.
+        made: `module:class` of the ParallelStrategy that partitions and trains the net.
         check: `module:function` that raises an error for a net, options and dims that do not fit.
-        is_exact: True if the strategy trains what one process trains, up to rounding.
+        is_exact: True if the strategy computes the same losses and weights as one process, up to
+            rounding.
         options: Type of the `strategy` group under this strategy.
-        contract: What it asks of the code of a net, for the message if a net breaks it.
+        contract: Requirement on the code of a net, for the error message if a net violates it.
         lightning: `module:class` of the Lightning strategy around the object in `made`.
         costs: `module:class` that states what a rank stores and sends (see `costs.strategies`).
         defaults: Folder of `<name>.yaml` with the defaults of the options.
@@ -186,7 +202,7 @@ _TENSOR: dict[str, Any] = {
     "lightning": f"{_LIGHTNING}.base:LightningPartitioned",
     "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
     "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
-    "each a layer of its own, in tensor_plan every parameter that works on a slice of the "
+    "each a layer of its own, in tensor_plan every parameter that works on a shard of the "
     "sequence, and forward(tokens) == head(hidden(tokens))",
 }
 _STAGES = ("embed", "blocks", "norm", "head")
@@ -240,36 +256,57 @@ ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 
 
 def options_type(name: object) -> type[StrategyOptions]:
-    """Return the type of the `strategy` group for a `strategy.name`, known or not."""
+    """Return the type of the options of a strategy.
+
+    Args:
+        name: Value of `strategy.name`. An unknown value gives the options that all strategies have.
+    """
     row = STRATEGIES.get("ddp" if name == "auto" else str(name))
     return row.options if row else StrategyOptions
 
 
 @cache
 def default_options(name: str) -> StrategyOptions:
-    """Return the options of a strategy with the defaults of its yaml file."""
+    """Return the options of a strategy with the defaults of its yaml file.
+
+    Args:
+        name: Key of STRATEGIES, or "auto".
+    """
     folder = STRATEGIES[name].defaults if name in STRATEGIES else DEFAULTS
     content = yaml.safe_load((folder / f"{name}.yaml").read_text())
     return options_type(name).model_validate(content)
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
-    """Return the options of a strategy: those given as far as it has them, else its defaults."""
+    """Return the options of a strategy, taken from the options of another strategy if possible.
+
+    Used to compare strategies, and for `auto`. An option that the other strategy does not have
+    keeps the default of its yaml file.
+
+    Args:
+        name: Key of STRATEGIES.
+        given: Options of any strategy.
+    """
     kind = options_type(name)
     if type(given) is kind:
         return given.model_copy(update={"name": name})
-    # `replicas` of fsdp and of diloco are different things.
+    # `replicas` has another meaning in fsdp than in diloco.
     shared = kind.model_fields.keys() & given.model_fields_set - {"name", "replicas"}
     return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Number of ranks along each axis. Their product is the world size.
+    """Number of ranks along each axis of the device mesh.
+
+    The world size is data x tensor x pipeline.
 
     Attributes:
-        replicas: Number of copies of the sharded net along the data axis, which it divides.
-            With 1 each rank of the data axis holds another shard.
+        data: Number of data-parallel ranks.
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline ranks.
+        replicas: Number of copies of the sharded net along the data axis. It divides `data`. With
+            1 replica, the net is sharded over all ranks of the data axis.
     """
 
     data: int = 1
@@ -284,7 +321,12 @@ class ParallelDims:
 
 
 def strategy_name(asked: str, world_size: int) -> str:
-    """Return the row of the table that `strategy.name` means on so many ranks."""
+    """Return the key of STRATEGIES for a `strategy.name`.
+
+    Args:
+        asked: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`.
+        world_size: Number of ranks of the job.
+    """
     if asked == "auto":
         return "single" if world_size == 1 else "ddp"
     return asked
@@ -293,8 +335,13 @@ def strategy_name(asked: str, world_size: int) -> str:
 def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:
     """Return the number of ranks along each axis of a strategy.
 
-    The ranks that the tensor and the pipeline axis leave are data parallel. An axis size that is
-    not given takes all ranks if the axis is the only one, and 2 ranks next to a data axis.
+    The size of the data axis is the world size, divided by the sizes of the tensor and the pipeline
+    axis. A tensor or pipeline axis without a configured size has 2 ranks if the strategy has a data
+    axis, and all ranks otherwise.
+
+    Args:
+        options: Options of the strategy.
+        world_size: Number of ranks of the job.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size. The message has the equation.
@@ -317,25 +364,44 @@ def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:
 
 
 def count_replicas(given: int | None, n_nodes: int, world_size: int) -> int:
-    """Return the number of DiLoCo replicas: as given, one per node of several, or one per rank."""
+    """Return the number of replicas of DiLoCo.
+
+    Args:
+        given: Value of `strategy.replicas`. None stands for one replica per machine if there are
+            several, else for one per rank.
+        n_nodes: Number of machines.
+        world_size: Number of ranks of the job.
+    """
     return given or (n_nodes if n_nodes > 1 else world_size)
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return into how many parts a pipeline divides a batch: as given, or two per rank."""
+    """Return the number of microbatches into which a pipeline divides a batch.
+
+    Args:
+        given: Value of `strategy.microbatches`. None stands for two per pipeline rank.
+        n_ranks: Number of ranks along the pipeline axis.
+    """
     return given or 2 * n_ranks
 
 
 def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
-    """Return the indices of the blocks of a stage.
+    """Return the indices of the blocks of a pipeline stage.
 
-    If the stages do not divide the blocks, early stages hold one block more, because the last stage
-    also computes the head, which costs more than the embedding.
+    If the number of blocks is not divisible by the number of stages, some stages hold one block
+    more. The first stage is among them and the last stage is not, because the last stage also
+    computes the head, which costs more than the embedding.
+
+    Args:
+        stage: Index of the stage.
+        n_stages: Number of stages of the pipeline.
+        n_blocks: Number of blocks of the net.
     """
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 
 
 def _advice(axes: tuple[str, ...], world_size: int) -> str:
+    """Return the part of an error message that names sizes which fit the world size."""
     if not axes:
         return "use one device, or strategy=ddp"
     axis = TENSOR if TENSOR in axes else PIPELINE
