@@ -205,7 +205,7 @@ def test_blocks_are_compiled_where_asked_and_the_watchers_are_told_how_long_it_m
     assert compiled.call_count == 4
     assert guard.call_args.kwargs["timeout_s"] == 77
     phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
-    assert phases == ["import", "data", "build", "train", "validate", "train", "end"]
+    assert phases == ["import", "meeting", "data", "build", "train", "validate", "train", "end"]
     allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
     assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
     assert allowed["data"] > allowed["build"] > 0

@@ -187,12 +187,14 @@ class TrainingMonitor(Callback):
             NonFiniteError: On all ranks, if the norm is not finite and the step is not skipped.
             DataError: If the first step of the run has no target.
         """
-        self.missing_targets.check_step(trainer)
         strategy = strategy_of(trainer)
-        norm = cast(Tensor, strategy.grad_norm)
+        norm, n_targets = read_together(
+            cast(Tensor, strategy.grad_norm), strategy.step_mean.n_targets
+        )
+        self.missing_targets.check_step(trainer, n_targets)
         if trainer.precision == "16-mixed":
             return
-        if math.isfinite(float(norm)):
+        if math.isfinite(norm):
             self.n_skipped = 0
             return
         local_losses = [float(loss) for loss in strategy.micro_losses]
@@ -423,3 +425,16 @@ def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)
+
+
+def read_together(norm: Tensor, n_targets: Tensor | None) -> tuple[float, float | None]:
+    """Return the gradient norm and the number of targets of a step, by one copy from the device.
+
+    Args:
+        norm: Norm of all gradients.
+        n_targets: Number of targets of the step. None if no loss of gptrain has counted them.
+    """
+    if n_targets is None:
+        return float(norm), None
+    norm_value, targets_value = torch.stack((norm.float(), n_targets.float())).tolist()
+    return norm_value, targets_value

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 from gptrain.checkpoints.status import shorten
 from gptrain.core.small_files import DataError
-from gptrain.lit.lightning import data_of, strategy_of
+from gptrain.lit.lightning import data_of
 
 log = logging.getLogger(__name__)
 NO_TARGET = "no target counts, all are -100"
@@ -27,17 +27,21 @@ class MissingTargets:
         self.n_steps = 0
         self.is_last = False
 
-    def check_step(self, trainer: Trainer) -> None:
+    def check_step(self, trainer: Trainer, n_targets: float | None) -> None:
         """Check that the losses of this step have counted a target on any data-parallel rank.
 
         The first step without a target is logged as a warning. Later ones are only counted. Does
-        nothing if training_step computes its loss without gptrain's loss functions.
+        nothing if `n_targets` is None.
+
+        Args:
+            trainer: Trainer of the run.
+            n_targets: Number of targets of the step, over all ranks. None if training_step computes
+                its loss without gptrain's loss functions.
 
         Raises:
             DataError: If the first step of the run has no target.
         """
-        n_targets = strategy_of(trainer).step_mean.n_targets
-        self.is_last = n_targets is not None and float(n_targets) == 0
+        self.is_last = n_targets == 0
         if not self.is_last:
             return
         step = trainer.global_step
