@@ -111,8 +111,7 @@ class Checkpoints(Checkpoint):
         self._metrics: dict[str, float] | None = None  # metrics of a validation, not yet saved
         self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
-        # Newest step whose validation and epoch-end hooks are done.
-        self._completed_step = 0
+        self._completed_step = 0  # newest step whose validation and epoch-end hooks are done
         self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the RNG state after it
         self._is_salvaging = False  # an error has ended training, and its last step is being saved
         self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
@@ -401,7 +400,7 @@ class Checkpoints(Checkpoint):
         wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _prune(self, trainer: Trainer) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep` and the best."""
+        """Remove all checkpoints but the newest `checkpoint.keep` and the best, on rank 0."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 

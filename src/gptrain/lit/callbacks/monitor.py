@@ -167,7 +167,7 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the learning rate, and measure the gradient norm if Lightning will not clip."""
+        """Record the learning rate, and measure the gradient norm if clipping will not do it."""
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         if not clips_by_strategy(trainer, pl_module):
             strategy_of(trainer).clip(optimizer, None)
@@ -258,7 +258,7 @@ class TrainingMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass the error to the loggers, and name the samples of the step for its report."""
+        """Pass the error to the loggers, and give the samples of the step to the error report."""
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
             step = trainer.global_step

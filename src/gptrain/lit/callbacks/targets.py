@@ -63,9 +63,9 @@ class MissingTargets:
 def check_evaluated(trainer: Trainer) -> None:
     """Check that the batches of an evaluation had a target that counts.
 
-    For modules whose validation_step or test_step does not use gptrain's loss. A batch that is
-    neither a pair nor a dict with integer targets or labels counts as a batch with a target. All
-    ranks must call it.
+    `TrainingMonitor` calls it if validation_step or test_step has not used gptrain's loss. A batch
+    that is neither a pair nor a dict with integer targets or labels counts as a batch with a
+    target. All ranks must call it.
 
     Raises:
         DataError: On all ranks, if all targets of the evaluation were -100.

@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-# Base class -> the strategies under which it works, and why it does not work under the others. `{}`
-# stands for the name of the strategy.
+# Base class -> the strategies with which the callback works, and the reason why it does not work
+# with other strategies. `{}` stands for the name of the run's strategy.
 UNSUPPORTED: dict[type[Callback], tuple[tuple[str, ...], str]] = {
     BatchSizeFinder: (
         (),
