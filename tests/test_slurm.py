@@ -108,7 +108,7 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
         monkeypatch.setenv(name, value)
     words = ("trainer.devices=2", "trainer.num_nodes=2", "trainer.accelerator=cpu")
     (line,) = refused(*words)
-    assert "each node would name its folder by its own clock" in line
+    assert "each node would name the folder by its own clock" in line
     accepted(*words, f"run_dir={tmp_path}/seen_by_all")
 
 

@@ -231,7 +231,10 @@ def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check the checkpoint from which the run starts."""
+    """Check that `ckpt_path` and `init_from` exclude each other, and warn about initial weights.
+
+    An evaluation without a checkpoint measures the initial weights, which is a warning.
+    """
     run = checked.run
     if run.ckpt_path and run.init_from:
         message = "excludes ckpt_path: a run either resumes exactly or starts with other weights"

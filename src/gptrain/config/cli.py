@@ -427,7 +427,7 @@ def _first_job_override(override: Override) -> str:
 
 
 def _print(lines: Iterable[object]) -> None:
-    """Print each different line once on stderr, on rank 0 only."""
+    """Print the lines on stderr without repetitions. Does nothing on ranks other than 0."""
     if _rank() == 0:
         for line in dict.fromkeys(lines):
             print(line, file=sys.stderr, flush=True)

@@ -365,7 +365,13 @@ def type_mismatch(target_object: Any, group: str) -> str:
 
 
 def indexing_problem(owner: Any) -> str:
-    """Return why a class of the data group has no samples by index, or an empty string."""
+    """Return why a class cannot be a dataset with samples by index, or an empty string if it can.
+
+    Refused are subclasses of IterableDataset and LightningDataModule. Functions are accepted.
+
+    Args:
+        owner: Class that the `_target_` of a dataset names, or a function.
+    """
     needed = "needed: a torch.utils.data.Dataset with __len__ and __getitem__(index)"
     if not inspect.isclass(owner):
         return ""

@@ -60,7 +60,12 @@ class DataConfig(OpenSection):
 
 
 class DummyTextConfig(DataConfig):
-    """Keys of `data=dummy_text`."""
+    """Keys of `data=dummy_text`, which generates samples.
+
+    Attributes:
+        num_samples: Number of samples to train on.
+        seq_len: Tokens of a sample, one more than it has positions.
+    """
 
     num_samples: Count
     seq_len: Annotated[int, between(2)]
@@ -72,7 +77,7 @@ class DummyTextConfig(DataConfig):
 
 
 class TextConfig(DataConfig):
-    """Keys of `data=text`."""
+    """Keys of `data=text`, which tokenizes text files. `conf/data/text.yaml` explains each key."""
 
     seq_len: Count
     path: LocalPaths | None
@@ -87,7 +92,14 @@ class TextConfig(DataConfig):
 
 
 class TokensConfig(DataConfig):
-    """Keys of `data=tokens`."""
+    """Keys of `data=tokens`, which reads files of token ids.
+
+    Attributes:
+        seq_len: Positions of a sample.
+        train_path: Token file, folder, glob, or list of them, to train on.
+        val_path: The same for the validations.
+        dtype: Type of the token ids in a raw file.
+    """
 
     seq_len: Count
     train_path: LocalPaths
@@ -110,7 +122,12 @@ class PartConfig(OpenSection):
 
 
 class MixtureConfig(DataConfig):
-    """Keys of `data=mixture`."""
+    """Keys of `data=mixture`, which draws samples from several datasets.
+
+    Attributes:
+        seq_len: Positions of a sample, in all parts.
+        parts: Datasets of the mixture, by name.
+    """
 
     seq_len: Count
     parts: dict[str, PartConfig]

@@ -77,7 +77,15 @@ class SingleOptions(StrategyOptions, extra="forbid"):
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):
-    """Options of `ddp` and `auto`."""
+    """Options of `ddp` and `auto`, with the meaning of DistributedDataParallel's arguments.
+
+    Attributes:
+        bucket_cap_mb: MiB of gradients per all-reduce.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy.
+        static_graph: Whether every step uses the same parameters.
+        find_unused_parameters: Whether some parameters may get no gradient in a step.
+        comm_hook: Compression of the gradients that are sent.
+    """
 
     bucket_cap_mb: Positive
     gradient_as_bucket_view: bool
@@ -87,7 +95,16 @@ class DDPOptions(StrategyOptions, extra="forbid"):
 
 
 class DiLoCoOptions(StrategyOptions, extra="forbid"):
-    """Options of `diloco`."""
+    """Options of `diloco` (arXiv:2311.08105): replicas that synchronize every few steps.
+
+    Attributes:
+        replicas: Number of replicas. None stands for one per machine, or one per rank on a single
+            machine.
+        sync_every: Optimizer steps between two synchronizations.
+        outer_lr: Learning rate of the outer optimizer, which is SGD.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        outer_dtype: Dtype of the parameter changes that replicas send.
+    """
 
     replicas: Count | None
     sync_every: Count
@@ -107,7 +124,14 @@ class DiLoCoOptions(StrategyOptions, extra="forbid"):
 
 
 class ShardedOptions(StrategyOptions, extra="forbid"):
-    """Options of every strategy that shards weights with FSDP2."""
+    """Options of every strategy that shards weights with FSDP2.
+
+    Attributes:
+        reshard_after_forward: Whether gathered weights are freed between forward and backward.
+        accumulate_shards: Whether gradients are reduced after each micro-step, so that only shards
+            of them are held in memory.
+        cpu_offload: Whether weights, gradients and optimizer states are in host memory.
+    """
 
     reshard_after_forward: bool
     accumulate_shards: bool
@@ -120,7 +144,12 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
 
 
 class FSDPOptions(ShardedOptions):
-    """Options of `fsdp`."""
+    """Options of `fsdp`.
+
+    Attributes:
+        replicas: Number of complete copies of the net (HSDP). Each is sharded over
+            world_size / replicas ranks.
+    """
 
     replicas: Count
 
@@ -131,7 +160,11 @@ class FSDPOptions(ShardedOptions):
 
 
 class TensorParallelOptions(StrategyOptions, extra="forbid"):
-    """Options of `tensor_parallel`."""
+    """Options of `tensor_parallel`.
+
+    Attributes:
+        tensor_parallel_size: Number of tensor-parallel ranks. `parallel_dims` has the default.
+    """
 
     tensor_parallel_size: Count | None
 
@@ -145,7 +178,14 @@ class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
 
 
 class PipelineOptions(StrategyOptions, extra="forbid"):
-    """Options of `pipeline` and `ddp_pipeline`."""
+    """Options of `pipeline` and `ddp_pipeline`.
+
+    Attributes:
+        pipeline_parallel_size: Number of pipeline ranks. `parallel_dims` has the default.
+        microbatches: Parts into which a rank's batch is divided. None stands for two per rank.
+        schedule: Order of forward and backward passes. With `interleaved_1f1b` a rank holds two
+            stages, otherwise one.
+    """
 
     pipeline_parallel_size: Count | None
     microbatches: Count | None
