@@ -21,6 +21,7 @@ from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
+from gptrain.config.compose import resolved
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
@@ -43,7 +44,7 @@ def compose(tmp_path):
     def compose(*values: str) -> RunConfig:
         cfg = copy.deepcopy(composed())
         cfg.merge_with_dotlist([f"run_dir={tmp_path}/run", *values])
-        checked = check_config(cfg)
+        checked = check_config(resolved(cfg))
         assert not checked.errors, checked.errors
         return checked.run
 
