@@ -112,7 +112,7 @@ def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path):
 def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
     code, _, err = answer("size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
     assert code == 2
-    assert "optimizer._target_=gptrain.optim.Muon: the loops beside ours have" in err
+    assert "optimizer._target_=gptrain.optim.Muon: the other loops have" in err
 
 
 def test_help_is_about_the_verb(answer):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config
@@ -67,71 +66,80 @@ def main() -> None:
     config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
 
 
-def bench(cfg: DictConfig) -> None:
-    """Runs the loops in turn and prints what was found; result.json in the run folder has all.
+def bench(cfg: BenchRun) -> None:
+    """Run the loops in turn, print the comparison and write result.json into the run folder.
 
-    Raises: ConfigError for a model without these sizes, or another data set or optimizer.
+    Raises:
+        ConfigError: If the model lacks a size, or the dataset or the optimizer is another one.
     """
-    import torch  # here, so that a wrong option is answered without it
+    import torch  # imported lazily: config errors are reported before torch is loaded
 
-    from gptrain import runtime
     from gptrain.runtime.devices import find_devices, native_precision, set_threads
 
-    cfg, mine = runtime.settle(cfg), typed_words()
+    overrides = typed_words()
     folder = Path(cfg.run_dir)
     if cfg.target_loss is not None:
-        results = target.race(cfg, mine)
-        found = {"target_loss": cfg.target_loss, "configs": results}
-        return report(found, target.table(results), folder)
-    machine = find_devices(cfg)
+        results = target.race(cfg, overrides)
+        facts = {"target_loss": cfg.target_loss, "configs": results}
+        return report(facts, target.table(results), folder)
+    devices = find_devices(cfg)
     if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = native_precision(machine)
-    spec = make_spec(cfg, machine.accelerator)
-    set_threads(machine.n_local)
+        cfg = cfg.changed({"trainer.precision": native_precision(devices)})
+    spec = make_spec(cfg, devices.accelerator)
+    set_threads(devices.n_local)
     contestants = []
     with ExitStack() as stack:
         for name in cfg.loops:
             run_dir = str(folder / name)
-            overrides = ["checkpoint=none", *mine, *FIXED, f"run_dir={quoted(run_dir)}"]
-            its = {**spec, "loop": name, "run_dir": run_dir, "overrides": overrides}
-            one = Contestant(name, its, machine.n_local, torch.get_num_threads(), folder)
-            stack.callback(one.end)
-            one.first_step()
-            contestants.append(one)
+            words = ["checkpoint=none", *overrides, *FIXED, f"run_dir={quoted(run_dir)}"]
+            loop_spec = {**spec, "loop": name, "run_dir": run_dir, "overrides": words}
+            n_threads = torch.get_num_threads()
+            contestant = Contestant(name, loop_spec, devices.n_local, n_threads, folder)
+            stack.callback(contestant.end)
+            contestant.first_step()
+            contestants.append(contestant)
         run_rounds(contestants, cfg.rounds, cfg.steps)
     results = summarize(contestants, spec)
-    found = {"size": cfg.size, "spec": {**spec, "overrides": mine}, "loops": results}
-    report(found, table(results), folder)
+    facts = {"size": cfg.size, "spec": {**spec, "overrides": overrides}, "loops": results}
+    report(facts, table(results), folder)
 
 
 def typed_words() -> list[str]:
-    """The overrides that are no keys of the bench, nor of its own folder."""
-    left = {*DEFAULTS, "name", "run_dir"}
+    """Return the overrides except those of the bench's own keys and of its folder."""
+    own_keys = {*DEFAULTS, "name", "run_dir"}
     words = HydraConfig.get().overrides.task
-    return [word for word in words if word.partition("=")[0].lstrip("+") not in left]
+    return [word for word in words if word.partition("=")[0].lstrip("+") not in own_keys]
 
 
-def report(found: dict[str, Any], text: str, folder: Path) -> None:
-    """Writes result.json, and prints a text for people."""
-    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+def report(facts: dict[str, Any], text: str, folder: Path) -> None:
+    """Write the facts to result.json and print the text."""
+    (folder / "result.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(text, flush=True)
 
 
-def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
-    """What the loops beside ours make of a run's config."""
-    if missing := [key for key in SIZE_KEYS if key not in cfg.model]:
-        wrong = f"has no {', '.join(missing)}: the loops beside it need the sizes of a SimpleGPT"
-        raise ConfigError.of("model", cfg.model.get("_target_"), wrong)
+def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
+    """Return the options of the other loops, which do the same work as the run of this config.
+
+    Raises:
+        ConfigError: If the other loops cannot do the same work.
+    """
+    values = cfg.plain()
+    model = values["model"]
+    options = values["optimizer"]
+    missing = [key for key in SIZE_KEYS if key not in model]
+    if missing:
+        message = f"has no {', '.join(missing)}: the other loops need the sizes of a SimpleGPT"
+        raise ConfigError.of("model", model.get("_target_"), message)
     for key, known in COMPARED.items():
-        if (target := OmegaConf.select(cfg, key)) != known:
-            raise ConfigError.of(key, target, "the loops beside ours have", allowed=known)
-    options = OmegaConf.to_container(cfg.optimizer, resolve=True)
+        value = cfg.value_of(key)
+        if value != known:
+            raise ConfigError.of(key, value, "the other loops have", allowed=known)
     return {
-        "model": {key: cfg.model[key] for key in SIZE_KEYS},
+        "model": {key: model[key] for key in SIZE_KEYS},
         "compile": cfg.model.compile,
         "batch_size": cfg.data.batch_size,
-        "seq_len": cfg.data.seq_len,
-        "num_samples": cfg.data.num_samples,
+        "seq_len": values["data"]["seq_len"],
+        "num_samples": values["data"]["num_samples"],
         "optimizer": {key: options[key] for key in ("lr", "betas", "eps", "weight_decay", "fused")},
         "clip": cfg.trainer.gradient_clip_val,
         "precision": cfg.trainer.precision,

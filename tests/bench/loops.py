@@ -69,12 +69,12 @@ def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 
 def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """What train.py does, with one callback more."""
+    """Train as train.py does, with one more callback."""
     from lightning.pytorch import Callback
 
     from gptrain.assemble.run import build
     from gptrain.checkpoints.lock import RunLock
-    from gptrain.config.cli import compose_command
+    from tests.command_line import compose_run
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -82,7 +82,7 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
 
     is_first = os.environ.get("RANK", "0") == "0"
     with RunLock(spec["run_dir"]) if is_first else nullcontext():  # for its checkpoints, if any
-        run = build(compose_command(spec["overrides"]))
+        run = build(compose_run(*spec["overrides"]))
         run.trainer.callbacks.append(TakeTurns())
         run.trainer.fit(run.module, datamodule=run.datamodule)
 

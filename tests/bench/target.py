@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import DictConfig
-
 from gptrain.core.errors import JobFailedError, quoted
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -35,7 +33,7 @@ STOP = (
 )
 
 
-def race(cfg: DictConfig, words: list[str]) -> list[dict[str, Any]]:
+def race(cfg: Any, words: list[str]) -> list[dict[str, Any]]:
     """One result per config, with a run per seed, which ends where it reaches the target.
 
     tokens, steps, seconds: to the target, the median over seeds; null where most missed it. Seconds

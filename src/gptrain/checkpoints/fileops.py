@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-# Size of one write. Writing 540 MB took 0.3 s of processor time in pieces of 64 MiB
-# and 2.0 s in pieces of 4 MiB (ext4, Linux 6).
+# Size of one write. Writing 540 MB took 0.3 s of processor time in pieces
+# of 64 MiB and 2.0 s in pieces of 4 MiB (ext4, Linux 6).
 _PIECE_BYTES = 1 << 26
 
 

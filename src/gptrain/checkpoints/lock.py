@@ -80,7 +80,11 @@ class RunLock:
         return self
 
     def adopt(self, run_id: str) -> None:
-        """Record this process as the holder, and make this the folder of the run `run_id`."""
+        """Write this process and the identity of its run into the lock file.
+
+        Args:
+            run_id: Identity of the run, which may differ from the previous one.
+        """
         self.run_id = run_id
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname()}

@@ -182,6 +182,11 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that allows the names in `_METADATA_NAMES` and dtypes only."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or dtype.
+
+        Raises:
+            UnpicklingError: If the name is not allowed.
+        """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
