@@ -139,7 +139,7 @@ def test_a_tokenizer_comes_back_from_its_folder_where_a_link_is_not_followed(bpe
 def test_what_is_no_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(DataError, match=r"t\.json: no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"t\.json: not a tokenizer\.json"):
         load_tokenizer(tmp_path / "t.json")
     with pytest.raises(FileNotFoundError, match="byte"):
         load_tokenizer("byte")
@@ -374,7 +374,7 @@ def test_files_that_are_not_utf8_are_left_out_with_one_warning(tmp_path):
         ) as warned:
             assert prepare(source, "bytes", cache).folder == first.folder
         assert len(warned) == 1
-    with pytest.raises(DataError, match=r"image\.png: no UTF-8 text in 1 files, here byte 0"):
+    with pytest.raises(DataError, match=r"image\.png: byte 0 is not UTF-8; none of 1 files"):
         prepare(source / "image.png", "bytes", cache)
 
 
@@ -435,7 +435,7 @@ def link(path):
 def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, tmp_path):
     folder = prepare(corpus, "bytes", tmp_path).folder
     harm(folder / name)
-    with pytest.raises(DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it is"):
+    with pytest.raises(DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it will be"):
         TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
 
 

@@ -165,7 +165,7 @@ def test_what_cannot_be_used_ends_a_run_with_its_own_code(train, tmp_path):
     assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
     run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")
-    assert run.code == 65 and "no UTF-8 text in 1 files" in run.err
+    assert run.code == 65 and "none of 1 files is UTF-8 text" in run.err
     assert read_status(run.folder)["cause"] == "data"
 
 

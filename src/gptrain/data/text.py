@@ -1,4 +1,7 @@
-"""Text as a data set: split and tokenized once, and cached by the hash of all that went in."""
+"""Dataset of text that is split and tokenized once.
+
+The tokens are cached under a hash of the texts, the tokenizer and the options of the split.
+"""
 
 import hashlib
 import json
@@ -22,26 +25,39 @@ from gptrain.data.tokens import TokenDataset, token_dtype
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # of the folder and of the split; another one is another place in the cache
+# Version of the folder's files and of the split, a part of the cache key. A change of either must
+# increase it.
+FORMAT = 5
 
 
 class TextDataset(TokenDataset):
-    """Windows of one part of a tokenized text; `val` keeps its tail, so that every byte counts.
+    """Windows of the training or the validation text of a tokenized corpus.
+
+    The validation set keeps the last, incomplete window of the text, so that every byte counts.
 
     Args:
-        folder: as `from_corpus` writes it; its name is the fingerprint.   split: train or val.
-        documents: `packed`: windows run on over the ends of documents. `separate`: the first
-            sample of a document begins with it, a long one goes on in the next sample, and the
-            rest of its last sample is padded with targets -100: what a net computes of a document
-            depends on that document alone.
+        folder: Folder that `from_corpus` has written. The name of the folder is the fingerprint.
+        split: train or val.
+        seq_len: Positions of a sample, T.
+        documents: `packed` or `separate`. With `packed`, windows cross the ends of documents. With
+            `separate`, the first sample of a document begins at the document's first token, a
+            longer document continues in the next sample, and the rest of its last sample is padding
+            with targets -100. What a net computes for a document then depends on this document
+            only.
+
     Attributes:
-        ends: (documents + 1,) where the first one begins and each one ends, in tokens; a file of
-            which a section is in the other part counts as several.
-    Raises: DataError for a folder that is not what was written.
+        ends: Position of the first document's begin, then of each document's end, in tokens,
+            (documents + 1,). If a section of a file is in the other split, each contiguous part of
+            the file counts as a document.
+
+    Raises:
+        DataError: If the files of the folder are missing, damaged or links.
     """
 
     def __init__(self, folder: Path, split: str, seq_len: int, documents: str = "packed") -> None:
-        self.folder, self.documents, self._samples = folder, documents, None
+        self.folder = folder
+        self.documents = documents
+        self._samples = None
         names = (FILE_NAME, f"{split}.bin", f"{split}.ends")
         try:
             if link := next((name for name in names if (folder / name).is_symlink()), None):
@@ -51,15 +67,16 @@ class TextDataset(TokenDataset):
             file = open_token_file(folder / names[1], token_dtype(n_vocab))
             self.ends = np.fromfile(folder / names[2], LENGTHS_TYPE)
             if self.ends[-1:] != [file.n_tokens] or (np.diff(self.ends, prepend=0) < 0).any():
-                raise DataError(f"{folder / names[2]}: not of the {file.n_tokens} tokens beside it")
+                raise DataError(f"{folder / names[2]}: does not match {split}.bin")
         except (DataError, FileNotFoundError) as error:
-            raise DataError(f"{error}; delete {folder}, it is prepared again") from None
+            raise DataError(f"{error}; delete {folder}, it will be prepared again") from None
         keep_tail = split == "val" or documents == "separate"
         super().__init__(file.path, seq_len, file.dtype, n_vocab, keep_tail)
-        self.token_bytes, self.fingerprint = self.tokenizer.token_bytes, folder.name
+        self.token_bytes = self.tokenizer.token_bytes
+        self.fingerprint = folder.name
         if documents == "separate":
             n_samples = -(-np.diff(self.ends) // seq_len)
-            self._samples = np.cumsum([0, *n_samples])  # (documents + 1,) first one of each
+            self._samples = np.cumsum([0, *n_samples])  # (documents + 1,) first sample of each
             self._firsts = self._samples[[0, -1]]
 
     @classmethod
@@ -79,36 +96,58 @@ class TextDataset(TokenDataset):
         end_of_document: bool | None = None,
         documents: str = "packed",
     ) -> "TextDataset":
-        """One part of a corpus, from the cache or tokenized now.
+        """Return one split of a corpus: from the cache, or tokenized by this call.
 
-        The corpus is hashed when one of its files has changed, tokenized when the hash, the
-        tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
-        Text files that are not UTF-8 are left out, with one warning for all of them. Records
-        without text are an error or, by `on_bad_record="skip"`, left out with one warning.
+        The corpus is hashed if one of its files has changed. It is tokenized if the hash, the
+        tokenizer or the split has changed. Memory is constant. Several processes may call this
+        method at once; each gets the complete dataset. Text files that are not UTF-8 are left out
+        with one warning for all of them.
 
         Args:
-            path: a file, a folder with all below it, a glob, a list of them; None: the standard
-                library's source.   pattern: that names of files within folders must match.
-            tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
-            vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
-                no tokenizer may have more.
-            format: of all files: text, jsonl, json or parquet; None: by their suffixes.
-            end_of_document: a token after each; None: where the tokenizer has one, but not `bytes`.
-        Raises: FileNotFoundError; DataError for no text, or a cache that somebody has changed;
-            OSError if the disk is full or not to be written to, with nothing left behind.
+            split: train or val.
+            seq_len: Positions of a sample, T.
+            path: File, folder, glob pattern or a list of these. A folder is read with all folders
+                below it. None reads the source code of Python's standard library.
+            tokenizer: `bytes`, `bpe` (trained on the training text), or the path of a
+                tokenizer.json.
+            cache_dir: Folder for the tokens and the index of the corpus.
+            val_fraction: Fraction of the bytes of text files, and of the number of records, for
+                validation.
+            pattern: Pattern that the names of files within folders must match.
+            vocab_size: Vocabulary size of the model. The tokenizer may not have more tokens. `bpe`
+                learns this number of tokens, or fewer if the text is too small.
+            format: Format of all files: text, jsonl, json or parquet. None takes the format of each
+                file from its suffix, and from its content for .json.
+            text_key: Key of the text in a record.
+            on_bad_record: `error` raises for a record without text. `skip` leaves such records out
+                with one warning.
+            end_of_document: Whether to append the end token to each document. None appends it if
+                the tokenizer has one, except for `bytes`.
+            documents: `packed` or `separate`, see the class.
+
+        Raises:
+            FileNotFoundError: If a path or the tokenizer does not exist.
+            ModuleNotFoundError: If an optional package is missing.
+            DataError: If there is no text, if a file is damaged, if the tokenizer does not fit, or
+                if the cache was modified.
+            OSError: If the disk is full or not writable. Incomplete files are removed.
         """
-        cache_dir, ready, has_end = Path(cache_dir).resolve(), None, end_of_document
+        cache_dir = Path(cache_dir).resolve()
+        loaded = None
+        has_end = end_of_document
         if tokenizer == "bpe":
             has_end = end_of_document is not False
             identity = f"bpe:{vocab_size}"
         else:
-            ready = load_tokenizer(tokenizer)
-            identity = ready.identity
-            if vocab_size is not None and ready.vocab_size > vocab_size:
-                raise DataError(f"tokenizer has {ready.vocab_size} tokens, vocab_size={vocab_size}")
+            loaded = load_tokenizer(tokenizer)
+            identity = loaded.identity
+            if vocab_size is not None and loaded.vocab_size > vocab_size:
+                raise DataError(
+                    f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}"
+                )
             if has_end is None:
-                has_end = ready.end_id is not None and not isinstance(ready, ByteTokenizer)
-            if has_end and ready.end_id is None:
+                has_end = loaded.end_id is not None and not isinstance(loaded, ByteTokenizer)
+            if has_end and loaded.end_id is None:
                 raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
         sources = find_sources(path, pattern, format, cache_dir)
         sources, digest = _read_index(sources, cache_dir, text_key)
@@ -120,14 +159,18 @@ class TextDataset(TokenDataset):
             bad_records = None if on_bad_record == "error" else []
             pieces = partial(read_pieces, sources, val_fraction, text_key, not has_end, bad_records)
             with fresh_folder(folder) as draft:
-                _prepare(draft, sources, pieces, ready, has_end, vocab_size)
+                _prepare(draft, sources, pieces, loaded, has_end, vocab_size)
             if bad_records:
-                said = f"{len(set(bad_records))} records left out: the first is {bad_records[0]}"
-                warnings.warn(said, stacklevel=2)
+                message = f"{len(set(bad_records))} records left out: the first is {bad_records[0]}"
+                warnings.warn(message, stacklevel=2)
         return cls(folder, split, seq_len, documents)
 
     def describe(self, n_samples: int = 0) -> str:
-        """What the samples are made of, and how often a run of so many sees them."""
+        """Return the number of tokens and documents, and the epochs of a run, as one line.
+
+        Args:
+            n_samples: Number of samples that the run reads. 0 leaves out the epochs.
+        """
         ends = "nothing between them"
         if np.fromfile(self.files[0].path, self.files[0].dtype, 1) == self.tokenizer.end_id:
             ends = f"each ended by {self.tokenizer.end_token}"
@@ -138,45 +181,55 @@ class TextDataset(TokenDataset):
         return " · ".join([super().describe(n_samples), *words])
 
     def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of some windows' tokens and, with `separate`, documents' ends."""
         if self._samples is None:
             return super()._window_positions(number, windows)
         document = np.searchsorted(self._samples, windows, side="right") - 1
         begins = windows == self._samples[document]
         first = self.ends[document] - 1 + (windows - self._samples[document]) * self.seq_len
-        places = first[:, None] + np.arange(self.seq_len + 1)
-        places[begins, 0] = 0  # the context, and not the end of the document before
-        return places, self.ends[document + 1]
+        positions = first[:, None] + np.arange(self.seq_len + 1)
+        # The token before a document is the last token of another document. Token 0 of the file,
+        # the context of the first document, takes its place.
+        positions[begins, 0] = 0
+        return positions, self.ends[document + 1]
 
 
 def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
-    """Return the sources that are text, and the SHA-256 over their names and contents.
+    """Return the sources that can be read, and the SHA-256 over their names and contents.
 
-    Hashing a corpus means reading all of it. The result is therefore kept in `index/` and used
-    again while the names, sizes and time stamps of the files stay the same. Text files that are not
-    UTF-8 are left out, with one warning for all of them.
+    A corpus must be read completely to be hashed. The result is therefore stored in the folder
+    `index` of the cache and used again as long as names, sizes and modification times of the files
+    are the same. Text files that are not UTF-8 are left out with one warning for all of them.
+
+    Args:
+        sources: Files of the corpus.
+        cache_dir: Folder of the cache.
+        text_key: Key of the text in a record.
 
     Raises:
-        DataError: If no source is text, or the index is a link.
+        DataError: If no source is text, or if the index is a symbolic link.
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
-    known = cache_dir / "index" / f"{key}.json"
-    for path in (known.parent, known):
+    index_file = cache_dir / "index" / f"{key}.json"
+    for path in (index_file.parent, index_file):
         if path.is_symlink():
             raise DataError(f"{path}: a link; delete it")
-    index = read_facts(known)
-    if index.keys() != {"sha256", "not_utf8"}:  # missing, damaged, or of an older version
+    index = read_facts(index_file)
+    if index.keys() != {"sha256", "not_utf8"}:  # the file is missing, damaged or old
         index = _make_index(sources, [scan_source(source, text_key) for source in sources])
-        known.parent.mkdir(parents=True, exist_ok=True)
-        draft = known.with_name(f".{uuid.uuid4().hex}")  # process ids repeat in containers
+        index_file.parent.mkdir(parents=True, exist_ok=True)
+        draft = index_file.with_name(
+            f".{uuid.uuid4().hex}"
+        )  # process ids are not unique across containers
         draft.write_text(json.dumps(index))
-        draft.replace(known)
+        draft.replace(index_file)
     left_out = dict(index["not_utf8"])
     texts = [source for number, source in enumerate(sources) if number not in left_out]
     if left_out:
         number, byte = index["not_utf8"][0]
         if not texts:
-            message = f"no UTF-8 text in {len(sources)} files, here byte {byte}"
+            message = f"byte {byte} is not UTF-8; none of {len(sources)} files is UTF-8 text"
             raise DataError(f"{sources[number].path}: {message}")
         message = f"{len(left_out)} of {len(sources)} files are not UTF-8 and are left out"
         first = f"the first is {sources[number].name}, byte {byte}"
@@ -188,8 +241,8 @@ def _make_index(sources: list[Source], contents: list[SourceScan]) -> dict[str, 
     """Return the content of an index file.
 
     Returns:
-        `sha256`, the hash of the sources that are text, and `not_utf8`, pairs of the number of each
-        other source and the position of its first byte that is not UTF-8.
+        `sha256`: hash of the sources that are text or records. `not_utf8`: a pair for each text
+        file that is not UTF-8, of its number in `sources` and the position of its first bad byte.
     """
     pairs = list(zip(sources, contents, strict=True))
     text = [(s.name, s.format, content.sha256) for s, content in pairs if content.sha256]
@@ -206,7 +259,21 @@ def _prepare(
     has_end: bool,
     vocab_size: int | None,
 ) -> None:
-    """Writes the token files of a corpus and their tokenizer; None: a new BPE."""
+    """Write the token files of a corpus and the tokenizer to a folder.
+
+    Args:
+        folder: Empty folder.
+        sources: Files of the corpus.
+        pieces: Function that starts to read the text of the corpus.
+        tokenizer: Tokenizer of the text. None trains a BPE tokenizer on the training text.
+        has_end: Whether to append the end token to each document.
+        vocab_size: Largest number of tokens of a new BPE tokenizer.
+
+    Raises:
+        DataError: If the training or the validation set would be empty, or if a source has changed
+            since it was hashed.
+        OSError: If a file cannot be written.
+    """
     n_bytes = sum(source.size_bytes for source in sources)
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
     if tokenizer is None:
@@ -216,8 +283,8 @@ def _prepare(
         tokenizer.save(folder)
     end_id: Any = tokenizer.end_id if has_end else None
     if not all(write_tokens(folder, pieces(), tokenizer, end_id, n_bytes)):
-        said = f"{n_bytes} bytes of text; too few to take a part of them for validation"
-        raise DataError(f"{sources[0].path}: {said}")
+        message = f"{n_bytes} bytes of text; too few to take a part of them for validation"
+        raise DataError(f"{sources[0].path}: {message}")
     for source in sources:
         if source.path.stat().st_mtime_ns != source.mtime_ns:
             raise DataError(f"{source.path}: changed while it was read; start again")

@@ -1,9 +1,14 @@
-"""Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
+"""Tokenizers: bytes (built in), a tokenizer.json file, or a BPE trained on the corpus.
 
-All have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `identity` (what a cache is keyed
-by), `token_bytes`, `special_ids`, and `end_token` with `end_id`, which no text is encoded to and
-which may end a document (None: there is none). Nothing is downloaded; the `tokenizers` library is
-needed for everything but bytes, and imported when it is.
+Both classes have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `token_bytes`,
+`special_ids` and these attributes:
+
+- `identity`: String that is a part of the key of a cached corpus.
+- `end_token`, `end_id`: Name and id of the token that may end a document, or None. No text is
+  encoded to this token.
+
+Nothing is downloaded. Every tokenizer except bytes needs the package `tokenizers`, which is
+imported only when such a tokenizer is used.
 
 # N tokens, V vocab
 """
@@ -20,67 +25,89 @@ import numpy as np
 
 from gptrain.core.small_files import DataError, read_bytes, read_facts
 
-FILE_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
-MAP_NAME = "special_tokens_map.json"  # where older versions of transformers name them
+FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
+# Older versions of transformers store the names of special tokens in this file.
+MAP_NAME = "special_tokens_map.json"
 SPECIAL = ("bos_token", "eos_token", "pad_token")
-# Of GPT-2, Llama 2, Llama 3, Gemma, BERT-like ones; where no configuration says which it is.
+# End tokens of GPT-2, Llama 2, Llama 3, Gemma and models like BERT. They are tried in this order if
+# no configuration file names the end token.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _BYTES_JSON = b'{"type": "bytes"}\n'
 
 
 class ByteTokenizer:
-    """Every byte is a token: 256 of them, no file, no library, any text."""
+    """Tokenizer whose 256 tokens are the bytes. It needs no file and no package."""
 
     vocab_size = 256
     identity = "bytes"
-    end_token, end_id = "the byte 255", 255  # which no UTF-8 has
+    end_token = "the byte 255"
+    end_id = 255  # UTF-8 text never contains the byte 255
     token_bytes = np.array([1] * 255 + [0])  # (V,) int64
 
     def special_ids(self) -> dict[str, int]:
-        """Return no ids: a byte is a special token only where the data use it as one."""
+        """Return an empty dict, because a byte is a special token only if the data use it so."""
         return {}
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, (N,) int64."""
+        """Return the token ids of a text, (N,) int64."""
         text = text.encode() if isinstance(text, str) else text
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Return the token ids of each text, (N,) int64 each."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no byte as nothing."""
+        """Return the text of token ids.
+
+        Bytes that are not UTF-8, also the beginning of a character, become U+FFFD. Ids that are not
+        0 to 255 are left out.
+        """
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> Path:
-        """Writes what `load_tokenizer` brings back; returns the file."""
+        """Write a tokenizer.json that `load_tokenizer` can load, and return its path."""
         return _write(folder, _BYTES_JSON)
 
 
 class JsonTokenizer:
-    """A tokenizer of the `tokenizers` library, from its one JSON file.
+    """Tokenizer of the package `tokenizers`, from a tokenizer.json file.
 
-    Names of special tokens in a text are text: nothing that a corpus contains can stand for the
-    end of a document. None are added either.
+    The name of a special token in a text is encoded as ordinary text, so that no text of a corpus
+    can be mistaken for the end of a document. No special token is added to a text.
 
-    Raises: FileNotFoundError; DataError for a file that is no tokenizer.
+    Args:
+        path: Path of the tokenizer.json. A tokenizer_config.json and a special_tokens_map.json in
+            the same folder name the special tokens.
+
+    Attributes:
+        special_tokens: Special tokens of the vocabulary, by their names in transformers:
+            bos_token, eos_token, pad_token.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        DataError: If the file is not a tokenizer.
+        ModuleNotFoundError: If the package `tokenizers` is missing.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._path, self._json, library = Path(path), read_bytes(path), _library()
+        self._path = Path(path)
+        self._json = read_bytes(path)
+        library = _import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
-        except Exception as error:  # the library raises nothing narrower
-            message = "no tokenizer.json of the tokenizers library"
+        except Exception as error:  # the package raises no narrower class
+            message = "not a tokenizer.json of the package tokenizers"
             raise DataError(f"{path}: {message}: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
         self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self._config = _read_own(Path(path).with_name(CONFIG_NAME))
-        named = _read_own(Path(path).with_name(MAP_NAME)) | self._config
+        self._config = _read_companion(Path(path).with_name(CONFIG_NAME))
+        named = _read_companion(Path(path).with_name(MAP_NAME)) | self._config
         self.special_tokens = self._find_special(named)
         self.end_token = self._find_end()
         self.end_id = self.end_token and self._tokenizer.token_to_id(self.end_token)
@@ -89,25 +116,26 @@ class JsonTokenizer:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for, (V,) int64, special ones for 0.
+        """Bytes of text that each token stands for, (V,) int64; special tokens have 0.
 
-        None unless the tokenizer is byte-level: others drop or add spaces.
+        None if the tokenizer is not byte-level, because other tokenizers drop or add spaces.
         """
-        if '"type": "ByteLevel"' not in self._decoder:  # it may be one of a sequence
+        # The ByteLevel decoder may be part of a sequence of decoders.
+        if '"type": "ByteLevel"' not in self._decoder:
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self._tokenizer.get_vocab().items():
-            lengths[number] = len(token)  # byte-level: one character stands for one byte
+            lengths[number] = len(token)  # one character of a byte-level token is one byte
         for number, added in self._tokenizer.get_added_tokens_decoder().items():
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids of a text, (N,) int64."""
+        """Return the token ids of a text, (N,) int64."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Return the token ids of each text, (N,) int64 each; the library encodes in parallel.
+        """Return the token ids of each text, (N,) int64 each. The texts are encoded in parallel.
 
         Raises:
             DataError: If a text has a character or word that the tokenizer has no token for.
@@ -115,30 +143,38 @@ class JsonTokenizer:
         texts = [text if isinstance(text, str) else text.decode() for text in texts]
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the package raises no narrower class
             hint = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
             message = f"cannot encode this text: {error}"
             raise DataError(f"{self._path}: {message}; try: {hint}") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no token as nothing."""
+        """Return the text of token ids.
+
+        Bytes that are not UTF-8, also the beginning of a character, become U+FFFD. Negative ids and
+        ids outside the vocabulary are left out.
+        """
         ids = [i for i in map(int, ids) if i >= 0]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
-        """Writes the very file that was read, and its configuration; returns it."""
+        """Write the bytes of the file that was read, and its configuration; return the path."""
         if self._config:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
         return _write(folder, self._json)
 
     def special_ids(self) -> dict[str, int]:
-        """Return the ids of the special tokens by the names that transformers gives them."""
+        """Return the ids of the special tokens by their names in transformers (`eos_token_id`)."""
         tokens = self.special_tokens.items()
         return {f"{name}_id": self._tokenizer.token_to_id(token) for name, token in tokens}
 
     def _find_special(self, named: dict) -> dict[str, str]:
-        """Return those special tokens of a configuration that the vocabulary has."""
+        """Return the special tokens that a configuration names and the vocabulary contains.
+
+        Args:
+            named: Values of a tokenizer_config.json or special_tokens_map.json.
+        """
         tokens = {name: named.get(name) for name in SPECIAL}
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
         texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
@@ -146,7 +182,10 @@ class JsonTokenizer:
         return {name: token for name, token in texts.items() if known(token) is not None}
 
     def _find_end(self) -> str | None:
-        """Return the end token that the configuration names, or a special one of a known name."""
+        """Return the end token that the configuration names, or the first of `END_TOKENS`.
+
+        Only a special token of the vocabulary counts. None if there is no such token.
+        """
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]
         names = (self.special_tokens.get("eos_token"), *END_TOKENS)
@@ -156,26 +195,39 @@ class JsonTokenizer:
 def train_bpe(
     texts: Iterable[str | bytes], vocab_size: int, path: str | os.PathLike, has_end: bool = False
 ) -> JsonTokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, learned from `texts`, stored in `path`.
+    """Train a byte-level BPE tokenizer, write it to `path`, and return it.
 
-    256 of them are bytes, so that every text can be encoded; words are split as GPT-2 does. With
-    `has_end` one more, the last, is `<|endoftext|>`.
+    The first 256 tokens are the bytes, so that every text can be encoded. Words are split as by
+    GPT-2.
+
+    Args:
+        texts: Texts to learn from.
+        vocab_size: Largest number of tokens.
+        path: Path of the tokenizer.json to write.
+        has_end: Add the end token `<|endoftext|>` as the last token.
+
+    Raises:
+        ValueError: If `vocab_size` is less than 256, or than 257 with `has_end`.
+        ModuleNotFoundError: If the package `tokenizers` is missing.
     """
-    if vocab_size < 256 + has_end:
-        n_ends = " and an end token" * has_end
-        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes{n_ends}")
-    library = _library()
+    n_end_tokens = 1 if has_end else 0
+    if vocab_size < 256 + n_end_tokens:
+        end_text = " and an end token" if has_end else ""
+        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes{end_text}")
+    library = _import_tokenizers()
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size - has_end,
+        vocab_size=vocab_size - n_end_tokens,
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     texts = (text if isinstance(text, str) else text.decode() for text in texts)
-    with ThreadPool(1) as pool:  # a signal's handler, which runs in this one, need not wait
+    # Python runs signal handlers in the main thread. Training runs in another thread, so that a
+    # signal is handled at once.
+    with ThreadPool(1) as pool:
         pool.apply(tokenizer.train_from_iterator, (texts, trainer))
     if has_end:
         tokenizer.add_special_tokens([END_TOKENS[0]])
@@ -187,7 +239,16 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a spec: `bytes`, a tokenizer.json, or a folder that holds one."""
+    """Load a tokenizer.
+
+    Args:
+        spec: `bytes`, the path of a tokenizer.json, or the path of a folder with a tokenizer.json.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        DataError: If the file is not a tokenizer.
+        ModuleNotFoundError: If the package `tokenizers` is needed and missing.
+    """
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec).expanduser()
@@ -197,21 +258,21 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
 
 
-def _read_own(file: Path) -> dict:
-    """Return the values of a small file beside a tokenizer; of a link none."""
+def _read_companion(file: Path) -> dict:
+    """Return the values of a JSON file, or an empty dict if it is a link or cannot be read."""
     return {} if file.is_symlink() else read_facts(file)
 
 
 def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:
     path = Path(folder) / name
-    path.unlink(missing_ok=True)  # in a stranger's folder it may be a link to anywhere
+    path.unlink(missing_ok=True)  # the path may be a link to any file if the folder is untrusted
     path.write_bytes(content)
     return path
 
 
-def _library() -> ModuleType:
-    # Its threads die in a fork, which it reports on the terminal unless this is set. The
-    # workers of a data loader, which are forked, never tokenize.
+def _import_tokenizers() -> ModuleType:
+    # The package prints a warning after a fork, because its threads do not survive a fork, unless
+    # this variable is set. Forked DataLoader workers never tokenize, so the warning is not needed.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         import tokenizers
