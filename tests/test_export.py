@@ -29,7 +29,7 @@ from gptrain.data.tokenizers import load_tokenizer
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 from gptrain.export.files import (
     check_format,
-    write_around,
+    copy_companion_files,
     write_net,
     write_special_ids,
     write_tensors,
@@ -209,7 +209,7 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     (source / "config.json").write_text(json.dumps(theirs))  # 50256: a default of GPT2Config
     keep_around([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
-    write_around(run, folder)
+    copy_companion_files(run, folder)
     write_special_ids(folder, load_tokenizer(run), has_end=False)
     ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 3}
     assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 4, **ids}

@@ -435,7 +435,9 @@ def link(path):
 def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, tmp_path):
     folder = prepare(corpus, "bytes", tmp_path).folder
     harm(folder / name)
-    with pytest.raises(DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it will be"):
+    with pytest.raises(
+        DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it will be"
+    ):
         TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
 
 

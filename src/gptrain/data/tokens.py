@@ -113,7 +113,7 @@ class TokenDataset(BatchDataset):
         If there are more than 16 files, the blocks come from 16 of them.
         """
         n_files = min(len(self.files), _CHECKED_BLOCKS)
-        n_blocks = -(-_CHECKED_BLOCKS // n_files)  # of each file, rounded up
+        n_blocks = -(-_CHECKED_BLOCKS // n_files)  # blocks of each file, rounded up
         for number in np.linspace(0, len(self.files) - 1, n_files).astype(int).tolist():
             file = self.files[number]
             for positions in file.sample_positions(n_blocks):

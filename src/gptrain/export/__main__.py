@@ -1,4 +1,17 @@
-"""The command: which checkpoint is taken, and into which folder."""
+"""Export a trained net: one safetensors file, or a folder that transformers can load.
+
+    python -m gptrain.export from_run=outputs/a
+    python -m gptrain.export from_run=outputs/a format=hf dtype=bf16
+
+    from_run   folder of a run
+    ckpt_path  best or last checkpoint of the run, or the path of a checkpoint (best)
+    format     safetensors: one file with the net's own parameter names
+               hf: weights, config and tokenizer as transformers reads them (safetensors)
+    dtype      fp32 or bf16 (fp32)
+    run_dir    folder of the export
+
+Another run can start from the exported weights: init_from=<folder of the export>.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from gptrain import config
-from gptrain import export as package
 from gptrain.checkpoints import fileops
 from gptrain.config.from_run import typed_again
 from gptrain.config.values import walk
@@ -23,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class ExportRun(RunConfig):
-    """A run's keys and the command's own."""
+    """Schema of the command: the keys of a run and those of the command."""
 
     reads_data = False
 
-    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # it is needed
+    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     format: Literal["safetensors", "hf"]
     dtype: Literal["fp32", "bf16"]
 
@@ -36,22 +48,24 @@ DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
 
 
 def main() -> None:
-    """The command line."""
-    config.main(export, ExportRun, DEFAULTS, usage=package.__doc__)
+    """Run the command line."""
+    config.main(export, ExportRun, DEFAULTS, usage=__doc__)
 
 
 def export(cfg: ExportRun) -> None:
-    """Writes the net of a run into run_dir.
+    """Write the net of a run, its tokenizer and a record of its config to `run_dir`.
 
-    Raises: ConfigError: 2 for a net that transformers does not know, 65 or 66 for a checkpoint that
-        cannot be taken, 73 where run_dir holds a run.
+    Raises:
+        ConfigError: If `format=hf` and the net has no form in transformers (exit code 2), if the
+            checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
     """
+    # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import build_net, find_tokenizer
-    from gptrain.assemble.resume import find_trained  # imported here: it needs torch
+    from gptrain.assemble.resume import find_trained
     from gptrain.assemble.weights import load_weights, named_source
     from gptrain.export.files import (
         check_format,
-        write_around,
+        copy_companion_files,
         write_net,
         write_special_ids,
         write_tokenizer,
@@ -59,7 +73,7 @@ def export(cfg: ExportRun) -> None:
 
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
-        message = "holds a run, whose record an export would replace"
+        message = "holds a run, whose saved config an export would replace"
         raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
     check_format(net, cfg.format)
@@ -69,12 +83,12 @@ def export(cfg: ExportRun) -> None:
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
-    write_around(Path(cfg.from_run).expanduser(), folder)
+    copy_companion_files(Path(cfg.from_run).expanduser(), folder)
     if cfg.format == "hf":
         values = dict(walk(cfg.data.plain()))
         has_end = any(values[key] is True for key in values if key.endswith("end_of_document"))
         write_special_ids(folder, tokenizer, has_end)
-    (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
+    (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
     record = OmegaConf.to_yaml({"model": cfg.model.plain()})
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))

@@ -1,4 +1,7 @@
-"""The files of an export: the weights, their config and their tokenizer, each whole or absent."""
+"""Files of an export: the weights, their config and the tokenizer.
+
+The weights and the config files appear under their names only when they are complete.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,37 @@ from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
 from gptrain.parallel.requirements import tied_names
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name in the config -> name in torch
 
 
-def check_format(net: nn.Module, form: str) -> None:
-    """Raises ConfigError for a net that transformers does not know."""
-    if form == "hf" and not hasattr(net, "to_hugging_face"):
+def check_format(net: nn.Module, format: str) -> None:
+    """Check that a net can be exported in a format.
+
+    Args:
+        net: Net to export.
+        format: safetensors or hf.
+
+    Raises:
+        ConfigError: If the format is hf and the net has no method `to_hugging_face`.
+    """
+    if format == "hf" and not hasattr(net, "to_hugging_face"):
         message = f"{type(net).__name__} has no `to_hugging_face` (see gptrain.models)"
         raise ConfigError.of("format", "hf", message, hint="format=safetensors")
 
 
-def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
-    """Writes model.safetensors, and config.json for transformers; returns the bytes of weights."""
-    if form == "hf":
+def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
+    """Write model.safetensors, and for hf also config.json; return the bytes of the weights.
+
+    Args:
+        net: Net to export.
+        folder: Existing folder to write to.
+        format: safetensors keeps the parameter names of the net. hf uses those of transformers.
+        dtype: Type of the weights: fp32 or bf16.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    if format == "hf":
         content, tensors = cast(Any, net).to_hugging_face()
         fileops.replace(folder / "config.json", to_json(content | {"dtype": DTYPES[dtype]}))
     else:
@@ -48,43 +69,63 @@ def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """A safetensors file, its floating point numbers in dtype. Returns the bytes of the tensors.
+    """Write a safetensors file and return the bytes of its tensors.
 
-    Raises: OSError.
+    Args:
+        path: File to write. An existing file is replaced when the new file is complete.
+        tensors: Tensors by name.
+        dtype: Type to which floating point tensors are converted.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
-    from safetensors import SafetensorError  # an extra
+    from safetensors import SafetensorError  # optional package
     from safetensors.torch import save_file
 
-    own = {
+    converted = {
         name: (t.detach().to(dtype) if t.is_floating_point() else t.detach()).contiguous()
         for name, t in tensors.items()
     }
     part = path.with_name(f".{path.name}.part")
     try:
-        save_file(own, part, metadata={"format": "pt"})  # transformers asks for this entry
+        save_file(converted, part, metadata={"format": "pt"})  # transformers requires this entry
         os.replace(part, path)
-    except SafetensorError as error:  # of a full disk, among others
+    except SafetensorError as error:  # raised for a full disk, for example
         raise OSError(errno.EIO, str(error), str(path)) from None
     finally:
         part.unlink(missing_ok=True)
-    return sum(tensor.nbytes for tensor in own.values())
+    return sum(tensor.nbytes for tensor in converted.values())
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
-    """Write the tokenizer of a run; for `format=hf` as transformers reads it."""
-    if form == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
+    """Write the tokenizer of a run.
+
+    Args:
+        tokenizer: Tokenizer of the run.
+        folder: Existing folder to write to.
+        format: hf writes a tokenizer.json and a tokenizer_config.json that transformers can load,
+            also for `bytes`. safetensors writes the files that `load_tokenizer` reads.
+    """
+    if format == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(folder)
     else:
         write_byte_level(folder / "tokenizer.json")
-    if form == "hf":
+    if format == "hf":
         content = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if not isinstance(tokenizer, ByteTokenizer):
             content |= tokenizer.special_tokens
         fileops.replace(folder / "tokenizer_config.json", to_json(content))
 
 
-def write_around(run: Path, folder: Path) -> None:
-    """Copy what lies in a run's folder around its weights. A link there is not followed."""
+def copy_companion_files(run: Path, folder: Path) -> None:
+    """Copy the tokenizer's files, the chat template and the generation config of a run.
+
+    Symbolic links in the run folder are not followed. A tokenizer.json in `folder` is kept.
+
+    Args:
+        run: Run folder.
+        folder: Existing folder to copy to.
+    """
     names = [name for name in (*TOKENIZER, *COMPANIONS) if not (run / name).is_symlink()]
     if (folder / TOKENIZER[0]).exists():
         names = [name for name in names if name != TOKENIZER[0]]
@@ -92,15 +133,17 @@ def write_around(run: Path, folder: Path) -> None:
 
 
 def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) -> None:
-    """Write where a text begins and ends into the two files from which transformers knows it.
+    """Write the ids of the special tokens to config.json and generation_config.json.
 
-    The ids in a generation_config.json that came with the weights count before those of the
-    tokenizer. The end token of the data is always one of the end tokens.
+    transformers reads the ids from these two files. Ids in a generation_config.json that was copied
+    from the run take precedence over those of the tokenizer. The end token of the tokenizer is
+    always added to the end tokens.
 
     Args:
-        folder: Folder with a config.json, and with a generation_config.json if there is one.
-        has_end: Whether the data have an end token after each document. It matters for `bytes`,
-            of which every token may be text.
+        folder: Folder with a config.json and, possibly, a generation_config.json.
+        tokenizer: Tokenizer of the run, or None.
+        has_end: Whether the data have an end token after each document. Without it, the end token
+            of `bytes` is not written, because every byte may be text.
     """
     content = read_facts(folder / "config.json")
     generation = read_facts(folder / GENERATION)
@@ -119,18 +162,22 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
 
 
 def write_byte_level(path: Path) -> None:
-    """The tokenizer `bytes` as a tokenizer.json: a BPE of 256 bytes that merges nothing.
+    """Write the tokenizer `bytes` as a tokenizer.json: a BPE of 256 bytes without merges.
 
-    Such files write a byte as a printable character: itself where it is one, else the next free
-    one from U+0100 on. Source: bytes_to_unicode of openai/gpt-2, encoder.py.
+    A tokenizer.json writes each byte as a printable character: the character of that code if it is
+    printable, and otherwise the next unused character from U+0100 on. Source: bytes_to_unicode of
+    openai/gpt-2, encoder.py.
+
+    Args:
+        path: File to write.
     """
-    import tokenizers  # an extra
+    import tokenizers  # optional package
 
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     characters = sorted(byte_level.alphabet())
-    themselves = [ord(character) for character in characters if ord(character) < 256]
-    others = [byte for byte in range(256) if byte not in themselves]
-    vocabulary = dict(zip(characters, [*themselves, *others], strict=True))
+    printable = [ord(character) for character in characters if ord(character) < 256]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    vocabulary = dict(zip(characters, [*printable, *unprintable], strict=True))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
