@@ -1,1 +1,1 @@
-"""`python -m gptrain.plan`: what a run will cost, by `costs`; faults of a machine."""
+"""Command that prints the cost of a run before it starts, and the faults of a machine."""

@@ -1,19 +1,22 @@
-"""What a run will take before it starts: memory, time and traffic under every strategy.
+"""Print the memory, time and traffic of a run under every strategy, before it starts.
 
     python -m gptrain.plan model=gpt2 trainer.devices=8 hardware=h100_sxm
     python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \\
         hardware=h100_sxm hardware.link=nvlink4 hardware.network=infiniband_ndr
 
     hardware         a device of gptrain.costs.hardware; null: this machine
-    hardware.link    within a node; null: the device's own
-    topology         a file with what `nvidia-smi topo -m` prints, or - for a pipe
-    --json           everything, for programs
-    --doctor         what is wrong with this machine for such a run, each line with its fix
-    --trace          one step of the real code under the config's strategy, on tensors without
-                     numbers, in place of the formulas; of any other net than ours that is the plan
-    --measure        time and bandwidth of the collectives between trainer.devices (2) ranks here,
-                     up to max_bytes (16 MiB), and what a CPU computes; kept in machine.json of
-                     output_dir, by which this machine is planned. Under torchrun, too
+    hardware.link    link between the GPUs of a node; null: the device's own
+    hardware.network link between nodes, of each GPU
+    topology         a file with the output of `nvidia-smi topo -m`, or - for standard input
+    --json           print all results as JSON
+    --doctor         check this machine for faults that such a run would meet, and print fixes
+    --trace          trace a step of the real code under the config's strategy, on tensors without
+                     data, in place of the formulas; nets other than SimpleGPT and Llama are always
+                     traced
+    --measure        measure the collectives between trainer.devices (2) ranks on this machine, up
+                     to max_bytes (16 MiB), and the speed of the CPU; the result is written to
+                     machine.json in output_dir, where later plans for this machine read it; also
+                     works under torchrun
 """
 
 from __future__ import annotations
@@ -44,18 +47,20 @@ from gptrain.runtime.process import count_devices, count_nodes
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-CHOSEN = ("strategy", "trainer.devices")  # what is best among those that fit
+CHOSEN = ("strategy", "trainer.devices")  # keys by which the best strategy is selected
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 
 
 class Hardware(Section):
+    """Options of the group `hardware`."""
+
     name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
     link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
     network: Literal[tuple(LINKS)]  # ty: ignore[invalid-type-form]
 
 
 class PlanRun(RunConfig):
-    """A run's keys and the command's own."""
+    """Keys of the command: those of a run, `hardware` and `topology`."""
 
     runs_here = False
     hardware: Hardware
@@ -63,7 +68,7 @@ class PlanRun(RunConfig):
 
 
 def main() -> None:
-    """The command line, in which hardware=… stands for hardware.name."""
+    """Run the command line of `python -m gptrain.plan`. hardware=… stands for hardware.name=…."""
     flags = set(FLAGS) & set(sys.argv)
     words = [word for word in sys.argv[1:] if word not in FLAGS]
     if "--measure" in flags:
@@ -74,21 +79,36 @@ def main() -> None:
 
 
 def expand_hardware(words: Iterable[str]) -> list[str]:
-    """The words, with hardware.name=… for hardware=…."""
-    return [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
+    """Return the overrides with hardware.name=… in place of hardware=…."""
+    prefix = "hardware="
+    return [
+        f"hardware.name={word.removeprefix(prefix)}" if word.startswith(prefix) else word
+        for word in words
+    ]
 
 
 def measure(cfg: CollectivesRun) -> None:
-    """Starts the ranks that measure, or is one of those that torchrun started."""
-    from gptrain import runtime  # here: a plan needs no torch
+    """Measure this machine: start the ranks, or run as one of the ranks that torchrun started."""
+    # Imported late: a plan does not need torch.
+    from gptrain import runtime
     from gptrain.plan.measure import measure
 
     runtime.run(measure, cfg, lambda *_: None)
 
 
 def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
-    """Prints what the flags ask for.   Raises: ConfigError."""
-    trainer, as_json = cfg.trainer, "--json" in flags
+    """Print the plan, the traced step or the faults of the machine.
+
+    Args:
+        cfg: Configuration of the run and of its hardware.
+        words: Overrides that the user typed, for the printed command.
+        flags: Those of FLAGS that the user typed.
+
+    Raises:
+        ConfigError: If a value does not fit.
+    """
+    trainer = cfg.trainer
+    as_json = "--json" in flags
     if "--doctor" in flags:
         n_local, backend = count_devices(trainer.devices), cfg.strategy.backend
         lines = doctor(n_local, count_nodes(trainer.num_nodes), trainer.accelerator, backend)
@@ -96,40 +116,55 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
         return
     machine, topology = find_machine(cfg)
     cfg = resolve_precision(cfg, machine)
-    found = compare(cfg, cfg.data.sample_tokens, machine, count_nodes(trainer.num_nodes))
-    if "--trace" in flags or not found["strategies"]:
-        found, lines_of = traced(cfg, machine), traced_lines
+    result = compare(cfg, cfg.data.sample_tokens, machine, count_nodes(trainer.num_nodes))
+    if "--trace" in flags or not result["strategies"]:
+        result, lines_of = traced(cfg, machine), traced_lines
     else:
         typed = [word for word in words if not word.startswith(("hardware", "topology"))]
-        changes = found["changes"]
-        found["command"] = changes and shell.train_command(*changed_overrides(typed, changes))
+        changes = result["changes"]
+        result["command"] = changes and shell.train_command(*changed_overrides(typed, changes))
         if topology:
             islands, slowest = topology.islands, topology.slowest_ring_link
-            found["topology"] = {"islands": islands, "slowest_ring_link": slowest}
+            result["topology"] = {"islands": islands, "slowest_ring_link": slowest}
         lines_of = partial(planned_lines, topology)
-    found["machine"] = {"name": machine.name, "source": machine.source}
-    print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)))
+    result["machine"] = {"name": machine.name, "source": machine.source}
+    print(json.dumps(result, indent=1) if as_json else "\n".join(lines_of(result)))
 
 
 def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
-    """The traced step of any net, as `compare` gives estimates.   Raises: ConfigError."""
-    from gptrain.plan.trace import trace  # here: it imports torch and Lightning
+    """Return the traced step of any net, in the form of `costs.choice.compare`.
 
-    found = trace(cfg, machine.n_local * count_nodes(cfg.trainer.num_nodes), cfg.data.sample_tokens)
-    for row in found["strategies"].values():
-        total = row["bytes_per_device"]["total"] * machine.n_local**machine.is_cpu
+    Raises:
+        ConfigError: If the step cannot be traced.
+    """
+    from gptrain.plan.trace import trace  # imported late: needs torch and Lightning
+
+    world_size = machine.n_local * count_nodes(cfg.trainer.num_nodes)
+    result = trace(cfg, world_size, cfg.data.sample_tokens)
+    n_sharing_memory = machine.n_local if machine.is_cpu else 1
+    for row in result["strategies"].values():
+        total = row["bytes_per_device"]["total"] * n_sharing_memory
         row["fits"] = total <= machine.memory_bytes
-    return found | {"traced": True}
+    return result | {"traced": True}
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
-    """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
+    """Return the machine of a config and the topology of its nodes.
+
+    The machine is the one that `hardware.name` names, or this machine. The topology is None if the
+    key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
+
+    Raises:
+        ConfigError: If the number of devices is not known, or if machine.json or the topology
+            cannot be read.
+    """
     hardware, trainer = cfg.hardware, cfg.trainer
-    here, device = [], DEVICES.get(hardware.name)
+    local_gpus = []
+    device = DEVICES.get(hardware.name)
     if not device and trainer.accelerator != "cpu":
-        here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        device = device_of(here[0]) if here else None
-    n_local = count_devices(trainer.devices) or len(here)
+        local_gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        device = device_of(local_gpus[0]) if local_gpus else None
+    n_local = count_devices(trainer.devices) or len(local_gpus)
     if not device:
         try:
             machine = this_machine(Path(cfg.output_dir), n_local or 1)
@@ -143,13 +178,15 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
         machine = machine_of(device, n_local, link, network)
     source = cfg.topology
     try:
-        topology = read_topology(source) if source or here else None
+        topology = read_topology(source) if source or local_gpus else None
     except ValueError as error:
         raise ConfigError.of("topology", source, str(error)) from error
     except OSError as error:
         message = str(error.strerror)
         raise ConfigError.of("topology", source, message, code=INPUT_NOT_FOUND) from error
-    if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
+    slowest = topology.slowest_ring_link if topology else None
+    if slowest and speed(slowest) < 0:
+        # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     return machine, topology
@@ -162,9 +199,10 @@ def resolve_precision(cfg: PlanRun, machine: Machine) -> PlanRun:
     return cfg.changed({"trainer.precision": "bf16-mixed" if machine.has_bf16 else "32-true"})
 
 
-def planned_lines(topology: Topology | None, found: dict[str, Any]) -> list[str]:
-    """For people: what a device holds, what a step takes, and what is best."""
-    rows, changes, lines = found["strategies"], found["changes"], held_lines(found)
+def planned_lines(topology: Topology | None, result: dict[str, Any]) -> list[str]:
+    """Return the printed plan: memory and time of each strategy, and the best strategy."""
+    rows, changes = result["strategies"], result["changes"]
+    lines = memory_lines(result)
     if all(row["step_s"] is not None for row in rows.values()):
         lines += step_lines(rows)
     if topology and topology.gpus:
@@ -174,35 +212,37 @@ def planned_lines(topology: Topology | None, found: dict[str, Any]) -> list[str]
         return [*lines, "best      nothing fits: more devices, or a smaller model"]
     needed = [f"{key}={changes[key]}" for key in changes if key not in CHOSEN]
     with_what = f"; nothing fits as typed, but with {' '.join(needed)}" if needed else ""
-    return [*lines, f"best      {found['best']}{with_what}", f"command   {found['command']}"]
+    return [*lines, f"best      {result['best']}{with_what}", f"command   {result['command']}"]
 
 
-def traced_lines(found: dict[str, Any]) -> list[str]:
-    """For people: what a device holds, computes and sends."""
-    (row,) = found["strategies"].values()
+def traced_lines(result: dict[str, Any]) -> list[str]:
+    """Return the printed result of a trace: memory, FLOPs and traffic of a device."""
+    (row,) = result["strategies"].values()
     sent = (f"{what} {n_bytes / 2**20:,.1f} MiB" for what, n_bytes in row["wire"].items())
     line = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
-    lines = [*held_lines(found), f"{line}; sent: {', '.join(sent) or 'nothing'}"]
-    if found["layers"]:
-        few, more, count = found["layers"]
-        lines.append(f"layers    of {count}; {few} and {more} were traced, each more adds the same")
+    lines = [*memory_lines(result), f"{line}; sent: {', '.join(sent) or 'nothing'}"]
+    if result["layers"]:
+        few, more, count = result["layers"]
+        lines.append(
+            f"layers    of {count}; {few} and {more} were traced, the rest is extrapolated"
+        )
     return lines
 
 
-def held_lines(found: dict[str, Any]) -> list[str]:
-    """What a device holds."""
-    machine, rows = found["machine"], found["strategies"]
+def memory_lines(result: dict[str, Any]) -> list[str]:
+    """Return the printed table of the memory of a device, under a line about net and machine."""
+    machine, rows = result["machine"], result["strategies"]
     unit, size = unit_of(max(row["bytes_per_device"]["total"] for row in rows.values()))
     cells = [[f"{unit} of a device", *PARTS, "fits"]]
     for name, row in rows.items():
         held = (f"{row['bytes_per_device'][part] / size:.2f}" for part in PARTS)
         cells.append([name, *held, "yes" if row["fits"] else "no"])
-    head = f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
+    head = f"{result['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
     return [f"{head} ({machine['source']})", align_columns(cells)]
 
 
 def step_lines(rows: dict[str, Any]) -> list[str]:
-    """What a step takes."""
+    """Return the printed table of the time of a step."""
     unit, size = unit_of(max(row["wire_bytes_per_step"] for row in rows.values()))
     cells = [["a step", "seconds", "tokens/s", "MFU", f"{unit} sent", "hidden s", "shown s",
               "scaling", "hours", "device hours", "most over"]]  # fmt: skip

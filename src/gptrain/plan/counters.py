@@ -1,4 +1,4 @@
-"""What a step sends and multiplies, counted while it runs."""
+"""Counters of the bytes that a running step sends, and formulas for its FLOPs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "send")
 
 
 class Sent(TorchDispatchMode):
-    """Inside the block, counts what this rank sends; collectives are taken as rings.
+    """Counter of the bytes that this rank sends inside a `with` block.
 
-    Of b bytes that n ranks hold or will hold whole a rank sends (n-1)/n b in an all-gather or a
-    reduce-scatter, on average in a broadcast, twice that in an all-reduce (Patarasuk & Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002). Collectives of DDP, FSDP and DTensor pass torch's dispatcher.
+    Collectives count as rings. For a tensor of b bytes on n ranks, a rank sends (n-1)/n b in an
+    all-gather or a reduce-scatter, as much on average in a broadcast, and 2 (n-1)/n b in an
+    all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The counter sees the
+    collectives of DDP, FSDP and DTensor, because they all pass through torch's dispatcher.
 
     Attributes:
-        n_bytes: of each of COLLECTIVES.   calls: how many.
+        n_bytes: Bytes that this rank sent, for each of COLLECTIVES.
+        calls: Number of calls of each of COLLECTIVES.
     """
 
     def __init__(self) -> None:
@@ -32,12 +34,12 @@ class Sent(TorchDispatchMode):
 
     @property
     def total(self) -> float:
-        """Bytes of all."""
+        """Bytes that this rank sent in all collectives together."""
         return sum(self.n_bytes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # its own dispatch calls the collectives
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # the dispatch of DTensor calls collectives of plain tensors
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._opname.strip("_").replace("_", "")
@@ -49,35 +51,47 @@ class Sent(TorchDispatchMode):
 
 
 def _sent_bytes(kind: str, args: Any, out: Any) -> float:
-    """Of a collective that changes its arguments, or returns its result."""
+    """Return the bytes that a rank sends in one collective.
+
+    Args:
+        kind: One of COLLECTIVES.
+        args: Arguments of the operation. Operations of `c10d` change their arguments in place.
+        out: Result of the operation. Operations of `_c10d_functional` return the new tensor.
+    """
     if kind in ("allgather", "reducescatter"):
-        here, there = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
-        return abs(here.nbytes - there.nbytes)  # one is a part of the other
-    n_bytes = sum(one.nbytes for one in (args[0] if isinstance(args[0], list) else [args[0]]))
+        # One tensor is the full tensor, the other the shard of a rank: (n-1)/n b is the difference.
+        first, second = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
+        return abs(first.nbytes - second.nbytes)
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
     if kind == "send":
         return n_bytes
-    if isinstance(args[1], str):  # the operation, and then the group's name
+    if isinstance(args[1], str):  # `_c10d_functional`: name of the reduction, name of the group
         size = dist.distributed_c10d._resolve_process_group(args[2]).size()
     else:
         size = dist.ProcessGroup.unbox(args[1]).size()
     return (2 if kind == "allreduce" else 1) * n_bytes * (size - 1) / size
 
 
-def _product(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+def _matmul(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of total += left @ right, from the shapes of the three matrices."""
     return 2 * left[0] * left[1] * right[1]
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of attention, from the shapes (B, H, T, d_head) of q, k and v."""
     return sdpa_flop_count(q, k, v)
 
 
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return 2 * sdpa_flop_count(q, k, v)  # without what the kernel computes again
+    """Return the FLOPs of the backward pass of attention, without recomputation in the kernel."""
+    return 2 * sdpa_flop_count(q, k, v)
 
 
-# What torch's counter does not know: the chunked loss adds products in place; the CPU's attention.
+# Formulas that FlopCounterMode lacks: addmm_, by which the chunked loss accumulates the gradient of
+# the head, and the attention of CPUs.
 FLOPS = {
-    torch.ops.aten.addmm_: _product,
+    torch.ops.aten.addmm_: _matmul,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

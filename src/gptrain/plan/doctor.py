@@ -1,4 +1,4 @@
-"""What commonly goes wrong with several devices on a machine, each with its fix."""
+"""Checks for common faults of machines with several devices. Each fault is printed with a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pathlib import Path
 from gptrain.costs.machine import count_cores
 from gptrain.costs.topology import nvidia_smi
 
-CAPS = {  # two fields of nvidia-smi, now and usual; unit; what resets it
+# Limits that slow a GPU down: nvidia-smi's fields of the current and the default value, the unit,
+# and the options of nvidia-smi that restore the default.
+CAPS = {
     "power": ("power.limit", "power.default_limit", "W", "-pl {usual:.0f}"),
     "clock": ("clocks.applications.graphics", "clocks.default_applications.graphics", "MHz",
               "-rac"),
@@ -22,62 +24,81 @@ CAPS = {  # two fields of nvidia-smi, now and usual; unit; what resets it
 FIELDS = ["index", "name", "driver_version", "mig.mode.current"]
 FIELDS += [field for now, usual, *_ in CAPS.values() for field in (now, usual)]
 DRIVER, SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
-NEWEST_TORCH = (2, 15)  # with which the suite ran
-LEAST_SHM_BYTES = 2**30  # docker gives 64 MiB unless told; NCCL and loaders map more
-SLOW = {  # with these values
-    "NCCL_P2P_DISABLE=1": "GPUs talk through the memory of the CPU",
-    "NCCL_SHM_DISABLE=1": "GPUs without a direct way talk over the network",
-    "NCCL_IB_DISABLE=1": "nodes talk over TCP, not InfiniBand",
+NEWEST_TORCH = (2, 15)  # newest version with which the tests ran
+LEAST_SHM_BYTES = 2**30  # NCCL and data loaders need more than the 64 MiB of docker's default
+# Environment variables that make training slow, and the reason.
+SLOW = {
+    "NCCL_P2P_DISABLE=1": "GPUs communicate through the memory of the CPU",
+    "NCCL_SHM_DISABLE=1": "GPUs without a direct link communicate over the network",
+    "NCCL_IB_DISABLE=1": "nodes communicate over TCP, not InfiniBand",
     "NCCL_DEBUG=TRACE": "NCCL writes a line for each call",
-    "CUDA_LAUNCH_BLOCKING=1": "every kernel is waited for",
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "every collective is checked by another",
+    "CUDA_LAUNCH_BLOCKING=1": "the CPU waits for every kernel",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL": "a second collective checks every collective",
 }
-Found = Iterator[tuple[str, str]]  # what is wrong, and what to do about it
+Faults = Iterator[tuple[str, str]]  # description and fix of each fault
 
 
 def doctor(n_local: int | None, n_nodes: int, accelerator: str, backend: str | None) -> list[str]:
-    """A line for each finding on this machine, and one for what was checked.
+    """Check this machine and return a line for each fault, and a line with all that was checked.
 
     Args:
-        n_local: devices of a node that are asked for; None for all there are.
-        accelerator, backend: as the config names them.
+        n_local: Number of devices per node that the run asks for. None for all devices.
+        n_nodes: Number of nodes of the run.
+        accelerator: Value of `trainer.accelerator`.
+        backend: Value of `strategy.backend`.
     """
     rows = nvidia_smi(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
     gpus = [dict(zip(FIELDS, row.split(", "), strict=False)) for row in rows.splitlines()]
     n_visible = count_visible([gpu["index"] for gpu in gpus])
     on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and n_visible > 0)
-    n_local = n_local or (on_gpu and n_visible) or 1
-    found = [*check_gpus(gpus, n_local), *check_variables(n_local, on_gpu), *check_host(n_nodes)]
+    if not n_local:
+        n_local = max(1, n_visible) if on_gpu else 1
+    faults = [*check_gpus(gpus, n_local), *check_variables(n_local, on_gpu), *check_host(n_nodes)]
     if tuple(map(int, version("torch").split(".")[:2])) > NEWEST_TORCH:
         message = f"torch {version('torch')} is newer than any that this library was tested with"
-        found.append((message, "the tests: python -m pytest"))
+        faults.append((message, "the tests: python -m pytest"))
     if on_gpu and n_local > n_visible:
         message = f"trainer.devices={n_local}, but {n_visible} of {len(gpus)} GPUs are visible"
-        found.append((message, f"CUDA_VISIBLE_DEVICES, or trainer.devices={n_visible}"))
-    if backend not in (None, fitting := "nccl" if on_gpu else "gloo"):
+        faults.append((message, f"CUDA_VISIBLE_DEVICES, or trainer.devices={n_visible}"))
+    expected_backend = "nccl" if on_gpu else "gloo"
+    if backend not in (None, expected_backend):
         message = f"strategy.backend={backend} on {accelerator}"
-        found.append((message, f"strategy.backend={fitting}"))
+        faults.append((message, f"strategy.backend={expected_backend}"))
     seen = f"{len(gpus)} GPUs, driver, clocks, power caps" if gpus else "no GPU seen"
     checked = f"checked: {seen}, backend, port, /dev/shm, variables, threads, host name"
-    return [*(f"warning: {message}; try: {fix}" for message, fix in found), checked]
+    return [*(f"warning: {message}; try: {fix}" for message, fix in faults), checked]
 
 
 def count_visible(known: list[str]) -> int:
-    """GPUs that CUDA shows: of the list it is given those before the first that is not there."""
+    """Return the number of GPUs that CUDA shows to a process.
+
+    CUDA ignores the first invalid index in CUDA_VISIBLE_DEVICES and everything after it.
+
+    Args:
+        known: Indices of the GPUs of the machine.
+    """
+
+    def exists(word: str) -> bool:
+        return word.strip() in known or word.startswith(("GPU-", "MIG-"))
+
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",")
-    is_there = lambda one: one.strip() in known or one.startswith(("GPU-", "MIG-"))  # noqa: E731
-    return len([*takewhile(is_there, shown)])
+    return len([*takewhile(exists, shown)])
 
 
-def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Found:
-    """Of nvidia-smi's rows."""
+def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Faults:
+    """Yield faults of GPUs: mixed models or drivers, MIG mode, and limits of power and clocks.
+
+    Args:
+        gpus: Values of FIELDS for each GPU.
+        n_local: Number of devices of the run on this node.
+    """
     for what, field in ("GPUs", "name"), ("drivers", "driver_version"):
         if len(kinds := sorted({gpu[field] for gpu in gpus})) > 1:
             yield f"mixed {what}: {', '.join(kinds)}", "CUDA_VISIBLE_DEVICES=<those of one kind>"
     if DRIVER.exists() and not gpus:
-        yield "a driver is loaded, but nvidia-smi fails: not of its version", "a reboot"
+        yield "a driver is loaded, but nvidia-smi fails: their versions may differ", "a reboot"
     if n_local > 1 and any(gpu["mig.mode.current"] == "Enabled" for gpu in gpus):
-        yield "MIG is on: slices have no direct way to each other", "nvidia-smi -mig 0"
+        yield "MIG is on: slices have no direct link to each other", "nvidia-smi -mig 0"
     for gpu in gpus:
         for what, (now, usual, unit, reset) in CAPS.items():
             now, usual = (float(n) if n[:1].isdigit() else math.nan for n in (gpu[now], gpu[usual]))
@@ -86,8 +107,8 @@ def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Found:
                 yield f"GPU {gpu['index']}: {what} capped at {now:.0f} {unit} of {usual:.0f}", fix
 
 
-def check_variables(n_local: int, on_gpu: bool) -> Found:
-    """Of the environment."""
+def check_variables(n_local: int, on_gpu: bool) -> Faults:
+    """Yield faults of environment variables: slow settings, interfaces, and number of threads."""
     for word, cost in SLOW.items():
         name, _, value = word.partition("=")
         if os.environ.get(name, "").upper() == value:
@@ -104,16 +125,16 @@ def check_variables(n_local: int, on_gpu: bool) -> Found:
         yield message, f"OMP_NUM_THREADS={max(1, n_cores // n_local)}, or unset it"
 
 
-def check_host(n_nodes: int) -> Found:
-    """Of /dev/shm, the port where ranks meet, and the machine's own name."""
+def check_host(n_nodes: int) -> Faults:
+    """Yield faults of the host: /dev/shm, the port of the rendezvous, and the host name."""
     if SHM.exists() and (n_bytes := shutil.disk_usage(SHM).total) < LEAST_SHM_BYTES:
         message = f"/dev/shm has {n_bytes / 2**20:.0f} MiB: workers and NCCL need more"
         yield message, "docker run --shm-size=16g"
-    port = os.environ.get("MASTER_PORT", "29500")  # torchrun's own
+    port = os.environ.get("MASTER_PORT", "29500")  # default of torchrun
     try:
         socket.create_server(("", int(port))).close()
     except (OSError, ValueError, OverflowError):
-        yield f"MASTER_PORT={port} is in use, or no port", "MASTER_PORT=<another>"
+        yield f"MASTER_PORT={port} is in use, or is not a port", "MASTER_PORT=<another>"
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -1,14 +1,13 @@
-"""What one step of the real code holds, computes and sends, of any net: traced without its memory.
+"""Memory, FLOPs and traffic of one step of any net, traced on tensors without data.
 
-The net, its module, optimizer and strategy are made as train.py makes them, on tensors that have
-shapes and no numbers (torch's FakeTensorMode), as rank 0 of a process group that sends nothing.
-Two steps run: in the first FLOPs and collectives are counted and the optimizer makes its states, of
-the second the peak is kept. Of a net of many layers, nets of 6 and of 12 are traced, and what a
-layer adds is taken as often as there are more. Kernels are those of a CPU; torch.compile is left
-out.
+The net, its LightningModule, the optimizer and the strategy are built as train.py builds them.
+Their tensors have shapes but no data (torch's FakeTensorMode), and the process is rank 0 of a
+process group that sends nothing. Two steps run. The first step counts FLOPs and collectives, and
+the optimizer allocates its states. The second step gives the peak of the memory.
+
+Models with more than 16 layers are traced with 6 and with 12 layers, and the result is extrapolated
+linearly. Kernels are those of a CPU. torch.compile is not traced.
 """
-
-# B batch, T time
 
 from __future__ import annotations
 
@@ -58,27 +57,36 @@ from gptrain.parallel.requirements import check_fit
 from gptrain.parallel.strategy import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
 
-# The stages of a pipeline send each other shapes, which fake tensors cannot do.
+# Strategies without a pipeline: stages exchange the shapes of tensors as data, which fake tensors
+# do not have.
 TRACED = tuple(name for name, row in STRATEGIES.items() if PIPELINE not in row.axes)
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
-N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
-FEW, MORE, MANY = 6, 12, 16  # layers; patterns of them repeat every 2, 3 or 6
-LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
+N_SAMPLES = 10**9  # assumed size of a dataset that is not read, so that no run ends within a step
+# Models with more than MANY layers are traced with FEW and with MORE layers. Both are multiples of
+# 2, 3 and 6, after which patterns of layers repeat.
+FEW, MORE, MANY = 6, 12, 16
+# Keys of the number of layers: gptrain's, and those of configs of transformers.
+LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")
 
 
 def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
-    """The traced step of rank 0, under the config's own strategy.
+    """Trace a step of rank 0 under the strategy of the config.
 
     Args:
-        cfg: checked; trainer.precision is not `auto`.
-        sample_tokens: positions of a sample; None: the first sample of data.train is read.
+        cfg: Checked configuration. `trainer.precision` is not `auto`.
+        world_size: Number of ranks.
+        sample_tokens: Tokens per sample. None to read the first sample of data.train.
 
-    Returns: {"parameters", "layers", "strategies": {name: {"bytes_per_device", "flops",
-        "wire_bytes_per_step", "wire"}}}; flops with what is recomputed. Of `layers` a net was
-        traced each; empty: the whole one.
-    Raises: ConfigError.
+    Returns:
+        parameters: Number of parameters.
+        layers: [FEW, MORE, number of layers] if the result is extrapolated, else an empty list.
+        strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} as in
+            `costs.speed.estimate`, but `flops` include recomputation and the update.
+
+    Raises:
+        ConfigError: If the strategy has a pipeline, or if the step cannot run without data.
     """
     model = cfg.model.plain()
     groups: dict[str, dict[str, Any]] = {"model": model, "model.config": {}}
@@ -88,36 +96,47 @@ def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[st
     keys = {f"{group}.{name}": keys.get(name) for group, keys in groups.items() for name in LAYERS}
     key, count = next(((k, n) for k, n in keys.items() if isinstance(n, int)), ("", 0))
     if count <= MANY:
-        return {**trace_whole(cfg, world_size, sample_tokens), "layers": []}
+        return {**trace_all_layers(cfg, world_size, sample_tokens), "layers": []}
     few, more = (
-        trace_whole(cut(cfg, groups, key, count, n), world_size, sample_tokens) for n in (FEW, MORE)
+        trace_all_layers(with_layers(cfg, groups, key, count, n), world_size, sample_tokens)
+        for n in (FEW, MORE)
     )
     times = (count - MORE) / (MORE - FEW)
-    return {**along_a_line(few, more, times), "layers": [FEW, MORE, count]}
+    return {**extrapolate(few, more, times), "layers": [FEW, MORE, count]}
 
 
-def cut(cfg: RunConfig, groups: dict, key: str, count: int, n_layers: int) -> RunConfig:
-    """The config of a net of n_layers, and of what lists say of each of `count` layers."""
-    own = {}
+def with_layers(cfg: RunConfig, groups: dict, key: str, count: int, n_layers: int) -> RunConfig:
+    """Return the config of the same net with fewer layers.
+
+    Lists in a config of transformers with one value per layer are shortened as well.
+
+    Args:
+        cfg: Configuration of the run.
+        groups: Values of `model` and of `model.config`.
+        key: Key of the number of layers.
+        count: Number of layers of the net.
+        n_layers: Number of layers of the result.
+    """
+    lists = {}
     for name, value in groups["model.config"].items():
         if isinstance(value, list) and len(value) == count:
-            own[name] = value[:n_layers]
+            lists[name] = value[:n_layers]
     group, _, leaf = key.rpartition(".")
     if group == "model":
         return cfg.changed({key: n_layers})
     given = cfg.model.arguments.get("config") or {}
-    return cfg.changed({"model.config": {**given, **own, leaf: n_layers}})
+    return cfg.changed({"model.config": {**given, **lists, leaf: n_layers}})
 
 
-def along_a_line(few: Any, more: Any, times: float) -> Any:
-    """`more`, and the difference of its numbers to those of `few` so many times besides."""
+def extrapolate(few: Any, more: Any, times: float) -> Any:
+    """Return more + times * (more - few), for each number in nested dicts."""
     if isinstance(more, dict):
-        return {key: along_a_line(few.get(key, 0), more[key], times) for key in more}
+        return {key: extrapolate(few.get(key, 0), more[key], times) for key in more}
     return round(more + times * (more - few))
 
 
-def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
-    """`trace`, of every layer."""
+def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
+    """Trace a step with all layers of a net. Arguments and result are those of `trace`."""
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:
         message = f"not traced; traced: {', '.join(TRACED)}"
@@ -134,15 +153,23 @@ def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> d
         with FakeTensorMode(allow_non_fake_inputs=True):
             return Step(cfg, name, dims, sample, sample_tokens).trace()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        message = f"its step reads the numbers of tensors ({error}), which a traced one has not"
+        message = f"the step reads values of tensors ({error}), but traced tensors have no data"
         raise ConfigError.of("model._target_", cfg.model.target, message) from error
     finally:
         dist.destroy_process_group()
-        gc.collect()  # FSDP's hooks hold the net in cycles
+        gc.collect()  # FSDP's hooks form reference cycles with the net
 
 
 class Step:
-    """A step of rank 0 on batches of a sample. Inside of a FakeTensorMode."""
+    """A training step of rank 0 that runs inside a FakeTensorMode.
+
+    Args:
+        cfg: Checked configuration.
+        name: Name of the strategy.
+        dims: Number of ranks along each axis.
+        sample: Sample of the dataset. Every batch consists of copies of this sample.
+        sample_tokens: Tokens per sample.
+    """
 
     def __init__(
         self, cfg: RunConfig, name: str, dims: ParallelDims, sample: Any, sample_tokens: int
@@ -168,30 +195,32 @@ class Step:
             self.parallel: Any = strategy.parallel
             lengths = plan_lengths(cfg, N_SAMPLES, sample_tokens, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
-            with unset_fake_temporarily():  # metrics copy themselves, which takes numbers
+            with unset_fake_temporarily():  # metrics are deep-copied, which needs real tensors
                 self.module = build_module(cfg, net, lengths, None)
-        self.empty_beside(net)
+        self.make_extra_parameters_fake(net)
         self.batch = default_collate([sample] * size)
         self.optimizer = self.attach(lengths.n_steps)
-        self.is_last = True  # the micro-step after which gradients are reduced
+        self.is_last = True  # gradients are reduced after the last micro-step
         ddp = self.parallel.ddp_arguments
-        self.keeps_gradients = ddp is not None and ddp["gradient_as_bucket_view"]  # between steps
+        # DDP's buckets keep the gradients between steps.
+        self.keeps_gradients = ddp is not None and ddp["gradient_as_bucket_view"]
         if ddp is not None:
             self.reduce_as_ddp()
 
     def make_net(self) -> nn.Module:
-        """On the meta device where a strategy fills it by itself; else without numbers here."""
+        """Build the net: on the meta device if the strategy can allocate it, else as fakes."""
         with unset_fake_temporarily():
             net = build_on_meta_device(partial(build_net, self.cfg.model))
             net.to(WEIGHT_DTYPES.get(self.precision))
         if can_init_by_parameter(net):
             return net
         allocate(net, CPU)
-        net.to = lambda *_, **__: net  # it is there, and tensors without numbers are not swapped
+        # The net is already on its device, and fake tensors cannot be moved.
+        net.to = lambda *_, **__: net
         return net
 
-    def empty_beside(self, net: nn.Module) -> None:
-        """Takes the numbers from what the module has beside the net."""
+    def make_extra_parameters_fake(self, net: nn.Module) -> None:
+        """Replace the module's parameters outside of `net` with fakes of equal shape."""
         for child in self.module.children():
             if child is not net and any(True for _ in child.parameters()):
                 child.to_empty(device=CPU)
@@ -199,7 +228,11 @@ class Step:
             setattr(self.module, name, nn.Parameter(torch.empty_like(parameter)))
 
     def attach(self, n_steps: int | None) -> torch.optim.Optimizer:
-        """The module's optimizer, once module and strategy know each other as in a Trainer."""
+        """Connect the module with the strategy, as a Trainer does, and return its optimizer.
+
+        Args:
+            n_steps: Optimizer steps of the run, for the schedule. None if the number is unknown.
+        """
         module, strategy = self.module, self.strategy
         trainer: Any = SimpleNamespace(
             strategy=strategy,
@@ -216,22 +249,22 @@ class Step:
         module.log = module.log_dict = lambda *_, **__: None
         strategy.connect(module)
         self.parallel.step_mean = StepMean(self.parallel.data_group, CPU)
-        made: Any = module.configure_optimizers()
-        while not isinstance(made, torch.optim.Optimizer):  # Lightning's forms with a schedule
-            made = made["optimizer"] if isinstance(made, dict) else made[0]
-        self.parallel.prepare(module, made)
-        return made
+        optimizer: Any = module.configure_optimizers()
+        while not isinstance(optimizer, torch.optim.Optimizer):  # a dict or list with a schedule
+            optimizer = optimizer["optimizer"] if isinstance(optimizer, dict) else optimizer[0]
+        self.parallel.prepare(module, optimizer)
+        return optimizer
 
     def reduce_as_ddp(self) -> None:
-        """DDP's collectives, and its buckets, in which gradients stay between steps.
+        """Register hooks that all-reduce each gradient as DDP does.
 
-        DDP's own reducer, in C++, reads the numbers of tensors, which these have not.
+        DDP's own reducer is C++ code that reads the data of tensors. Fake tensors have none.
         """
-        half = self.parallel.sent_dtype
+        sent_dtype = self.parallel.sent_dtype
 
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
-                sent = parameter.grad.to(half) if half else parameter.grad
+                sent = parameter.grad.to(sent_dtype) if sent_dtype else parameter.grad
                 dist.all_reduce(sent, group=self.parallel.data_group)
 
         for parameter in self.module.parameters():
@@ -239,7 +272,7 @@ class Step:
                 parameter.register_post_accumulate_grad_hook(reduce)
 
     def trace(self) -> dict[str, Any]:
-        """See `gptrain.plan.trace.trace`."""
+        """Run two steps and return the result of `gptrain.plan.trace.trace`, without `layers`."""
         flops, sent = self.count()
         held = self.held_bytes()
         tracker = MemTracker()
@@ -247,18 +280,18 @@ class Step:
         tracker.track_external(self.module, self.optimizer, *self.parallel.extra_state())
         with tracker:
             for index in range(min(self.accumulate, 2)):
-                tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
+                tracker.reset_mod_stats()  # MemTracker expects one forward pass per module
                 self.micro_step(is_last=index == min(self.accumulate, 2) - 1)
-            # torch before 2.13 takes for memory what DTensor computes of shapes while an optimizer
-            # steps: there the step's peak is not traced; `total` is then at least what is held.
-            is_counted = torch.__version__ >= "2.13"  # TorchVersion compares numbers, not texts
-            if is_counted or not self.parallel.is_partitioned:
+            # torch before 2.13 counts tensors that DTensor uses to compute shapes in an optimizer's
+            # step as memory. The update is not traced there, and `total` is at least the states.
+            has_exact_update = torch.__version__ >= "2.13"  # TorchVersion compares numbers
+            if has_exact_update or not self.parallel.is_partitioned:
                 self.update()
         peak: dict[Any, int] = tracker.get_tracker_snapshot("peak")[CPU]
         total = max(peak["Total"], sum(held.values()))
         parts = {ref.value: n_bytes for ref, n_bytes in peak.items() if ref != "Total"}
         held |= {"activations": parts["Activation"], "logits": 0}
-        # Gathered weights, and what the backward pass of a layer forms for a moment.
+        # Gathered weights, and temporary tensors of the backward pass.
         held["buffers"] = max(0, parts["Parameter"] - held["weights"])
         held["buffers"] += parts["Temp"] + parts["Buffer"] + parts["Other"]
         row = {
@@ -270,7 +303,10 @@ class Step:
         return {"parameters": self.n_parameters, "strategies": {self.name: row}}
 
     def count(self) -> tuple[float, dict[str, float]]:
-        """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
+        """Return the FLOPs of a step and the bytes that each kind of collective sends.
+
+        Micro-steps before the last are equal. One of them runs, and its counts are multiplied.
+        """
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
         runs += self.parallel.periodic_work()
@@ -284,28 +320,32 @@ class Step:
         return flops, sent
 
     def micro_step(self, *, is_last: bool) -> None:
-        """Forward and backward."""
+        """Run forward and backward.
+
+        Args:
+            is_last: True for the last micro-step of a step, after which gradients are reduced.
+        """
         self.is_last = is_last
-        hold_back = nullcontext if is_last else self.parallel.without_gradient_sync
+        gradient_sync = nullcontext if is_last else self.parallel.without_gradient_sync
         dtype = MIXED.get(self.precision)
-        with hold_back():
+        with gradient_sync():
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
-                found: Any = self.module.training_step(self.batch, 0)
-            loss = found["loss"] if isinstance(found, dict) else found
+                output: Any = self.module.training_step(self.batch, 0)
+            loss = output["loss"] if isinstance(output, dict) else output
             (loss / self.accumulate).backward()
 
     def update(self) -> None:
-        """The optimizer's step, with what precedes it."""
+        """Finish and clip the gradients, and run the optimizer's step."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.parallel.finish_gradients()
         self.parallel.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
         self.optimizer.step()
 
     def held_bytes(self) -> dict[str, float]:
-        """Bytes of this rank's weights, gradients and optimizer states, each once."""
+        """Return the bytes of this rank's weights, gradients and optimizer states."""
         weights = [local_shard(p) for p in self.module.parameters()]
         gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
-        states = [t for one in self.optimizer.state.values() for t in one.values()]
+        states = [t for state in self.optimizer.state.values() for t in state.values()]
         states = [local_shard(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
         states += self.parallel.extra_state()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
