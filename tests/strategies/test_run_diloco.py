@@ -147,7 +147,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
 
 
 def test_what_needs_the_weights_of_every_step_is_refused(runs):
-    assert "averages the one whole net" in runs(*TWO, "callbacks=ema", code=2).said
+    assert "averages the full net" in runs(*TWO, "callbacks=ema", code=2).said
 
 
 def test_ranks_of_a_replica_take_each_step_together(runs):

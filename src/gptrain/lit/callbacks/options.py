@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -206,6 +207,11 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, Enum):  # Lightning's enums are strings, too
+        return plain(value.value)
+    for kind in (bool, int, float, str):  # a subclass, such as numpy.float64, is no plain value
+        if isinstance(value, kind):
+            return kind(value)
     return str(value) if isinstance(value, (timedelta, Path)) else value
 
 
