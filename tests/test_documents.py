@@ -14,7 +14,7 @@ import torch
 from gptrain.data import DataError, TextDataset, load_tokenizer
 from gptrain.data.corpus import find_sources, read_pieces
 from gptrain.data.prepare import map_in_order
-from gptrain.data.records import read_records
+from gptrain.data.records import format_of, read_records
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "größe", "値", "was", "🙂", "seen", "by", "all"]
 
@@ -193,6 +193,8 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
     assert len(read(tmp_path / "package.json").ends) > 1
     with pytest.raises(DataError, match=r"neither one JSON array.*try: data\.format=jsonl"):
         read(tmp_path / "package.json", format="json")
+    (tmp_path / "bracket.json").write_text("[")
+    assert format_of(tmp_path / "bracket.json") == "text"
 
 
 def test_files_folders_and_globs_mix_texts_and_records(tmp_path):

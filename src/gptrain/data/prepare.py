@@ -113,8 +113,8 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
     """Yield `encode(batch)` for each batch, in the order of the batches.
 
-    Three threads run `encode`. Threads are faster than a loop because the tokenizers library
-    releases the global interpreter lock.
+    Three threads run `encode`, so that batches are read and written while another batch is encoded.
+    The package `tokenizers` releases the global interpreter lock.
     """
     waiting = deque()
     with ThreadPoolExecutor(_THREADS) as pool:
