@@ -23,7 +23,7 @@ class Link:
         name: Name of the link, which is its key in LINKS.
         bytes_per_s: One-way bandwidth of one device, in bytes/s.
         latency_s: Seconds that each message of a ring takes in addition to its bytes.
-        source: Where the bandwidth comes from.
+        source: Standard or data sheet that states the bandwidth.
         wait_s: Seconds that a collective takes longer in a training step than alone, because the
             ranks do not reach the collective at the same time.
     """

@@ -49,7 +49,7 @@ class Machine:
         op_s: Seconds to call one operation of torch. A GPU computes meanwhile, a CPU does not.
         link: Link between the ranks of one node.
         network: Link between nodes, of each device.
-        source: Where the speeds come from, for the output of the planner.
+        source: Origin of the speeds, for the output of the planner.
         efficiency: Fractions of the speeds on the data sheet that `flops_per_s` includes.
         is_cpu: True if ranks compute on the CPU and share its memory.
         has_bf16: True if the device has bf16 instructions.
@@ -82,6 +82,7 @@ def machine_of(
 
     Args:
         device: Row of the table of GPUs.
+        n_local: Number of GPUs, and of ranks, on the node.
         link: Link between the GPUs of a node. None for the device's own.
         network: Link between nodes, of each GPU. None for InfiniBand NDR.
     """

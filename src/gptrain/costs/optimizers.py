@@ -67,10 +67,12 @@ class MuonFacts(OptimizerFacts):
     """Muon stores one value per weight of a hidden matrix. AdamW updates all other parameters."""
 
     def state_bytes(self, work: Work) -> float:
+        """Return the bytes of state: one value per weight of a hidden matrix, two for the rest."""
         n_hidden = work.part[0] * work.shape.block_matrices / work.dims.tensor
         return super().state_bytes(work) - n_hidden * work.weight_bytes
 
     def flops(self, work: Work) -> float:
+        """Return the FLOPs of the Newton-Schulz steps of the matrices that the rank updates."""
         return muon_flops(work.shape, work.part[0], ranks_of_update(work))
 
     def traffic(self, work: Work) -> Iterator[Traffic]:

@@ -153,6 +153,8 @@ def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
     """Return the bytes that a rank's elementwise operations read and write in a step.
 
     Args:
+        work: Step of the rank.
+        machine: Machine on which the rank runs.
         weights: Bytes of the weights that the rank stores.
     """
     overhead = step_overhead(machine)
@@ -184,6 +186,8 @@ def communicate(work: Work, machine: Machine, busy_s: float) -> tuple[dict[str, 
     compute and send.
 
     Args:
+        work: Step of the rank.
+        machine: Machine on which the rank runs.
         busy_s: Seconds of computation in a step.
 
     Returns:

@@ -106,6 +106,7 @@ class StrategyCosts(Generic[OptionsT]):
         """Return the bytes of a rank during a step that depend on the strategy.
 
         Args:
+            work: Step of the rank.
             gradients: Bytes of the gradients that the rank stores.
         """
         n_blocks, is_first, _ = work.part
@@ -165,6 +166,7 @@ class BucketCosts(AveragingCosts[OptionsT]):
     """Copies whose gradients stay in DDP's buckets between steps."""
 
     def stores_gradients(self, work: Work) -> bool:
+        """Return True if the buckets keep gradients, which they do with several data ranks."""
         return super().stores_gradients(work) or self.step_ranks > 1
 
 
@@ -174,9 +176,11 @@ class DDPCosts(BucketCosts[DDPOptions]):
 
     @property
     def ddp_options(self) -> DDPOptions:
+        """Options of DDP."""
         return self.options
 
     def bucket_bytes(self, gradients: float) -> float:
+        """Return the bytes of the buckets. They are 0 if gradients are views of the buckets."""
         return 0 if self.options.gradient_as_bucket_view else gradients
 
 
@@ -186,6 +190,7 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
     @property
     def step_ranks(self) -> int:
+        """Number of ranks of one replica, which average their gradients in each step."""
         return self.dims.data // (self.options.replicas or self.dims.data)
 
     @property
@@ -222,9 +227,11 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
 
     @property
     def n_shards(self) -> int:
+        """Number of ranks that share one copy of the parameters."""
         return self.dims.data // self.dims.replicas
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
+        """Return the bytes of gathered weights, of unsharded gradients, and of their copies."""
         blocks, root = work.parameters()
         n_blocks = work.part[0]
         options = self.options
@@ -278,6 +285,7 @@ class TensorParallelCosts(AveragingCosts[StrategyOptions]):
     """`tensor_parallel`: layers split over the tensor axis."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
+        """Yield the traffic of the tensor group, and that of the data group."""
         yield from tensor_traffic(work)
         yield from super().traffic(work)
 
@@ -287,6 +295,7 @@ class FSDPTensorParallelCosts(ShardedCosts):
     """`fsdp_tensor_parallel`: layers split over the tensor axis, inside of FSDP."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
+        """Yield the traffic of the tensor group, and that of the data group."""
         yield from tensor_traffic(work)
         yield from super().traffic(work)
 
@@ -297,10 +306,12 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
 
     @property
     def stages_per_rank(self) -> int:
+        """Number of pipeline stages that one rank holds under the schedule."""
         return strategies.STAGES_PER_RANK[self.options.schedule]
 
     @property
     def microbatches(self) -> int:
+        """Number of microbatches of a micro-step."""
         if self.dims.pipeline == 1:
             return 1
         return strategies.count_microbatches(self.options.microbatches, self.dims.pipeline)

@@ -1,6 +1,6 @@
-"""Predict the loss of a large model from a scaling-law sweep over smaller models.
+r"""Predict the loss of a large model from a scaling-law sweep over smaller models.
 
-    python -m gptrain.ladder experiment=quickstart trainer.max_steps=-1 max_tokens=2e7 \\
+    python -m gptrain.ladder experiment=quickstart trainer.max_steps=-1 max_tokens=2e7 \
         model.n_layers=8 hardware=h100_sxm "ladder.sizes=[0.25,0.375,0.5]"
 
 The overrides of train.py describe the target, which is the large model. Its length is max_tokens,

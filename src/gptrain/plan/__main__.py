@@ -1,8 +1,10 @@
-"""Print the memory, time and traffic of a run under every strategy, before it starts.
+r"""Print the memory, time and traffic of a run under every strategy, before it starts.
 
     python -m gptrain.plan model=gpt2 trainer.devices=8 hardware=h100_sxm
-    python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \\
+    python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \
         hardware=h100_sxm hardware.link=nvlink4 hardware.network=infiniband_ndr
+
+The command takes the overrides of train.py, and these keys and flags:
 
     hardware         a device of gptrain.costs.hardware; null: this machine
     hardware.link    link between the GPUs of a node; null: the device's own
@@ -102,7 +104,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     Args:
         cfg: Configuration of the run and of its hardware.
         words: Overrides that the user typed, for the printed command.
-        flags: Those of FLAGS that the user typed.
+        flags: Flags of FLAGS that the user typed.
 
     Raises:
         ConfigError: If a value does not fit.
