@@ -202,7 +202,7 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     )
 
 
-def test_a_strangers_tokenizer_that_is_none_is_one_line(write, speaker):
+def test_an_invalid_untrusted_tokenizer_is_one_line(write, speaker):
     (speaker / "tokenizer.json").unlink()
     (speaker / "tokenizer.json").write_text("{}")
     code, out, err = write(speaker, "prompt=x")

@@ -146,7 +146,7 @@ def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):
 @pytest.mark.parametrize(
     "words", [("slurm",), ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b")]
 )
-def test_a_strangers_run_puts_nothing_of_its_own_into_a_script(launch, tmp_path, words, name):
+def test_an_untrusted_run_adds_nothing_to_a_launch_script(launch, tmp_path, words, name):
     (tmp_path / ".hydra").mkdir()
     old = [f"name={quoted(name)}", "trainer=cpu"]
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(old))

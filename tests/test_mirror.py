@@ -165,7 +165,7 @@ def test_of_a_backlog_the_newest_checkpoint_is_copied_first(pair, monkeypatch):
     assert copied == ["step-00000010", "step-00000002", "step-00000001"]
 
 
-def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_path):
+def test_only_files_that_the_manifest_names_are_fetched_from_an_untrusted_mirror(tmp_path):
     """Keys of an object store are any text, and a folder there may hold whatever somebody put."""
     store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror("memory://strangers")
     save(store, b"state")

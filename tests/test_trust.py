@@ -14,7 +14,7 @@ from gptrain.checkpoints.signature import read_key, read_signed_record
 from gptrain.config import ConfigError
 from gptrain.config.from_run import check_values, expand, typed_again
 from gptrain.core.errors import ConfigIssue
-from tests.strangers import fill
+from tests.untrusted import fill
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) that a stranger's run may name.
@@ -80,7 +80,7 @@ def test_a_config_dir_that_is_typed_names_classes_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/victim", "../victim", "~/x", "{step:c}{step:c}x", "a/b", None])
-def test_a_file_of_a_strangers_callback_lies_where_ours_do(name):
+def test_the_file_of_an_untrusted_callback_is_written_where_gptrains_files_are(name):
     saver = {"_target_": SAVER, "filename": name}
     assert bool(refused({"callbacks": {"a": saver}})) == (name is not None)
     saver["filename"] = "{epoch}-{step}"

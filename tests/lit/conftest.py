@@ -1,4 +1,4 @@
-"""Real runs of train.py, so small that each takes about a second, in this process."""
+"""Fixtures that run train.py in this process. Each run takes about a second."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ACCURACY = (
     "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
     " num_classes: 256, top_k: 5, average: micro}"
 )
-TRACES = {"metrics.csv", "result.json", "state.ckpt"}  # of a run that has begun
+TRACES = {"metrics.csv", "result.json", "state.ckpt"}  # files that only a started run writes
 
 
 class Ended(Finished):
-    """What is left of a run; what it printed is all in `out`."""
+    """A finished run: its folder, and in `out` everything that its ranks printed."""
 
     @property
     def errors(self) -> list[str]:
@@ -41,18 +41,18 @@ class Ended(Finished):
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Of metrics.csv."""
+        """Rows of metrics.csv."""
         with open(self.folder / "metrics.csv", newline="") as file:
             return list(csv.DictReader(file))
 
     @property
     def status(self) -> dict[str, Any]:
-        """Of status.json."""
+        """Content of status.json."""
         return json.loads((self.folder / "status.json").read_text())
 
     @property
     def seen(self) -> list[dict[str, Any]]:
-        """What own callbacks have noted."""
+        """Records that the test callbacks appended to seen.jsonl."""
         return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]
 
     def column(self, name: str) -> list[float]:
@@ -62,7 +62,7 @@ class Ended(Finished):
         return sorted(int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*"))
 
     def copy_until(self, step: int, name: str) -> str:
-        """A copy of this run as if it had been killed right after the checkpoint of a step."""
+        """Copy this run as if it was killed after the checkpoint of `step`; return the path."""
         copy = self.folder.parent / name
         shutil.copytree(self.folder, copy)
         for path in (copy / "checkpoints").glob("step-*"):
@@ -78,16 +78,17 @@ Fit = Callable[..., Ended]
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Ended]]:
-    """Runs that several tests of a file only read, by their words, and the folder of them all."""
+    """A folder for runs that several tests of a file read, and these runs by their overrides."""
     return tmp_path_factory.mktemp("shared"), {}
 
 
 @pytest.fixture
 def fit(tmp_path, capfd, shared) -> Fit:
-    """`python train.py` with TINY and these words.
+    """Return a function that runs `python train.py` with TINY and the given overrides.
 
-    Expects this exit code; what is refused is said in one line, before anything is logged. A run
-    without a name (`name=None`) is made once for all tests of a file, which only read it.
+    The function checks the exit code. A refused command prints one error line and writes no file,
+    unless `begun` is true. A run with `name=None` is shared: it is made once for all tests of a
+    file, and these tests only read it.
     """
 
     def run(*words: str, name: str | None = "run", code: int = 0, begun: bool = False) -> Ended:
@@ -101,15 +102,15 @@ def fit(tmp_path, capfd, shared) -> Fit:
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
         if any(word.startswith("data=") for word in words):
             tiny = [word for word in tiny if "num_samples" not in word]
-        ranks = tmp_path / f"{name}.txt"  # what ranks say
+        ranks = tmp_path / f"{name}.txt"  # output of the ranks
         with forked_ranks(ranks, ranks):
-            found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
-        said = "".join(capfd.readouterr())
+            exit_code = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
+        output = "".join(capfd.readouterr())
         if ranks.exists():
-            said += ranks.read_text()
+            output += ranks.read_text()
             ranks.unlink()
-        ended = Ended(found, said, "", folder)
-        assert found == code, ended.out
+        ended = Ended(exit_code, output, "", folder)
+        assert exit_code == code, ended.out
         if code == 2:
             assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out
             left = {path.name for path in folder.rglob("*")} if folder.exists() else set()
@@ -121,13 +122,13 @@ def fit(tmp_path, capfd, shared) -> Fit:
 
 @pytest.fixture
 def refused(fit) -> Callable[..., str]:
-    """The one line that refuses a command, of a run that has not begun."""
+    """Return a function that checks that a command is refused and returns its only error line."""
     return lambda *words: fit(*words, name="refused", code=2).errors[0]
 
 
 @pytest.fixture
 def resumes(fit) -> Callable[..., Ended]:
-    """Makes sure that a run resumed after any of its steps ends in the same bits."""
+    """Return a function that checks that a run resumed at each of `stops` is bit-identical."""
 
     def check(
         *words: str, stops: tuple[int, ...] = (3, 4), n: int = 6, start: tuple[str, ...] = ()
@@ -151,7 +152,7 @@ def resumes(fit) -> Callable[..., Ended]:
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two checkpoints are not the same bits."""
+    """List the entries in which two checkpoints are not bit-identical."""
     if isinstance(one, torch.Tensor):
         alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype
         return [] if alike and torch.equal(one, other) else [f"{at}: {one} != {other}"]
@@ -169,7 +170,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 
 
 def same_rows(one: list[dict], other: list[dict]) -> bool:
-    """Whether two tables of metrics are alike, apart from clocks."""
+    """Check whether two tables of metrics are equal, apart from the measured times (perf/)."""
     ours, theirs = (
         [{k: v for k, v in row.items() if v and not k.startswith("perf/")} for row in rows]
         for rows in (one, other)
@@ -178,5 +179,5 @@ def same_rows(one: list[dict], other: list[dict]) -> bool:
 
 
 def tensors(source: Path) -> dict[str, torch.Tensor]:
-    """The net's tensors as gptrain.load takes them."""
+    """Return the state dict of the net that gptrain.load builds from `source`."""
     return gptrain.load(source).state_dict()

@@ -1,4 +1,4 @@
-"""What fails costs no training: a step is saved before its validation, or after the failure."""
+"""A failure costs no training: a step is saved before its validation, or after the failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = (
     [(), TWO, (*TWO, "strategy=fsdp"), (*TWO, "strategy=diloco", "strategy.sync_every=3")],
     ids=["one", "ddp", "fsdp", "diloco"],
 )
-def test_a_metric_that_fails_at_the_second_validation_loses_no_step(fit, ranks):
+def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
     words = (*WORDS, *ranks)
     full = fit(*words, BREAKS % 0, name="full")
     failed = fit(*words, BREAKS % 2, code=70)
@@ -52,13 +52,13 @@ def test_a_metric_that_fails_at_the_second_validation_loses_no_step(fit, ranks):
 
 @pytest.mark.parametrize(("ranks", "first"), [((), 1), (TWO, 2)], ids=["one", "two"])
 def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, monkeypatch, ranks, first):
-    """Other ranks' clocks stand still: a rank that asked its own clock would not join the save."""
+    """Only rank 0's clock moves: a rank that read its own clock would not join the save."""
     clock = checkpoints.monotonic
     is_first = partial(os.environ.get, "RANK", "0")
     monkeypatch.setattr(checkpoints, "monotonic", lambda: clock() if is_first() == "0" else 0.0)
     words = ("checkpoint.every_minutes=1e-9", "checkpoint.keep=9", "strategy.timeout_s=30", *ranks)
     run = fit(*words, "data.num_samples=64")
-    # The answer of several ranks is a step old. The last step is saved in any case.
+    # Several ranks learn rank 0's decision one step later. The last step is always saved.
     assert run.steps() == list(range(first, 7))
     assert fit(*ranks, "checkpoint.every_minutes=60", name="rarely").steps() == [6]
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
@@ -100,7 +100,9 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert "ckpt_path=last" in failed.status["resume"]
     resumed = fit(*words, "ckpt_path=last")
     assert not (wrong := differences(full.state(6), resumed.state(6))), wrong[:8]
-    rows = [row for row in resumed.rows if row["step"] != "3"]  # may end before it is logged
+    rows = [
+        row for row in resumed.rows if row["step"] != "3"
+    ]  # the failure may come before step 3 is logged
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
@@ -112,7 +114,7 @@ def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):
     assert failed.steps() == [2]
 
 
-def test_a_failure_within_the_optimizers_update_saves_nothing_of_it(fit, monkeypatch):
+def test_a_failure_inside_the_optimizer_update_is_not_saved(fit, monkeypatch):
     step = torch.optim.AdamW.step
 
     def half(self, closure=None):

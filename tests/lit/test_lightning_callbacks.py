@@ -15,7 +15,7 @@ LIGHTNING, CALLBACKS = "lightning.pytorch.callbacks", f"{OWN}.callbacks"
 BAR = "trainer.enable_progress_bar=true"
 TWO = ("trainer.devices=2", "strategy.timeout_s=60")
 FUNCTION = "{_target_: hydra.utils.get_method, path: %s}"
-# Name -> its options, and more words of the command.
+# Name -> the callback's options, and further overrides of the command.
 WORKS = {
     "Callback": ("", ()),
     "Checkpoint": ("", ()),
@@ -35,7 +35,7 @@ WORKS = {
     "Timer": ("duration: '00:01:00:00'", ()),
     "WeightAveraging": ("", ()),
 }
-# Name -> its options, more words of the command, and what the line says to type instead.
+# Name -> the callback's options, further overrides, and the suggestion in the error line.
 REFUSED = {
     "BackboneFinetuning": ("", (), "a BaseFinetuning: .* requires_grad_"),
     "BaseFinetuning": ("", (), "requires_grad_"),
@@ -47,7 +47,7 @@ REFUSED = {
     "SpikeDetection": ("", (), "on_nonfinite=stop"),
     "StochasticWeightAveraging": ("swa_lrs: 0.05", (), "WeightAveraging, or callbacks=ema"),
 }
-NOT_UNDER = {  # what works, but not with these words
+NOT_UNDER = {  # callbacks that work in general, but not with these overrides
     "EMAWeightAveraging": [
         (f"strategy={one} trainer.devices=2 model.n_layers=2",
          f"under strategy={one}; strategies that work: single, ddp")
@@ -73,18 +73,18 @@ def test_every_callback_of_lightning_is_known_to_work_or_to_be_refused():
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_it_works_in_a_run_and_in_a_resumed_one(fit, name):
+def test_a_supported_callback_works_in_a_new_and_in_a_resumed_run(fit, name):
     pytest.importorskip("rich" if "Rich" in name else "psutil")
     options, more = WORKS[name]
     words = (named(name, options), *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
     assert fit(*words, "trainer.max_steps=2").steps() == [1, 2]
     resumed = fit(*words, "trainer.max_steps=3", "ckpt_path=last")
     assert resumed.steps() == [1, 2, 3] and len(resumed.rows) >= 3
-    assert "fit(ckpt_path=" not in resumed.out  # no checkpoint of Lightning's own choice
+    assert "fit(ckpt_path=" not in resumed.out  # Lightning did not choose a checkpoint by itself
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_in_one_line_with_what_to_type_instead(fit, name):
+def test_an_unsupported_callback_is_refused_in_one_line_with_an_alternative(fit, name):
     options, words, hint = REFUSED[name]
     run = fit(named(name, options), *words, code=2)
     assert f"callbacks.mine._target_={LIGHTNING}.{name}: " in run.errors[0]
@@ -95,12 +95,12 @@ def test_it_is_refused_in_one_line_with_what_to_type_instead(fit, name):
 @pytest.mark.parametrize(
     "name, words, hint", [(name, *case) for name, cases in NOT_UNDER.items() for case in cases]
 )
-def test_it_is_refused_where_the_rest_of_the_run_does_not_allow_it(fit, name, words, hint):
+def test_a_callback_is_refused_with_options_that_exclude_it(fit, name, words, hint):
     run = fit(named(name, *WORKS[name][:1]), *words.split(), code=2)
     assert hint in run.errors[0] and not run.folder.exists()
 
 
-def test_two_callbacks_of_one_state_are_refused_in_one_line(fit):
+def test_two_callbacks_with_the_same_state_key_are_refused_in_one_line(fit):
     early = [named("EarlyStopping", "monitor: val/loss", key) for key in ("a", "b")]
     assert "more than one stateful callback" in fit(*early, code=2).errors[0]
 
@@ -113,22 +113,22 @@ def test_two_callbacks_of_one_state_are_refused_in_one_line(fit):
         [f"module._target_={OWN}.modules.BringsFinder"],
     ],
 )
-def test_a_refused_callback_is_found_in_a_subclass_a_function_and_a_module(fit, words):
+def test_an_unsupported_callback_is_found_in_a_subclass_a_function_and_a_module(fit, words):
     run = fit(*words, code=2)
     assert "BatchSizeFinder: " in run.errors[0] and "data.batch_size=<n>" in run.errors[0]
 
 
-def test_fast_dev_run_takes_callbacks_that_log(fit):
+def test_fast_dev_run_works_with_callbacks_that_log(fit):
     fit(named("LearningRateMonitor"), "trainer.fast_dev_run=true")
 
 
-def test_a_run_starts_from_no_file_that_it_was_not_told_of(fit, tmp_path, monkeypatch):
-    """Another run's file in an OnExceptionCheckpoint's folder, and one of SLURM's name."""
+def test_a_run_never_starts_from_a_file_that_the_user_did_not_name(fit, tmp_path, monkeypatch):
+    """Another run's OnExceptionCheckpoint file and a file with SLURM's name are ignored."""
     left = tmp_path / "left"
     words = (named("OnExceptionCheckpoint", f"dirpath: {left}"), "scheduler=constant")
     fit(*words, f"+callbacks.fails._target_={CALLBACKS}.Fails", code=70)
     assert torch.load(left / "on_exception.ckpt", weights_only=True)["global_step"] == 3
-    monkeypatch.setenv("SLURM_NTASKS", "1")  # by which Lightning knows SLURM
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # Lightning detects SLURM by this variable
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     new = ("optimizer.lr=1e-2", "seed=7")
     folder = tmp_path / "new"

@@ -1,4 +1,4 @@
-"""What is added to the loss by config: exactly as torch says, in training alone."""
+"""Label smoothing and z-loss from the config equal torch's formulas, in training only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.lit.conftest import OWN
 
 
 def expected(net, samples, smoothing, z_loss) -> tuple[float, float]:
-    """(training's loss, the plain one) by F.cross_entropy over whole logits."""
+    """Return the training loss and the plain loss, by F.cross_entropy over the full logits."""
     dataset = DummyTextDataset(64, 17, 256, 42)
     tokens, targets = dataset.__getitems__(samples)
     with torch.no_grad():
@@ -23,21 +23,21 @@ def expected(net, samples, smoothing, z_loss) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 1e-2), (0.2, 1e-3)])
-def test_training_loss_is_as_torch_says_and_validation_is_plain(fit, smoothing, z_loss):
+def test_the_training_loss_equals_torchs_and_the_validation_loss_is_plain(fit, smoothing, z_loss):
     options = (f"module.loss.label_smoothing={smoothing}", f"module.loss.z_loss={z_loss}")
     words = (
         "data.num_samples=4", "data.val.num_samples=4", "data.val.seed=42", "scheduler=constant",
         "trainer.max_steps=3", "optimizer.lr=0.01", "trainer.val_check_interval=1",
     )  # fmt: skip
     run = fit(*words, *options, "checkpoint.every_n_steps=1", "checkpoint.keep=9")
-    for step in (1, 2):  # the weights after it are those of the next step's loss
+    for step in (1, 2):  # the weights after this step give the next step's loss
         net = gptrain.load(run.folder / "checkpoints" / f"step-{step:08d}")
         loss, plain = expected(net, [0, 1, 2, 3], smoothing, z_loss)
         assert run.column("train/loss")[step] == pytest.approx(loss, rel=1e-5)
         assert run.column("val/loss")[step - 1] == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_net_without_the_chunked_loss_has_them_too(fit):
+def test_loss_options_work_for_a_net_without_the_chunked_loss(fit):
     gone = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
     net = (f"model._target_={OWN}.nets.Tied", "+model.width=8", *(f"~model.{key}" for key in gone))
     plain = fit(*net, "trainer.max_steps=1", name="plain")
@@ -45,6 +45,6 @@ def test_a_net_without_the_chunked_loss_has_them_too(fit):
     assert smooth.column("train/loss") != plain.column("train/loss")
 
 
-def test_a_wrong_option_is_one_line(refused):
+def test_a_wrong_loss_option_is_refused_in_one_line(refused):
     assert "label_smoothin=" in refused("+module.loss.label_smoothin=0.1")
     refused("module.loss.label_smoothing=1.5")

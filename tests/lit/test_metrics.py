@@ -1,4 +1,4 @@
-"""Metrics by config: torchmetrics fed with logits, and any logged name as monitor and objective."""
+"""Metrics from the config, and any logged name as monitor or objective."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.lit.conftest import ACCURACY, OWN
 DEEP = ("model.n_layers=2",)
 
 
-def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
+def test_a_metric_equals_torchmetrics_over_all_logits(fit):
     run = fit(
         ACCURACY, "trainer.val_check_interval=3", "optimizer.lr=0.01",
         "+data.test={_target_: gptrain.data.DummyTextDataset, num_samples: 64, seq_len: 17,"
-        " vocab_size: 256, seed: 42}",  # what is trained on
+        " vocab_size: 256, seed: 42}",  # the training data
     )  # fmt: skip
     net, expected = gptrain.load(run.folder, "last"), {}
     for part, data in (
@@ -43,7 +43,7 @@ def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
     assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
 
 
-def test_a_metric_may_be_objective_and_monitored_and_the_best_be_the_highest(fit):
+def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):
     words = (
         ACCURACY, "objective=val/top5", "checkpoint.monitor=val/top5", "checkpoint.mode=max",
         "checkpoint.keep=2", "trainer.val_check_interval=1", "optimizer.lr=0.02",
@@ -63,8 +63,11 @@ def test_a_metric_may_be_objective_and_monitored_and_the_best_be_the_highest(fit
     assert again.metrics["val/top5"] == values[best - 1]
 
 
-def test_names_that_are_never_logged_are_told_once_with_those_that_are(fit):
-    words = ("checkpoint.monitor=val/none", "objective=val/nil")  # which is refused of ours
+def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names(fit):
+    words = (
+        "checkpoint.monitor=val/none",
+        "objective=val/nil",
+    )  # gptrain.lit.LanguageModel would refuse these
     run = fit(f"module._target_={OWN}.modules.Logs", *words, "trainer.val_check_interval=2")
     for key, name in (word.split("=") for word in words):
         (line,) = [line for line in run.out.splitlines() if name in line]
@@ -72,7 +75,7 @@ def test_names_that_are_never_logged_are_told_once_with_those_that_are(fit):
         assert "val/loss" in line and "train/loss" in line
 
 
-def test_what_is_known_to_be_no_metric_is_refused_in_one_line(refused):
+def test_an_invalid_metric_or_objective_is_refused_in_one_line(refused):
     line = refused("objective=val/los")
     assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
     assert "torchmetrics.Nope" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
@@ -81,20 +84,20 @@ def test_what_is_known_to_be_no_metric_is_refused_in_one_line(refused):
         assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
 
 
-def test_metrics_of_training_may_be_monitored(fit):
+def test_training_metrics_may_be_monitored(fit):
     run = fit("checkpoint.monitor=train/loss", "trainer.val_check_interval=2")
     best = min((2, 4, 6), key=lambda step: run.column("train/loss")[step - 1])
     assert best in run.steps()
 
 
 class OnMPS(torch.Tensor):
-    """Says that it lies on a device without fp64."""
+    """A tensor that claims to be on MPS, a device without float64."""
 
     device = torch.device("mps")
 
 
 @pytest.mark.parametrize("kind, dtype", [(torch.Tensor, torch.float64), (OnMPS, torch.float32)])
-def test_an_evaluation_adds_up_in_a_type_that_the_device_has(kind, dtype):
+def test_an_evaluation_accumulates_in_a_dtype_that_the_device_supports(kind, dtype):
     module = LanguageModel(nn.Identity(), make_optimizer=torch.optim.AdamW)
     tokens = torch.zeros(1, 2, dtype=torch.long)
     with patch.object(ParallelStrategy, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
@@ -106,7 +109,7 @@ TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_clas
 
 
 @pytest.mark.parametrize("ranks", [(), ("trainer.devices=2", "strategy=pipeline", *DEEP)])
-def test_a_metric_with_several_values_is_logged_by_its_elements(fit, ranks):
+def test_a_metric_with_several_values_is_logged_element_by_element(fit, ranks):
     words = (TARGET % ("f1", "MulticlassF1Score", 256, ", average: none"), *ranks)
     run = fit(*words, "trainer.max_steps=2", "trainer.num_sanity_val_steps=1")
     names = [name for name in run.metrics if name.startswith("val/f1/")]
@@ -118,12 +121,12 @@ def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):
         (TARGET % ("cm", "MulticlassConfusionMatrix", 256, ""), "its value has shape (256, 256)"),
         (TARGET % ("f1", "MulticlassF1Score", 10, ""), "fails on logits (16, 256)"),
     )
-    for words, said in cases:
+    for words, message in cases:
         run = fit(words, code=2, begun=True)
-        assert said in run.errors[0] and "module.metrics." in run.errors[0], run.errors
+        assert message in run.errors[0] and "module.metrics." in run.errors[0], run.errors
 
 
-def test_what_a_module_cannot_log_is_found_by_the_sanity_check_and_told_whole(fit):
+def test_the_sanity_check_reports_the_full_error_of_a_value_that_a_module_cannot_log(fit):
     run = fit(
         f"module._target_={OWN}.modules.LogsVector", "trainer.num_sanity_val_steps=1", code=70
     )

@@ -1,4 +1,4 @@
-"""A run of a mixture by train.py: it goes on bit for bit, and says each part's loss."""
+"""A run on a mixture of datasets resumes bit for bit and reports the loss of each part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def mixed(tmp_path) -> tuple[str, ...]:
-    """Words of a mixture of a text and of ready tokens."""
+    """Return the overrides of a mixture of a text file and of token files."""
     (tmp_path / "book.txt").write_text("".join(f"{n} and {n + 1}\n" for n in range(400)))
     for name, n_tokens in (("train", 3000), ("val", 200)):
         tokens = np.random.default_rng(n_tokens).integers(0, 256, n_tokens)
@@ -22,7 +22,7 @@ def mixed(tmp_path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_a_run_goes_on_bit_for_bit_and_says_the_parts(mixed, resumes):
+def test_a_run_on_a_mixture_resumes_bit_for_bit_and_reports_each_part(mixed, resumes):
     run = resumes(*mixed, stops=(4,))
     assert "book 0.75: " in run.out and "web 0.25: 3,000 tokens" in run.out
     losses = {n: run.metrics[f"val/{n}loss"] for n in ("", "book/", "web/")}
@@ -30,7 +30,7 @@ def test_a_run_goes_on_bit_for_bit_and_says_the_parts(mixed, resumes):
     assert run.column("val/web/loss")[-1] == pytest.approx(losses["web/"], rel=1e-6)
 
 
-def test_two_ranks_read_and_say_what_one_does(mixed, fit):
+def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed, fit):
     words = (*mixed, "trainer.max_steps=3")
     one = fit(*words, name="one")
     two = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
@@ -41,7 +41,7 @@ def test_two_ranks_read_and_say_what_one_does(mixed, fit):
         assert again.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
 
 
-def test_another_weight_is_refused_on_a_resume_and_may_be_allowed(mixed, fit):
+def test_a_changed_weight_is_refused_on_resume_unless_it_is_allowed(mixed, fit):
     words = (*mixed, "checkpoint.every_n_steps=1")
     before = fit(*words, "trainer.max_steps=2").state(2)["TextDataModule"]["taken"]
     again = (*words, "ckpt_path=last", "+data.parts.web.weight=3", "trainer.max_steps=4")

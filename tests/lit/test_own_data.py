@@ -1,4 +1,4 @@
-"""Data of the user's own: every sample counts once, and a form that does not fit is one line."""
+"""User datasets: every sample counts once, and unsupported formats are refused in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO = ("trainer.devices=2", "model.n_layers=2")
 
 
 def of(name: str, *more: str) -> tuple[str, ...]:
-    """Return the words that train and validate on a class of data.py, with these extra keys."""
+    """Return the overrides that train and validate on a class of own/data.py, with extra keys."""
     words = [f"data.{part}._target_={DATA}.{name}" for part in ("train", "val")]
     return (*words, *(f"+data.{part}.{one}" for part in ("train", "val") for one in more))
 
@@ -25,7 +25,7 @@ def line_of(run, label: str) -> str:
     return next(line for line in run.out.splitlines() if line.startswith(f"{label} "))
 
 
-# Every sample once
+# Every sample is evaluated once
 
 
 @pytest.mark.parametrize("kind", ["class", "distance"])
@@ -49,7 +49,7 @@ def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
         loss = F.mse_loss(outputs[:, 0], data.targets)
     assert run.metrics["val/seen"] == n_samples
     assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
-    # What the start says is of this module and of these data.
+    # The lines printed at the start describe this module and these data.
     n_parameters = 10 if kind == "class" else 5
     assert line_of(run, "model").endswith(f"Supervised · {n_parameters} parameters")
     batch = line_of(run, "batch")
@@ -61,7 +61,7 @@ def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
 @pytest.mark.parametrize("n_samples", [1, 5])
-def test_fewer_samples_than_a_round_of_batches_are_measured_as_on_one_device(
+def test_fewer_samples_than_ranks_times_batch_size_give_the_loss_of_one_device(
     fit, strategy, n_samples
 ):
     words = ("trainer.max_steps=1", f"data.val.num_samples={n_samples}", "model.n_layers=2")
@@ -70,7 +70,7 @@ def test_fewer_samples_than_a_round_of_batches_are_measured_as_on_one_device(
     assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
 
 
-def test_a_step_of_ones_own_is_never_given_a_batch_without_data(fit):
+def test_a_user_validation_step_never_receives_an_empty_batch(fit):
     words = (f"{MODULES}.CrossEntropy", *TWO, "trainer.max_steps=1")
     run = fit(*words, "data.val.num_samples=1", code=65)
     assert run.errors == [
@@ -83,7 +83,7 @@ def test_a_step_of_ones_own_is_never_given_a_batch_without_data(fit):
     assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
 
 
-# Targets that all do not count
+# Batches in which every target is ignored (-100)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
@@ -93,7 +93,7 @@ def test_a_first_step_without_a_target_is_refused(fit, n_ranks):
     assert "data.train: no target counts, all are -100 in step 0; samples: " in line
 
 
-def test_a_later_step_without_a_target_is_counted_and_keeps_the_loss_of_the_step_before(fit):
+def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(fit):
     run = fit(*of("Odd", "kind=some"), "data.batch_size=1", "data.train.num_samples=8", "seed=4")
     losses, norms = run.column("train/loss"), run.column("grad_norm")
     missing = [step for step, norm in enumerate(norms) if norm == 0]
@@ -113,13 +113,13 @@ def test_a_validation_without_any_target_is_an_error(fit, module):
         assert run.errors == ["error: data.val: no target counts, all are -100"]
 
 
-# Forms of samples
+# Sample formats
 
 
 @pytest.mark.parametrize("kind", ["dict", "dict of lists", "padded"])
 @pytest.mark.parametrize("module", ["gptrain.lit.LanguageModel", f"{OWN}.modules.Logs"])
-def test_dicts_of_hugging_face_train_as_the_same_pairs(fit, kind, module):
-    """Labels are input_ids there, and each is predicted from the tokens before it."""
+def test_hugging_face_dicts_train_like_the_same_pairs(fit, kind, module):
+    """Hugging Face labels equal input_ids; each label is predicted from the tokens before it."""
     dicts = fit(*of("Odd", f"kind={kind}"), f"module._target_={module}", "model.max_seq_len=64")
     pairs = fit(f"module._target_={module}", "model.max_seq_len=64", name=None)
     assert dicts.column("train/loss") == pytest.approx(pairs.column("train/loss"), rel=1e-5)
@@ -138,40 +138,40 @@ FORMS = {
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_form_that_does_not_fit_is_one_line(fit, kind):
+def test_an_unsupported_sample_format_is_one_line(fit, kind):
     run = fit(*of("Odd", f"kind={kind}"), code=65)
     (line,) = run.errors
     assert "data.train: " in line and FORMS[kind] in line and "Traceback" not in run.out
 
 
 @pytest.mark.parametrize("kind", ["uneven", "dict", "text"])
-def test_the_first_sample_of_another_form_is_named(fit, kind):
+def test_the_first_sample_with_a_different_format_is_named(fit, kind):
     run = fit(*of("Odd", f"kind={kind}", "odd=6"), "data.val.num_samples=4", code=65)
     (line,) = run.errors
     assert "error: data.train: sample " in line and ", but sample " in line
     assert "needed: " in line and "Traceback" not in run.out
 
 
-def test_samples_of_uneven_length_are_refused_one_by_one_too(fit):
+def test_samples_of_uneven_length_are_refused_with_a_batch_size_of_one_too(fit):
     line = fit(*of("Odd", "kind=uneven"), "data.batch_size=1", code=65).errors[0]
     assert "but sample 0 has 3 positions; needed: tensors of equal shape" in line
 
 
-def test_a_training_step_of_ones_own_reads_batches_of_different_lengths(fit):
+def test_a_user_training_step_may_read_batches_of_different_lengths(fit):
     words = (f"data.train._target_={DATA}.Odd", "+data.train.kind=uneven", "data.batch_size=1")
     run = fit(*words, f"{MODULES}.Logs")
     assert len(run.column("train/loss")) == 6
 
 
 @pytest.mark.parametrize("place", ["train", "val"])
-def test_data_without_an_index_are_one_line(refused, place):
+def test_an_iterable_dataset_is_refused_in_one_line(refused, place):
     line = refused(f"data.{place}._target_={DATA}.Endless")
     assert f"data.{place}._target_={DATA}.Endless: an IterableDataset, whose samples have" in line
     line = refused(f"data.{place}._target_={DATA}.make_endless")
     assert f"data.{place}._target_={DATA}.make_endless: made a Endless" in line
 
 
-def test_a_data_module_of_lightnings_is_one_line(refused):
+def test_a_lightning_data_module_is_refused_in_one_line(refused):
     wrong = "the data group has no class of its own, such as a LightningDataModule"
     name = f"{DATA}.DataModule"
     assert f"data._target_={name}: {wrong}" in refused(f"+data._target_={name}")
@@ -180,7 +180,7 @@ def test_a_data_module_of_lightnings_is_one_line(refused):
 
 
 @pytest.mark.parametrize("name", ["single", "ddp"])
-def test_the_learning_rate_that_is_shown_is_that_of_the_modules_optimizer(fit, name):
+def test_the_printed_learning_rate_is_that_of_the_modules_optimizer(fit, name):
     run = fit(f"{MODULES}.OwnOptimizers", "+module.kind=step", "trainer.max_steps=1", *(
         TWO if name == "ddp" else ()
     ))  # fmt: skip
@@ -199,7 +199,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("module", IGNORED)
-def test_typed_options_that_a_modules_own_optimizer_ignores_are_one_warning(fit, module):
+def test_options_that_a_modules_optimizer_ignores_are_one_warning(fit, module):
     words = ("optimizer.lr=0.5", "scheduler.min_factor=0.2", "trainer.max_steps=1")
     run = fit(f"{MODULES}.{module}", *words)
     lines = [line for line in run.out.splitlines() if ": no effect; " in line]
@@ -211,7 +211,7 @@ def test_typed_options_that_a_modules_own_optimizer_ignores_are_one_warning(fit,
     assert lines == expected
 
 
-def test_a_learning_rate_that_the_modules_yaml_refers_to_is_not_ignored(fit):
+def test_no_warning_for_a_learning_rate_that_the_module_config_refers_to(fit):
     run = fit(
         f"{MODULES}.PlainOwnNet",
         "+module.lr=${optimizer.lr}",

@@ -1,4 +1,4 @@
-"""A module of the user's own: under every strategy, or refused in one line that names it."""
+"""User modules work under every strategy, or are refused in one line that names the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE = ("data.batch_size=8", "model.n_layers=2")
 # One rank
 
 
-def test_a_subclass_gets_ours_and_the_other_keys_of_the_group(fit):
+def test_a_subclass_receives_gptrains_arguments_and_the_other_keys_of_the_group(fit):
     run = fit(f"{MODULES}.WithPenalty", "+module.weight=0.01")
     plain = fit(name=None)
     penalty = [0.01 * value for value in run.column("train/penalty")]
@@ -23,17 +23,17 @@ def test_a_subclass_gets_ours_and_the_other_keys_of_the_group(fit):
     assert run.metrics["val/loss"] != plain.metrics["val/loss"]
 
 
-def test_gradients_that_training_step_forms_for_itself_are_not_the_steps(fit):
+def test_gradients_computed_inside_training_step_are_not_added_to_the_steps_gradients(fit):
     run, plain = fit(f"{MODULES}.LooksAhead"), fit(name=None)
     assert run.column("grad_norm") == plain.column("grad_norm")
 
 
-def test_a_key_that_the_module_does_not_take_is_one_line(refused):
+def test_a_key_that_the_module_does_not_accept_is_refused_in_one_line(refused):
     assert "weigth" in refused(f"{MODULES}.WithPenalty", "+module.weigth=0.01")
 
 
-def test_what_lies_beside_the_net_is_saved_restored_and_trained(resumes):
-    run = resumes(f"{MODULES}.Beside", "optimizer.lr=0.1")
+def test_extra_parameters_outside_the_net_are_saved_restored_and_trained(resumes):
+    run = resumes(f"{MODULES}.WithExtraParameters", "optimizer.lr=0.1")
     state = run.state(6)["state_dict"]
     assert state["module.steps_seen"] == 6
     assert state["module.mean_loss.mean_value"] > 0
@@ -52,7 +52,7 @@ def test_a_plain_lightning_module_resumes(resumes, fit, name):
         assert run.column("mine") == pytest.approx(losses)
 
 
-def test_one_may_override_the_loss_and_smooth_labels(fit):
+def test_a_module_may_override_the_loss_and_use_label_smoothing(fit):
     words = ("module.loss.label_smoothing=0.1",)
     smooth, own = fit(*words, name="smooth"), fit(*words, f"{MODULES}.OwnLoss", name="own")
     assert own.column("train/loss")[0] == pytest.approx(2 * smooth.column("train/loss")[0])
@@ -63,9 +63,9 @@ def test_one_may_override_the_loss_and_smooth_labels(fit):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
-def test_two_ranks_train_and_measure_as_one_and_resume_what_lies_beside_the_net(fit, strategy):
+def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, strategy):
     words = (
-        f"{MODULES}.Beside", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,
+        f"{MODULES}.WithExtraParameters", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,
         "module.loss.label_smoothing=0.1", "module.loss.z_loss=0.01", "data.val.num_samples=9",
     )  # fmt: skip
     one = fit(*ONE, *words, name=None)
@@ -83,7 +83,7 @@ def test_two_ranks_train_and_measure_as_one_and_resume_what_lies_beside_the_net(
 
 
 @pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
-def test_a_plain_lightning_module_under_ddp(fit, name):
+def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
     words = (f"{MODULES}.{name}", "trainer.val_check_interval=2", "checkpoint.keep=9")
     one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
     assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-4)
@@ -93,7 +93,7 @@ def test_a_plain_lightning_module_under_ddp(fit, name):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
-def test_a_plain_lightning_module_is_refused_under_others(refused, strategy):
+def test_a_plain_lightning_module_is_refused_under_sharding_strategies(refused, strategy):
     line = refused(*TWO, f"strategy={strategy}", f"{MODULES}.Plain")
     assert f"strategy={strategy}" in line and "single, ddp" in line
 
@@ -101,12 +101,12 @@ def test_a_plain_lightning_module_is_refused_under_others(refused, strategy):
 @pytest.mark.parametrize(
     "name, reason", [("OwnLoss", "`loss`"), ("CallsNet", "net"), ("Doubles", "multiplies")]
 )
-def test_what_a_pipeline_cannot_honour_is_refused_by_name(fit, name, reason):
+def test_overrides_that_a_pipeline_cannot_support_are_refused_by_name(fit, name, reason):
     line = fit(*TWO, "strategy=pipeline", f"{MODULES}.{name}", code=2).errors[0]
     assert "pipeline" in line and reason in line
 
 
-def test_an_optimizer_that_calls_its_closure_twice_is_alike_on_two_ranks(fit):
+def test_an_optimizer_that_calls_its_closure_twice_is_identical_on_two_ranks(fit):
     gone = (f"~optimizer.{key}" for key in ("betas", "eps"))
     words = (f"optimizer._target_={OWN}.nets.Twice", *gone, "optimizer.lr=0.1")
     one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
@@ -117,7 +117,7 @@ def test_an_optimizer_that_calls_its_closure_twice_is_alike_on_two_ranks(fit):
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
-def test_own_clipping_is_of_the_gradients_of_one_step(fit, strategy):
+def test_clipping_by_the_module_uses_the_gradients_of_one_step(fit, strategy):
     gone = (f"~optimizer.{key}" for key in ("betas", "eps"))
     words = (f"{MODULES}.ClipsItself", "optimizer._target_=torch.optim.SGD", *gone)
     one = fit(*ONE, *words, name=None)

@@ -1,4 +1,4 @@
-"""What a resume may change has its effect, and is said: of the optimizer, and of callbacks."""
+"""Options that change on resume are used and logged, also those of callbacks and metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_new_learning_rate_is_used_logged_and_saved(fit, scheduler):
         assert now["lr"] == pytest.approx(before["lr"] / 10)
     losses = run.column("train/loss"), full.column("train/loss")
     assert losses[0][:4] == losses[1][:4] and losses[0][4:] != losses[1][4:]
-    further = fit(*again, "trainer.max_steps=8", name=name)  # the new one is the run's own now
+    further = fit(*again, "trainer.max_steps=8", name=name)  # the new rate now belongs to the run
     assert further.column("lr")[6] < 4e-5
 
 
@@ -55,7 +55,7 @@ def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fi
              "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=1")  # fmt: skip
     first = fit(*words, "optimizer.embedding_lr=2e-3", "trainer.max_steps=3")
     before = [group["lr"] for group in groups(first, 3)]
-    assert {0.008, 0.002} < {round(lr, 9) for lr in before}  # of batches of four
+    assert {0.008, 0.002} < {round(lr, 9) for lr in before}  # for batches of four samples
     again = ("optimizer.embedding_lr=1e-3", "ckpt_path=last")
     fit(*words, *again, code=2)
     run = fit(*words, *again, "allow_changes=[optimizer.embedding_lr]")
@@ -64,14 +64,14 @@ def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fi
     assert changed == [pytest.approx((0.008, 0.004))]
 
 
-def test_nothing_is_changed_that_was_not_typed(fit):
+def test_options_that_the_user_did_not_give_are_not_changed(fit):
     full = fit(*CONSTANT, name=None)
     words = (*CONSTANT, "ckpt_path=last", "allow_changes=[optimizer]")
     run = fit(*words, name=full.copy_until(3, "unchanged"))
     assert "before" not in run.out and groups(run, 6) == groups(full, 6)
 
 
-def test_on_two_ranks_too(fit):
+def test_a_new_learning_rate_is_used_on_two_ranks(fit):
     words = (*CONSTANT, "trainer.devices=2", "strategy=fsdp")
     fit(*words, "trainer.max_steps=2")
     run = fit(
@@ -83,8 +83,8 @@ def test_on_two_ranks_too(fit):
 
 
 @pytest.mark.slow
-def test_a_stage_that_has_fewer_groups_than_the_net_resumes(fit):
-    """Of Muon's three groups the stages between the first and the last have two."""
+def test_a_stage_with_fewer_parameter_groups_than_the_net_resumes(fit):
+    """A stage between the first and the last has two of Muon's three parameter groups."""
     words = (
         "optimizer=muon", "optimizer.lr=0.01", "data.batch_size=6", "model.n_layers=3",
         "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.keep=9",
@@ -98,7 +98,7 @@ def test_a_stage_that_has_fewer_groups_than_the_net_resumes(fit):
     assert alone.column("train/loss") == pytest.approx(full.column("train/loss"), rel=1e-4)
 
 
-def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
+def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token_count(fit):
     words = (*CONSTANT, "data.num_samples=40")
     fit(*words, "trainer.max_steps=3")  # steps of 4 samples of 16 tokens
     again = ("ckpt_path=last", "data.batch_size=6", "trainer.max_steps=8")
@@ -112,19 +112,21 @@ def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
     assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]
     assert run.state(8)["TextDataModule"]["tokens"] == tokens[-1]
     assert run.state(3)["TextDataModule"]["place"] == [0, 3 * 4]
-    # 12 samples of 40 were seen: four steps of 6 fit into what is left, the last one is anew.
+    # 12 of 40 samples were read: four steps of 6 fit into the rest, then a new epoch begins.
     places = [run.state(step)["TextDataModule"]["place"] for step in (4, 6, 8)]
     assert places == [[0, 18], [0, 30], [1, 6]]
-    more = fit(*words, *again[:2], "trainer.max_steps=9")  # this batch is the run's own
+    more = fit(
+        *words, *again[:2], "trainer.max_steps=9"
+    )  # the new batch size now belongs to the run
     assert more.column("tokens")[-1] == 768
 
 
-# Options of callbacks, metrics and schedules, which their state in the checkpoint holds as well
+# Options of callbacks, metrics and schedules that their state in the checkpoint also contains
 
 STOP = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss"
 
 
-def test_a_run_that_stopped_early_continues_with_another_patience(fit):
+def test_an_early_stopped_run_continues_with_another_patience(fit):
     words = ("scheduler=constant", "trainer.val_check_interval=1", "checkpoint.keep=9",
              "trainer.max_steps=8", "data.num_samples=64")  # fmt: skip
     stop = f"{STOP}, min_delta: 9.0"  # no improvement is ever large enough
@@ -139,8 +141,8 @@ def test_a_run_that_stopped_early_continues_with_another_patience(fit):
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["today", "a checkpoint without options"])
-def test_typed_options_of_an_own_callback_win_and_its_counters_continue(fit, is_old):
-    start = "" if is_old else ", start: 7"  # a counter that is an argument, too
+def test_new_options_of_a_user_callback_win_and_its_counters_continue(fit, is_old):
+    start = "" if is_old else ", start: 7"  # a counter that is also an argument
     target = f"_target_: {OWN}.callbacks.Counts{start}"
     first = fit(*CONSTANT, f"+callbacks.mine={{{target}, every: 2}}", "trainer.max_steps=3")
     if is_old:
@@ -150,16 +152,16 @@ def test_typed_options_of_an_own_callback_win_and_its_counters_continue(fit, is_
     started = 4 if is_old else 11
     expected = {"every": 5, "scale": 0.5, "count": 4, "start": started}
     assert run.seen[-1] == expected
-    said = [line for line in run.out.splitlines() if "resumed with" in line]
-    assert len(said) == 2 and "callbacks.mine.every: 2 before, 5 now" in said[0]
-    assert "callbacks.mine.scale: 1.0 before, 0.5 now" in said[1]
+    lines = [line for line in run.out.splitlines() if "resumed with" in line]
+    assert len(lines) == 2 and "callbacks.mine.every: 2 before, 5 now" in lines[0]
+    assert "callbacks.mine.scale: 1.0 before, 0.5 now" in lines[1]
     same = fit(*CONSTANT, again, "trainer.max_steps=5", "ckpt_path=last")
     assert "resumed with" not in same.out
     assert same.seen[-1] == expected | {"count": 5, "start": started + 1}
 
 
 def remove_options(checkpoint: Path) -> None:
-    """Make it a checkpoint as they were before options were kept in them."""
+    """Rewrite a checkpoint in the old format, which does not contain the options."""
     path = checkpoint / "state.ckpt"
     state = torch.load(path, weights_only=True)
     del state["options"]
@@ -170,17 +172,17 @@ def remove_options(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(seal(manifest))
 
 
-def test_a_metric_whose_state_holds_an_option_is_used_as_typed(fit):
+def test_a_new_option_of_a_metric_overrides_the_value_in_its_state(fit):
     words = (*SAVED, "trainer.val_check_interval=1", "+module.metrics.near._target_="
              f"{OWN}.modules.Near")  # fmt: skip
     fit(*words, "+module.metrics.near.distance=0", "trainer.max_steps=2")
     changed = ("+module.metrics.near.distance=999", "allow_changes=[module.metrics]")
     run = fit(*words, *changed, "trainer.max_steps=3", "ckpt_path=last")
     assert "resumed with module.metrics.near.distance: 0 before, 999 now" in run.out
-    assert run.column("val/near")[-1] == 8 * 16  # all targets of the set
+    assert run.column("val/near")[-1] == 8 * 16  # all targets of the validation set
 
 
-def test_a_schedule_that_was_allowed_to_change_is_used_as_typed(fit):
+def test_new_options_of_a_schedule_are_used_when_the_change_is_allowed(fit):
     words = ("checkpoint.every_n_steps=1", "checkpoint.keep=9",
              "scheduler._target_=torch.optim.lr_scheduler.StepLR")  # fmt: skip
     fit(*words, "+scheduler.step_size=1", "+scheduler.gamma=0.5", "trainer.max_steps=2")
@@ -192,11 +194,11 @@ def test_a_schedule_that_was_allowed_to_change_is_used_as_typed(fit):
     assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-5, 7.5e-5, 7.5e-6])
 
 
-def test_model_checkpoint_keeps_as_many_files_as_typed(fit):
+def test_model_checkpoint_keeps_the_new_number_of_files(fit):
     target = "_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: tokens, mode: max"
     words = (*CONSTANT, "trainer.val_check_interval=1")
     fit(*words, f"+callbacks.top={{{target}, save_top_k: 3}}", "trainer.max_steps=3")
     run = fit(*words, f"+callbacks.top={{{target}, save_top_k: 1}}", "ckpt_path=last")
     assert "resumed with callbacks.top.save_top_k: 3 before, 1 now" in run.out
     kept = [path.name for path in (run.folder / "checkpoints").glob("*.ckpt")]
-    assert len(kept) == 3, kept  # two of the first start, and the best
+    assert len(kept) == 3, kept  # two files of the first start, and the best of the second

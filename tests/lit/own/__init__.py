@@ -1,1 +1,1 @@
-"""What a user of the template brings: modules, callbacks, nets, optimizers, data."""
+"""Modules, callbacks, nets, optimizers and data as a user of the template writes them."""

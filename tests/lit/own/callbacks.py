@@ -1,4 +1,4 @@
-"""Callbacks as a Lightning user writes them; what they see goes to a file of the run."""
+"""Callbacks as a Lightning user writes them. They append their observations to seen.jsonl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def note(trainer, **what) -> None:
 
 
 class SeesAll(Callback):
-    """Notes what stands in callback_metrics, the gradients, and what training_step gave."""
+    """Records callback_metrics, the gradients and the output of training_step."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         grads = [p.grad for p in module.parameters() if p.grad is not None]
@@ -55,7 +55,7 @@ class Logs(Callback):
 
 
 class Forwards(Callback):
-    """Hands its hooks on to another callback."""
+    """Forwards its hooks to another callback."""
 
     def __init__(self):
         self.other = SeesAll()
@@ -83,7 +83,7 @@ class Stateful(Callback):
 
 
 class Saves(Callback):
-    """Asks the trainer for a file."""
+    """Calls trainer.save_checkpoint at step 3."""
 
     def __init__(self, weights_only=False):
         self.weights_only = weights_only
@@ -107,7 +107,7 @@ class FailsInHook(Callback):
 
 
 class Signals(Callback):
-    """Sends this process a request to stop, once, in one of the hooks."""
+    """Sends SIGTERM to this process, once, in one of the hooks."""
 
     def __init__(self, step, hook):
         self.step, self.sent = step, False
@@ -154,7 +154,7 @@ class Counts(Callback):
 
 
 class BreaksLayer(Callback):
-    """From step 2 on makes a layer's weight, output or gradient not finite."""
+    """Makes a layer's weight, output or gradient non-finite from step 2 on."""
 
     def __init__(self, layer, at):
         self.layer, self.at = layer, at

@@ -1,4 +1,4 @@
-"""Datasets of a user's own."""
+"""Datasets as a user writes them."""
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,7 @@ class Dicts(Dataset):
 
 
 class Points(Dataset):
-    """Points (4,) of a plane's two sides, with a class (int) or a distance (float) as target."""
+    """Points (4,) with the side of a plane (int) or the distance from it (float) as target."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind="class"):
         generator = torch.Generator().manual_seed(seed)
@@ -38,11 +38,11 @@ class Points(Dataset):
 
 
 class Odd(Dataset):
-    """Token samples in the forms that people bring, the same tokens as DummyTextDataset's.
+    """The token samples of DummyTextDataset in the formats that users bring.
 
     Args:
-        kind: Form of the samples.
-        odd: Sample from which on they have that form; those before are pairs.
+        kind: Format of the samples.
+        odd: Index of the first sample with that format; the samples before are pairs.
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind, odd=0):
@@ -85,7 +85,7 @@ class Odd(Dataset):
 
 
 class Endless(IterableDataset):
-    """Samples without an index."""
+    """An iterable dataset, whose samples have no index."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed):
         self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
@@ -95,7 +95,7 @@ class Endless(IterableDataset):
 
 
 class DataModule(pl.LightningDataModule):
-    """Lightning's own form of the data."""
+    """A LightningDataModule, which gptrain does not support."""
 
     def __init__(self, batch_size=4):
         super().__init__()

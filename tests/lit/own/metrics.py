@@ -1,4 +1,4 @@
-"""Metrics of a user: one that fails, and some whose value is no single number."""
+"""A user metric that fails."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from gptrain.lit import LanguageModel
 
 
 class Logs(LanguageModel):
-    """Logs in the ways that Lightning has, under names of its own."""
+    """Logs values with each option of `self.log`, under new names."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(*batch)
@@ -33,7 +33,7 @@ class Logs(LanguageModel):
 
 
 class Returns(LanguageModel):
-    """Returns what it is told to, from a step that takes the batch alone."""
+    """Returns a dict or None from a training_step that takes only the batch."""
 
     def __init__(self, *args, kind, **kwargs):
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class Returns(LanguageModel):
 
 
 class BringsFinder(LanguageModel):
-    """Brings a callback of its own."""
+    """Adds a callback in configure_callbacks."""
 
     def configure_callbacks(self):
         return [BatchSizeFinder(max_trials=2)]
@@ -72,15 +72,15 @@ class WithPenalty(LanguageModel):
 
 
 class LooksAhead(LanguageModel):
-    """Forms gradients within its training_step, as adversarial training does."""
+    """Calls backward inside training_step, as adversarial training does."""
 
     def training_step(self, batch):
         self.loss(*batch).backward()
         return self.loss(*batch)
 
 
-class Beside(LanguageModel):
-    """A parameter, a buffer and a torchmetric beside the net."""
+class WithExtraParameters(LanguageModel):
+    """A module with a parameter, a buffer and a torchmetric outside the net."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -101,7 +101,7 @@ class Beside(LanguageModel):
 
 
 class OwnOptimizers(LanguageModel):
-    """configure_optimizers in the forms that Lightning takes."""
+    """Returns from configure_optimizers each form that Lightning accepts."""
 
     def __init__(self, *args, kind="none", **kwargs):
         super().__init__(*args, **kwargs)
@@ -130,7 +130,7 @@ class OwnOptimizers(LanguageModel):
 
 
 class HalfRates(LanguageModel):
-    """Changes the optimizer of the optimizer group, and makes no schedule."""
+    """Changes the optimizer of the optimizer group and returns no schedule."""
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self)
@@ -145,7 +145,7 @@ class Manual(LanguageModel):
 
 
 class LateManual(LanguageModel):
-    """Says so as late as Lightning allows."""
+    """Selects manual optimization in on_fit_start, as late as Lightning allows."""
 
     def on_fit_start(self):
         self.automatic_optimization = False
@@ -183,7 +183,7 @@ class OfDicts(LanguageModel):
 
 
 class Plain(pl.LightningModule):
-    """A plain LightningModule around the net that it is given."""
+    """A plain LightningModule around the given net."""
 
     def __init__(self, net, lr=0.01):
         super().__init__()
@@ -202,7 +202,7 @@ class Plain(pl.LightningModule):
 
 
 class PlainOwnNet(pl.LightningModule):
-    """A plain LightningModule that makes its own layers, under names of its own."""
+    """A plain LightningModule that builds its own layers."""
 
     def __init__(self, width=8, lr=0.01):
         super().__init__()
@@ -227,7 +227,7 @@ class Supervised(pl.LightningModule):
         super().__init__()
         self.is_class = kind == "class"
         self.layer = nn.Linear(4, 2 if self.is_class else 1)
-        self.f1 = MulticlassF1Score(2, average="micro")  # takes no target of -100
+        self.f1 = MulticlassF1Score(2, average="micro")  # fails on a target of -100
         self.seen = self.hits = 0
 
     def loss(self, batch):
@@ -263,7 +263,7 @@ class Supervised(pl.LightningModule):
 
 
 class CrossEntropy(LanguageModel):
-    """Evaluates in a way of its own."""
+    """Overrides validation_step with plain cross-entropy."""
 
     def validation_step(self, batch, batch_idx):
         tokens, targets = batch
@@ -280,9 +280,9 @@ class LogsMine(LanguageModel):
 
 
 class AskedInValidation(LanguageModel):
-    """Is asked to stop while the first batch after step `at` is validated, once in a folder.
+    """Sends SIGTERM to itself in the validation after step `at`, once per run folder.
 
-    Its validation draws random numbers. If it `dies`, it does so at the end of that validation.
+    Each validation draws random numbers. If `dies` is true, the interrupted validation raises.
     """
 
     def __init__(self, *args, at=0, dies=False, **kwargs):
@@ -313,7 +313,7 @@ class ClipsItself(LanguageModel):
 
 
 class Near(Metric):
-    """The part of targets whose token id is within `distance` of the likeliest token's."""
+    """Number of targets whose token id is within `distance` of the most likely token's id."""
 
     def __init__(self, distance):
         super().__init__()
@@ -328,7 +328,7 @@ class Near(Metric):
 
 
 class LogsVector(LanguageModel):
-    """Logs a value that is no number."""
+    """Logs a tensor with more than one element."""
 
     def on_validation_epoch_end(self):
         self.log("val/vector", torch.zeros(3, 4))

@@ -1,4 +1,4 @@
-"""Nets of a user's own."""
+"""Nets and optimizers as a user writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptrain.models import SimpleGPT
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a trained update of low rank: its names are not the base's."""
+    """A frozen linear layer and a trained low-rank update. Its parameter names are new."""
 
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
@@ -23,7 +23,7 @@ class LowRank(nn.Module):
 
 
 class LoRA(SimpleGPT):
-    """A frozen GPT of whose blocks one layer is wrapped; all else keeps its name."""
+    """A frozen GPT with one wrapped layer per block; all other parameters keep their names."""
 
     def __init__(self, rank=2, **options):
         super().__init__(**options)
@@ -33,7 +33,7 @@ class LoRA(SimpleGPT):
 
 
 class Tied(nn.Module):
-    """No contract but tokens -> logits."""
+    """A net that only maps tokens to logits."""
 
     def __init__(self, vocab_size, width=8):
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 
 class Twice(torch.optim.SGD):
-    """Calls the closure twice a step, as SAM does: the second time at other weights."""
+    """Calls the closure twice per step, at different weights, as SAM does."""
 
     def step(self, closure):
         super().step(closure)

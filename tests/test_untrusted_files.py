@@ -1,4 +1,4 @@
-"""Somebody else's checkpoints, weights, tokens: only tensors and plain values are taken of them."""
+"""Only tensors and plain values are read from untrusted checkpoints, weights and token files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gptrain.checkpoints.manifest import read_manifest, seal
 from gptrain.data import TextDataset, TokenDataset
 from gptrain.data.tokenizers import load_tokenizer
 from gptrain.models import SimpleGPT
-from tests.strangers import (
+from tests.untrusted import (
     MODEL,
     SIZES,
     Payload,
@@ -79,7 +79,7 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("attack", MANIFESTS)
-def test_a_manifest_of_any_content_is_judged(attack, world):
+def test_a_manifest_with_unexpected_content_is_refused(attack, world):
     path = plant(world / "old", **MANIFESTS[attack])
     folder = config(world / "old", {"model": MODEL})
     refused(lambda: gptrain.load(folder))
@@ -87,7 +87,7 @@ def test_a_manifest_of_any_content_is_judged(attack, world):
 
 
 @pytest.mark.parametrize("attack", ["k01", "callbacks", "k13", "k16"])
-def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
+def test_resuming_from_an_untrusted_checkpoint_ends_in_one_line(attack, world, train):
     folder = world / "run"
     plant(folder, FILES[attack]() if attack in FILES else None, **MANIFESTS.get(attack, {}))
     run = train("ckpt_path=last", "allow_changes=[model,data,seed,module,optimizer,scheduler]")
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
 
 
 @pytest.mark.parametrize("attack", ["k01", "callbacks"])
-def test_an_export_of_them_ends_in_one_line(attack, world, monkeypatch, capfd):
+def test_exporting_an_untrusted_checkpoint_ends_in_one_line(attack, world, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
     plant(world / "old", FILES[attack]())
@@ -108,7 +108,7 @@ def test_an_export_of_them_ends_in_one_line(attack, world, monkeypatch, capfd):
 
 
 def sharded(folder: Path, change: Callable[[Path], None]) -> Path:
-    """A sealed folder of torch.distributed.checkpoint, changed."""
+    """Write a sealed torch.distributed.checkpoint folder, apply `change`, and return the folder."""
     draft = folder / "draft"
     dcp.save({"net": SimpleGPT(**SIZES).state_dict()}, checkpoint_id=draft)
     change(draft)
@@ -178,13 +178,13 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("attack", SHARDS)
-def test_shards_are_tensors_and_their_index_is_data(attack, world):
+def test_shards_hold_only_tensors_and_their_index_is_data(attack, world):
     sharded(world / "old", SHARDS[attack])
     folder = config(world / "old", {"model": MODEL})
     refused(lambda: gptrain.load(folder))
 
 
-def test_shards_as_they_should_be_load(world):
+def test_intact_shards_load(world):
     sharded(world / "old", lambda _: None)
     assert isinstance(gptrain.load(config(world / "old", {"model": MODEL})), SimpleGPT)
 
@@ -218,7 +218,7 @@ def test_a_folder_of_weights_is_data(attack, world):
 
 
 @pytest.mark.parametrize("content", ["../victim/kept", b"abc"])
-def test_prepared_text_of_a_stranger_is_data(content, world):
+def test_untrusted_prepared_text_is_data(content, world):
     files = {"tokenizer.json": b'{"type": "bytes"}\n', "train.bin": content}
     folder = fill(world / "cache", files)
     refused(lambda: TextDataset(folder, "train", 8))
@@ -229,7 +229,7 @@ TOKENS = {"t01": (20240520, 1, 2**31 - 1), "t02": (20240520, 1, -5), "version": 
 
 
 @pytest.mark.parametrize("attack", TOKENS)
-def test_token_files_of_a_stranger_are_data(attack, world):
+def test_untrusted_token_files_are_data(attack, world):
     words = [*TOKENS[attack], *[0] * 253]
     content = b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
     file = fill(world / "tokens", {"x.bin": content}) / "x.bin"
@@ -237,7 +237,7 @@ def test_token_files_of_a_stranger_are_data(attack, world):
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"model": {"vocab": 5}}', b'{"type": "bytes"'])
-def test_a_tokenizer_of_a_stranger_is_data(content, world):
+def test_an_untrusted_tokenizer_is_data(content, world):
     folder = fill(world / "tok", {"tokenizer.json": content})
     refused(lambda: load_tokenizer(folder))
     refused(lambda: load_tokenizer(folder / "tokenizer.json"))

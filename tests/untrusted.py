@@ -1,4 +1,4 @@
-"""What attacks have in common: a victim, payloads, a refusal in one line."""
+"""Shared parts of the attack tests: a victim's files, payloads, and the check of a refusal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL = {"_target_": "gptrain.models.SimpleGPT", **SIZES}
 
 
 class Payload:
-    """Leaves a mark when it is unpickled freely."""
+    """An object whose unrestricted unpickling creates the file $MARK."""
 
     def __reduce__(self):
         return os.system, (f"touch {os.environ['MARK']}",)
@@ -47,7 +47,10 @@ def hashes(folder: Path) -> dict[str, tuple]:
 
 @contextmanager
 def victim_and_payloads(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    """A folder with a victim's files and armed payloads; afterwards nothing has run or changed."""
+    """Yield a folder with a victim's files and armed payloads.
+
+    After the test, check that no payload ran and that the victim's files are unchanged.
+    """
     mark, victim = tmp_path / "ran", tmp_path / "victim"
     victim.mkdir()
     (victim / "kept").write_text("kept")
@@ -66,7 +69,7 @@ def victim_and_payloads(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The one line of a refusal."""
+    """Call the function, check that it is refused, and return the first line of the message."""
     with pytest.raises(REFUSALS) as caught:
         call()
     if type(caught.value) is ValueError:
@@ -77,7 +80,13 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def plant(folder: Path, state: object = None, **changes: object) -> Path:
-    """A sealed checkpoint whose file holds a state (or these bytes); entries of its manifest."""
+    """Write a sealed checkpoint and return its folder.
+
+    Args:
+        folder: Run folder that receives the checkpoint.
+        state: Content of state.ckpt: bytes, an object, or None for the weights of a small GPT.
+        changes: Manifest entries to replace.
+    """
     store = CheckpointStore(folder / "checkpoints", "run")
     folder.mkdir(exist_ok=True)
     with store.writing(1) as draft, draft.open("state.ckpt") as file:
@@ -99,7 +108,7 @@ def config(folder: Path, content: object) -> Path:
 
 
 def fill(folder: Path, files: dict[str, bytes | str]) -> Path:
-    """A folder with these files; a text is a link to there."""
+    """Write files into a folder and return the folder; a str is the target of a symbolic link."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

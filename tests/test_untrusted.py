@@ -1,6 +1,6 @@
-"""Somebody else's run folder: nothing of it runs, nothing outside is changed.
+"""An untrusted run folder executes no code and changes no file outside.
 
-Each attack goes in where a user would let it in, and is answered by one line.
+Each attack enters through a command that a user would type, and is refused in one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptrain.config import ConfigError
 from gptrain.config.from_run import expand
 from gptrain.models import SimpleGPT
 from tests.processes import LOOPBACK, family, listeners
-from tests.strangers import MODEL, config, fill, plant, refused, victim_and_payloads
+from tests.untrusted import MODEL, config, fill, plant, refused, victim_and_payloads
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ OVERRIDES = {
 
 @pytest.fixture
 def old(world) -> Callable[[object], str]:
-    """Writes .hydra/overrides.yaml of a stranger's run; the word that takes it up."""
+    """Write .hydra/overrides.yaml of an untrusted run and return the from_run override."""
 
     def write(content: object) -> str:
         text = content if isinstance(content, str) else yaml.safe_dump(content)
@@ -131,14 +131,14 @@ def test_an_untrusted_run_reads_nothing_outside_through_globs_and_links(attack, 
     assert "outside of this project: repeat the override to allow it; try: " in line, line
 
 
-def test_links_beside_an_untrusted_run_that_stay_there_are_followed(world, old):
+def test_links_that_stay_next_to_an_untrusted_run_are_followed(world, old):
     (world / "links").mkdir()
     fill(world / "links", {"a.txt": b"text", "b.txt": "../links/a.txt", "circle": "../links"})
     words = ["data=text", "data.path=[links,'links/*.txt',links/a.txt]", "data.pattern='*'"]
     assert expand([old(words)])[:3] == words
 
 
-def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, train):
+def test_the_hydra_section_and_the_folders_of_an_old_run_are_ignored(world, old, train):
     victim = world / "victim"
     word = old([
         f"hydra.job.env_set.PYTHONPATH={world}", f"hydra.run.dir={victim}/run",
@@ -155,7 +155,7 @@ def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, 
     assert "seed: 7" in config and "mirror: null" in config
 
 
-def test_an_export_takes_no_right_from_the_old_run(old, monkeypatch, capfd):
+def test_an_export_ignores_the_permissions_in_an_old_run(old, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
     word = old(["allowed_targets=[antigravity]", "model._target_=antigravity.fly"])
@@ -195,7 +195,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def test_a_run_as_it_should_be_loads(world):
+def test_an_intact_run_loads(world):
     plant(world / "old")
     assert isinstance(gptrain.load(config(world / "old", {"model": MODEL})), SimpleGPT)
 
@@ -207,7 +207,7 @@ def test_the_config_of_a_folder_is_data(attack, world):
     refused(lambda: gptrain.load(folder))
 
 
-def test_what_a_net_does_not_depend_on_is_not_looked_at(world):
+def test_config_sections_that_the_net_does_not_need_are_ignored(world):
     plant(world / "old")
     more = {"seed": create(EVIL), "checkpoint": {"monitor": [1], "mode": "sideways"}}
     net = gptrain.load(config(world / "old", {"model": MODEL, **more}))
@@ -215,7 +215,7 @@ def test_what_a_net_does_not_depend_on_is_not_looked_at(world):
 
 
 @pytest.mark.parametrize("attack", ["f01", "f02", "f03", "f06", "f14", "wrong"])
-def test_so_is_the_model_in_a_file_that_lightning_saved(attack, world):
+def test_the_model_config_in_a_lightning_checkpoint_is_data(attack, world):
     torch.save({"state_dict": {}, "model": CONFIGS[attack]["model"]}, world / "x.ckpt")
     refused(lambda: gptrain.load(world / "x.ckpt"))
 
@@ -244,7 +244,7 @@ def test_a_run_writes_and_removes_nothing_through_a_link(attack, world, train):
     assert run.err.count("error: ") == bool(run.code), run.err
 
 
-# One's own
+# The user's own runs
 
 
 MINE = """
@@ -261,7 +261,7 @@ class Net(nn.Module):
 """
 
 
-def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
+def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
     (world / "own_nets.py").write_text(MINE)
@@ -285,19 +285,19 @@ def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
     with pytest.raises(SystemExit) as left:
         main()
     assert not left.value.code, capfd.readouterr().err
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in another process
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a new process
     refused(lambda: gptrain.load(first.folder))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux alone has it")
-def test_ranks_of_one_machine_listen_to_nobody_else(world, train):
-    """127.0.0.1, also as an address of version 6."""
+def test_ranks_on_one_machine_accept_no_connections_from_other_machines(world, train):
+    """The ranks listen on 127.0.0.1 only, which may be written as an IPv6 address."""
     seen, done = set(), threading.Event()
 
     def look() -> None:
         while not done.wait(0.1):
             for pid in family(os.getpid()):
-                with suppress(OSError):  # it is gone
+                with suppress(OSError):  # the process has ended
                     seen.update(listeners(pid))
 
     thread = threading.Thread(target=look)

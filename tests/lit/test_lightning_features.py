@@ -1,4 +1,4 @@
-"""What a Lightning user does as in any Lightning project: works here, or is refused in one line."""
+"""Usual Lightning features work as in any Lightning project, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.lit.conftest import OWN, differences, same_rows, tensors
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
 SEES = f"+callbacks.sees._target_={CALLBACKS}.SeesAll"
-SEEN = (  # a run that three tests look at
+SEEN = (  # three tests read this run
     f"{MODULES}.Logs", f"+callbacks.mine._target_={CALLBACKS}.Logs", SEES,
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3",
     "trainer.gradient_clip_val=0.5",
@@ -27,7 +27,7 @@ SEEN = (  # a run that three tests look at
 # self.log
 
 
-def test_logged_values_are_one_row_a_step_on_the_optimizer_steps(fit):
+def test_logged_values_form_one_row_per_optimizer_step(fit):
     rows = fit(*SEEN, name=None).rows
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert "epoch" not in rows[0]
@@ -40,14 +40,14 @@ def test_logged_values_are_one_row_a_step_on_the_optimizer_steps(fit):
     assert float(rows[-1]["mine/batch_end"]) == 11
 
 
-def test_what_is_logged_once_an_epoch_stands_at_the_epochs_last_step(fit):
+def test_values_logged_once_per_epoch_are_in_the_row_of_the_epochs_last_step(fit):
     run = fit(f"{MODULES}.Logs", "data.num_samples=16", "trainer.max_steps=8")
     assert [bool(row["train/epoch_mean"]) for row in run.rows] == [False, False, False, True] * 2
     of_epoch = run.column("train/mine")[:4]
     assert run.column("train/epoch_mean")[0] == pytest.approx(sum(of_epoch) / 4, rel=1e-5)
 
 
-def test_ours_stand_in_callback_metrics_when_users_callbacks_are_called(fit):
+def test_gptrains_metrics_are_in_callback_metrics_when_user_callbacks_run(fit):
     run = fit(*SEEN, name=None)
     for seen in run.seen:
         if seen["hook"] == "batch_end" and seen["step"] >= 1:
@@ -60,7 +60,7 @@ def test_ours_stand_in_callback_metrics_when_users_callbacks_are_called(fit):
     assert all("loss" in s["outputs"] for s in ends)
 
 
-def test_callbacks_see_gradients_before_the_optimizers_step(fit):
+def test_callbacks_see_the_gradients_before_the_optimizer_step(fit):
     run = fit(*SEEN, name=None)
     seen = [s for s in run.seen if s["hook"] == "before_step"]
     assert len(seen) == 6 and all(s["n_grads"] > 5 for s in seen)
@@ -102,13 +102,15 @@ def test_several_optimizers_are_refused(refused):
     assert "several optimizers" in refused(f"{MODULES}.OwnOptimizers", "+module.kind=two")
 
 
-@pytest.mark.filterwarnings("error:To copy construct from a tensor")  # of a rate that is one
+@pytest.mark.filterwarnings(
+    "error:To copy construct from a tensor"
+)  # a learning rate may be a tensor
 @pytest.mark.parametrize(
     "kind, stops",
     [("none", (5,)), ("step", (5,)), ("epoch", (3, 5)), ("plateau", (3, 5)),
      ("plateau_steps", (3, 5))],
 )  # fmt: skip
-def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind, stops):
+def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resumes, kind, stops):
     run = resumes(
         f"{MODULES}.OwnOptimizers", f"+module.kind={kind}", SEES, "data.num_samples=12",
         "trainer.max_epochs=9", stops=stops,
@@ -133,20 +135,20 @@ def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind
          "+scheduler.threshold=10.0", "+scheduler.mode=max", "trainer.val_check_interval=1"],
     ],
 )  # fmt: skip
-def test_schedulers_by_config_resume(resumes, words):
-    run = resumes(*words, SEES, stops=(1, 5))  # the best of a plateau is that of its first look
+def test_schedulers_from_the_config_resume(resumes, words):
+    run = resumes(*words, SEES, stops=(1, 5))  # the plateau's best value is its first
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
 
 
-def test_a_schedule_may_be_none(fit):
+def test_training_without_a_schedule_keeps_the_learning_rate_constant(fit):
     assert fit("scheduler=constant").column("lr") == [3e-4] * 6
 
 
 # Files
 
 
-def test_model_checkpoint_works_beside_our_store(fit):
+def test_model_checkpoint_works_together_with_gptrains_checkpoints(fit):
     words = (
         f"+callbacks.mine={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: mine, mode: min,"
         " save_top_k: 2, save_last: true, every_n_train_steps: 1, filename: '{step}'}",
@@ -179,7 +181,7 @@ def test_model_checkpoint_works_beside_our_store(fit):
         fit(f"init_from='{file}'", "trainer.max_steps=1", name=f"from-{n}")
 
 
-def test_a_file_of_lightnings_is_one_where_our_own_save_failed(fit, tmp_path, monkeypatch):
+def test_lightning_writes_a_loadable_file_when_gptrains_save_fails(fit, tmp_path, monkeypatch):
     def refuse(self, trainer, *_):
         if trainer.strategy.saves_to_store:
             raise OSError(errno.ENOSPC, "full")
@@ -192,7 +194,7 @@ def test_a_file_of_lightnings_is_one_where_our_own_save_failed(fit, tmp_path, mo
 
 
 @pytest.mark.parametrize("weights_only", ["false", "true"])
-def test_save_checkpoint_by_a_callback(fit, weights_only):
+def test_a_callback_may_save_a_checkpoint(fit, weights_only):
     run = fit(
         f"+callbacks.saves={{_target_: {CALLBACKS}.Saves, weights_only: {weights_only}}}",
         "checkpoint.every_n_steps=3", "checkpoint.keep=9",
@@ -203,7 +205,7 @@ def test_save_checkpoint_by_a_callback(fit, weights_only):
     fit(f"ckpt_path={file}", name="exact", code=65)
 
 
-# Callbacks of Lightning's
+# Lightning's callbacks
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_save_checkpoint_by_a_callback(fit, weights_only):
         ("mine", "patience: 1, mode: min, check_on_train_epoch_end: false"),
     ],
 )
-def test_early_stopping_says_that_and_why(fit, monitor, options):
+def test_early_stopping_reports_the_step_and_the_reason(fit, monitor, options):
     run = fit(
         f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: {monitor}, {options}}}",
         f"{MODULES}.LogsMine", "trainer.max_steps=9", "trainer.val_check_interval=2",
@@ -242,7 +244,7 @@ def test_early_stopping_on_a_name_that_is_never_logged_is_one_line(fit):
         (["LearningRateMonitor", "DeviceStatsMonitor, cpu_stats: true"], 0),
     ],
 )
-def test_callbacks_of_lightning(fit, callbacks, first):
+def test_progress_bars_and_monitors_of_lightning_work(fit, callbacks, first):
     pytest.importorskip("psutil")  # for DeviceStatsMonitor
     run = fit(
         *(f"+callbacks.n{n}={{_target_: {LIGHTNING}.{one}}}" for n, one in enumerate(callbacks)),
@@ -250,16 +252,16 @@ def test_callbacks_of_lightning(fit, callbacks, first):
     )  # fmt: skip
     assert [int(row["step"]) for row in run.rows] == list(range(first, 7))
     assert "epoch" not in run.rows[0]
-    if first == 0:  # the monitor logs the coming step's, counted from 0, as ever
+    if first == 0:  # the monitor logs the next step's rate, counted from 0
         assert run.column("lr-AdamW/pg1")[:6] == pytest.approx(run.column("lr"))
         assert run.column(next(name for name in run.rows[0] if "DeviceStatsMonitor" in name))
 
 
-def test_the_learning_rate_monitor_goes_on_at_the_steps_of_a_run_that_was_not_stopped(resumes):
+def test_a_resumed_learning_rate_monitor_logs_the_same_steps_as_an_uninterrupted_run(resumes):
     resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3, 4))
 
 
-def test_callbacks_keep_their_state(resumes):
+def test_callbacks_resume_their_state(resumes):
     early = f"{{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, min_delta: 9.0}}"
     mine = f"+callbacks.mine._target_={CALLBACKS}.Stateful"
     run = resumes(mine, f"+callbacks.early={early}", stops=(2, 3))
@@ -267,7 +269,7 @@ def test_callbacks_keep_their_state(resumes):
     states = run.state(6)["callbacks"]
     assert states.pop("Stateful")["count"] == 6
     (early_stopping,) = (state for name, state in states.items() if "EarlyStopping" in name)
-    assert early_stopping["wait_count"] == 1  # of two validations, one before the second stop
+    assert early_stopping["wait_count"] == 1  # two validations, one of them before the second stop
     assert early_stopping["best_score"] == run.column("val/loss")[0]
 
 
@@ -292,7 +294,9 @@ EMA = [
 
 
 @pytest.mark.parametrize("words, stops", [*zip(EMA, [(3, 4, 5), (4,), (3, 4)], strict=True)])
-def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words, stops):
+def test_averaged_weights_resume_bit_for_bit_and_are_the_weights_that_are_loaded(
+    fit, resumes, words, stops
+):
     words = [*words, "data.num_samples=16", "trainer.max_epochs=9"]  # 4 steps an epoch
     run = resumes(*words, stops=stops, n=7)
     state = run.state(7)
@@ -307,7 +311,7 @@ def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words,
     current = {k.removeprefix("net."): v for k, v in state["current_model_state"].items()}
     assert not differences(
         {k: current[k] for k in averaged}, plain.state(7)["state_dict"]
-    )  # the average changes nothing of the training
+    )  # averaging does not change the training
     tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
     assert tested.metrics["test/loss"] == run.metrics["val/loss"]
 
@@ -318,7 +322,7 @@ def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words,
      ("on_validation_start", 6)],
 )  # fmt: skip
 @pytest.mark.parametrize("words", [EMA[0], []], ids=["ema", "plain"])
-def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step):
+def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(fit, words, hook, step):
     words = [
         *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.val_check_interval=3",
         "trainer.max_steps=7", "model.dropout=0.1", "checkpoint.keep=9",
@@ -333,8 +337,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step
     assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
 
 
-def test_a_callback_of_the_users_in_our_package_is_not_left_in_its_validation():
-    """Ours are known by their class: a copy beside ours may swap weights, as WeightAveraging."""
+def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_name():
+    """gptrain's callbacks are known by their class; any other one may swap the weights."""
 
     class Swaps(Callback):
         __module__ = "gptrain.lit.callbacks.swaps"
@@ -358,7 +362,7 @@ ASKED = (
 
 
 @pytest.mark.parametrize("step, code", [(3, 75), (4, 75), (7, 0)])
-def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, step, code):
+def test_a_signal_interrupts_any_validation_except_the_last(fit, step, code):
     words = (*ASKED, "trainer.val_check_interval=1")
     full = fit(*words, name=None)
     words += (f"+module.at={step}",)
@@ -371,7 +375,7 @@ def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, ste
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_last_validation_that_was_cut_short_is_repeated(fit, every):
+def test_an_interrupted_last_validation_is_repeated(fit, every):
     words = (*ASKED, f"trainer.val_check_interval={every}")
     full = fit(*words, name=None)
     words += ("+module.at=7", "+module.dies=true")
@@ -385,7 +389,7 @@ def test_a_last_validation_that_was_cut_short_is_repeated(fit, every):
 @pytest.mark.parametrize(
     "task, hook", [("validate", "on_validation_batch_end"), ("test", "on_test_batch_end")]
 )
-def test_an_evaluation_that_was_asked_to_stop_leaves_at_once(fit, task, hook):
+def test_an_evaluation_stops_immediately_on_a_signal(fit, task, hook):
     kill = f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: 0, hook: {hook}}}"
     run = fit(f"task={task}", kill, code=75)
     assert not (run.folder / "result.json").exists()
@@ -394,7 +398,7 @@ def test_an_evaluation_that_was_asked_to_stop_leaves_at_once(fit, task, hook):
 # Loggers
 
 
-def test_lightnings_own_loggers_work(fit):
+def test_loggers_of_lightning_work(fit):
     run = fit(
         "logger=none",
         "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger,"
@@ -411,7 +415,7 @@ def test_lightnings_own_loggers_work(fit):
 # Low-rank adapters
 
 
-def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
+def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes):
     base = fit("model.n_layers=2", name="base")
     lora = (f"model._target_={OWN}.nets.LoRA", "+model.rank=2", "model.n_layers=2")
     line = fit(*lora, f"init_from={base.folder}", name="strict", code=65).errors[0]
