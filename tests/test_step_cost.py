@@ -23,8 +23,11 @@ TOKENS, V = 32 * 16, 256  # of a micro-batch: two chunks of the loss
 
 
 class Watch(TorchDispatchMode):
-    """Of each optimizer step: reads of a tensor on the host (item(), float(), bool()), elements of
-    the largest tensor that was made, rows given to a logger."""
+    """Count the costs of each optimizer step.
+
+    They are the reads of a tensor on the host (item(), float(), bool()), the number of elements
+    of the largest tensor that was made, and the rows given to a logger.
+    """
 
     def __init__(self):
         super().__init__()

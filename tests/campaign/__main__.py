@@ -1,4 +1,4 @@
-"""python -m tests.campaign [--quick] [--only F01,F08] [--keep FOLDER]"""
+"""Run `python -m tests.campaign [--quick] [--only F01,F08] [--keep FOLDER]`."""
 
 import argparse
 import sys

@@ -72,7 +72,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def run_verb(command: str, monkeypatch) -> int:
-    """`python -m gptrain.<verb> <words>`"""
+    """Run the line `python -m gptrain.<verb> <words>` in this process."""
     _, _, module, *words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", [module, *words])
     return exit_code(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))

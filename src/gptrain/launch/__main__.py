@@ -1,4 +1,4 @@
-"""python -m gptrain.launch"""
+"""Run the command `python -m gptrain.launch`."""
 
 from gptrain.launch.command import main
 
