@@ -13,7 +13,7 @@ from gptrain.costs.machine import Machine, machine_of
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
 from gptrain.costs.optimizers import MuonFacts, facts_of, muon_flops
 from gptrain.costs.shape import gpt_shape, llama_shape
-from gptrain.costs.speed import estimate, find_link
+from gptrain.costs.speed import estimate, find_link, matmul_flops_per_s
 from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
@@ -302,3 +302,10 @@ def test_published_runs_fit_and_are_as_fast_as_planned():
     found = [row for rows in mpt_errors().values() for row in rows]
     assert len(found) == 191 and all(fits for _, fits in found)
     assert sum(abs(error) <= 0.15 for error, _ in found) >= 0.9 * len(found)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", "tf32"), ("64-true", "float32")])
+def test_tf32_speeds_up_a_run_in_fp32_but_not_one_in_fp64(precision, dtype):
+    machine = machine_of(DEVICES["h100_sxm"], 1)
+    work = Work(GPT2, default_options("single"), ParallelDims(), 4, 512, precision=precision)
+    assert matmul_flops_per_s(work, machine) == machine.flops_per_s[dtype]

@@ -338,7 +338,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(fit, words, hook, step):
 
 
 def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_name():
-    """gptrain's callbacks are known by their class; any other one may swap the weights."""
+    """The callbacks of gptrain are known by class; any other callback may swap the weights."""
 
     class Swaps(Callback):
         __module__ = "gptrain.lit.callbacks.swaps"

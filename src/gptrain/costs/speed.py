@@ -129,7 +129,7 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
     Matrices of fp32 are multiplied in TF32 if the device has it, because train.py allows TF32. A
     type that the device has no instructions for, and fp64, count with the speed of fp32.
     """
-    dtype = "tf32"
+    dtype = "float32" if work.precision.startswith("64") else "tf32"
     if work.matmul_bytes == 2:
         dtype = "bfloat16" if "bf16" in work.precision else "float16"
     speeds = machine.flops_per_s
