@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Runs of train.py, each made once: `runs.Runs`."""
+    """Return the cache of train.py runs, each of which is made once (`runs.Runs`)."""
     from runs import Runs, shared_folder
 
     return Runs(shared_folder(tmp_path_factory))

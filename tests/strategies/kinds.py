@@ -1,4 +1,4 @@
-"""One process, and the same net by each strategy: an optimizer step at a time, on the same data."""
+"""Train the same net on the same data in one process and with each strategy, step by step."""
 
 # V vocab, T time: neither is a multiple of two ranks
 
@@ -29,13 +29,13 @@ from gptrain.parallel.strategy import StepMean
 
 CPU, CONF = torch.device("cpu"), Path(gptrain.__file__).parent / "conf" / "strategy"
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
-LOSS_RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # of the issue; fp32 sums in another order differ by 1e-6
-# Softmax does not see a bias on the keys: its gradient is rounding noise, made steps of by Adam.
+LOSS_RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32 sums in another order differ by 1e-6
+# Softmax ignores a bias on the keys. Its gradient is rounding noise, which Adam amplifies.
 NOISE = "k_proj.bias"
 
 
 def close(a, b, rtol):
-    """Difference as a fraction of the tensor's largest element is at most rtol."""
+    """Check that the difference is at most `rtol` times the largest element of `b`."""
     assert (a - b).abs().max() <= rtol * b.abs().max(), f"{((a - b).abs().max() / b.abs().max())}"
 
 
@@ -53,20 +53,20 @@ def make_batch(step, micro_step):
     generator = torch.Generator().manual_seed(ACCUMULATE * step + micro_step)
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     targets = tokens[:, 1:].clone()
-    for sample in range(BATCH):  # another number in each micro-step, data rank and microbatch
+    for sample in range(BATCH):  # the count differs per micro-step, data rank and microbatch
         targets[sample, : (3 * sample + 4 * micro_step) % 11] = -100
     return tokens[:, :-1], targets
 
 
 def micro_batches(step, rank=0, n_ranks=1):
-    """Those of one data rank."""
+    """Return the micro-batches of one data rank."""
     mine = slice(rank, None, n_ranks)
     batches = [make_batch(step, micro_step) for micro_step in range(ACCUMULATE)]
     return [(tokens[mine], targets[mine]) for tokens, targets in batches]
 
 
 def count(batches):
-    """Targets that count."""
+    """Count the targets that are not ignored."""
     return sum(int((targets != -100).sum()) for _, targets in batches)
 
 
@@ -74,15 +74,15 @@ def make_optimizer(net):
     decayed = [p for p in net.parameters() if p.ndim > 1]
     rest = [p for p in net.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    # eps: above the rounding of a gradient that is all but zero, of which Adam makes whole steps.
+    # eps is above the rounding error of near-zero gradients, which Adam would amplify.
     return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6, foreach=True)
 
 
 class OneProcess:
-    """The truth, and the interface of the others: one optimizer step at a time."""
+    """The reference: training in one process. `Parallel` has the same interface."""
 
     extra_parameters: ClassVar[dict] = {}  # name -> parameter of the module outside net
-    stages = NO_STAGES  # what a state must know of a pipeline
+    stages = NO_STAGES  # the pipeline's stages, which states need
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -124,7 +124,7 @@ class OneProcess:
 
 
 class Trained(nn.Module):
-    """A net and its loss, as a LightningModule has them."""
+    """A net and its loss in one module, like a LightningModule."""
 
     def __init__(self, net, parallel):
         super().__init__()
@@ -135,7 +135,7 @@ class Trained(nn.Module):
 
 
 class Parallel(OneProcess):
-    """By a strategy, with these of its options, on all ranks of the group."""
+    """Training with a strategy and its options on all ranks of the group."""
 
     def __init__(self, name, seed=0, recomputes="none", compile="none", **options):
         torch.manual_seed(seed)
@@ -183,7 +183,7 @@ class Parallel(OneProcess):
 
 
 def check_equals_one_process(partitioned):
-    """Loss, gradient norm and gradients of a step."""
+    """Check loss, gradient norm and gradients of a step against one process."""
     truth = OneProcess()
     loss, norm = partitioned.step(0)
     true_loss, true_norm = truth.step(0)
@@ -197,7 +197,7 @@ def check_equals_one_process(partitioned):
 
 
 def training_bytes(partitioned):
-    """Bytes of parameters, gradients and optimizer states that live on this rank."""
+    """Return the bytes of parameters, gradients and optimizer states on this rank."""
     parameters = list(partitioned.net.parameters())
     tensors = parameters + [p.grad for p in parameters]
     tensors += [value for state in partitioned.optimizer.state.values() for value in state.values()]

@@ -1,4 +1,4 @@
-"""Nets of a user's own with the whole contract, and nets that break it in one place each."""
+"""User nets that keep the full contract, and user nets that break one rule each."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from gptrain.models import SimpleGPT
 
 
 class Attention(nn.Module):
-    """Causal attention that reads the number of heads off the width of q, k and v."""
+    """Causal attention that computes the number of heads from the width of q, k and v."""
 
     def __init__(self, width, n_heads):
         super().__init__()
@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
 
 class CountedHeads(Attention):
-    """The usual code: the number of heads is kept on the module."""
+    """Attention that stores the number of heads on the module, as is usual."""
 
     def forward(self, x, mask=None):
         B, T, _ = x.shape
@@ -34,7 +34,7 @@ class CountedHeads(Attention):
 
 
 class CountedWidth(Attention):
-    """Another usual code, in which a number of heads does not fit the shape of a shard."""
+    """Attention that stores the number of heads and their width, which fails on a shard."""
 
     def forward(self, x, mask=None):
         B, T, _ = x.shape
@@ -44,7 +44,7 @@ class CountedWidth(Attention):
 
 
 class FusedProjection(Attention):
-    """q, k and v are one layer."""
+    """Attention with one fused layer for q, k and v."""
 
     def __init__(self, width, n_heads):
         super().__init__(width, n_heads)
@@ -113,7 +113,7 @@ class OnlyChain(nn.Module):
 
 
 class OwnNet(OnlyChain):
-    """The loss is taken from `hidden` and the head."""
+    """A net whose loss is computed from `hidden` and the head."""
 
     def hidden(self, tokens):
         x = self.embed(tokens)
@@ -170,7 +170,7 @@ class ExtraBias(OnlyChain):
 
 
 class MaskOfTokens(OnlyChain):
-    """Positions of one token are hidden from the others."""
+    """A net that masks the positions of one token in the attention."""
 
     def forward(self, tokens):
         n_tokens = tokens.shape[1]
@@ -183,7 +183,7 @@ class MaskOfTokens(OnlyChain):
 
 
 class ScaledBlock(Block):
-    """Its scale works on a slice of the sequence, so its gradient is a part of the sum."""
+    """A block whose scale acts on a slice of the sequence, so its gradient is a partial sum."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -207,7 +207,7 @@ class StrictBlock(Block):
 
 
 class NeedsMask(OnlyChain):
-    """Its blocks cannot be called with the activations alone."""
+    """A net whose blocks need a mask in addition to the activations."""
 
     def __init__(self, **sizes):
         super().__init__(**sizes)
@@ -222,7 +222,7 @@ class NeedsMask(OnlyChain):
 
 
 class CappedGPT(SimpleGPT):
-    """A subclass of a net of ours with a forward of its own."""
+    """A subclass of SimpleGPT that overrides forward."""
 
     def forward(self, tokens, cache=None):
         return 2 * torch.tanh(super().forward(tokens, cache) / 2)

@@ -1,6 +1,6 @@
-"""What runs of these tests are made of besides the project: data, and callbacks that look or fail.
+"""Data, modules and callbacks of the test runs. Some callbacks record, others fail.
 
-A run names them by `_target_`, as a user's own classes.
+A run refers to them by `_target_`, like to a user's classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DDP_OPTIONS = (
 
 
 class Ragged(Dataset):
-    """Random tokens of which each sample ignores another number: means of means are not means."""
+    """Random tokens. The samples ignore different numbers of targets: means of means are wrong."""
 
     def __init__(self, num_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
@@ -50,7 +50,7 @@ class Ragged(Dataset):
 
 
 class OnlyForward(nn.Module):
-    """A user's net that offers nothing but forward."""
+    """A user net that only has a forward."""
 
     def __init__(self, vocab_size: int, d_model: int = 8):
         super().__init__()
@@ -63,7 +63,7 @@ class OnlyForward(nn.Module):
 
 
 class Penalised(LanguageModel):
-    """Adds a term that no target has a part in."""
+    """Adds a loss term that does not depend on the targets."""
 
     def training_step(self, batch):
         penalty = sum(p.square().sum() for p in self.parameters() if p.ndim < 2)
@@ -79,7 +79,7 @@ class MasksMore(LanguageModel):
 
 
 class Counted(Metric):
-    """How many targets were evaluated: a sum, which ranks that share their samples must not add."""
+    """Number of evaluated targets. Ranks that share samples must not be added."""
 
     def __init__(self):
         super().__init__()
@@ -93,12 +93,12 @@ class Counted(Metric):
 
 
 class Record(pl.Callback):
-    """Writes into the run folder, in each rank, what the run did: `record-<rank>.pt`.
+    """Records what each rank of a run does, in `record-<rank>.pt` in the run folder.
 
     Args:
-        look_at: optimizer step, from 0, whose forward and backward passes are looked into: what
-            they send, save for the backward pass, and multiply, a list of micro-steps each.
-        passes: note the order of the blocks' forward (F) and backward (B) passes of that step.
+        look_at: Optimizer step, from 0, whose passes are measured: bytes sent, bytes saved for
+            the backward pass, and matrix multiplications, as one list of micro-steps each.
+        passes: Record the order of the blocks' forward (F) and backward (B) passes of that step.
     """
 
     def __init__(self, look_at: int = 1, passes: bool = False):
@@ -106,9 +106,9 @@ class Record(pl.Callback):
         self.seen = {
             "tokens": [],  # (B, T) of every micro-step
             "places": [],  # (epoch, step) of every micro-step
-            "samples": [],  # those of this rank in every step, by their numbers
-            "lrs": [],  # of every group, at every optimizer step
-            "clipped": [],  # norm of the gradients that the optimizer takes; of whole nets alone
+            "samples": [],  # sample indices of this rank in every step
+            "lrs": [],  # one per parameter group and optimizer step
+            "clipped": [],  # norm of the optimizer's gradients; only for unsharded nets
             "validated": [],  # steps
             "sent": [],
             "calls": [],
@@ -126,7 +126,8 @@ class Record(pl.Callback):
         net, seen = module.net, self.seen
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(self._note_rate)
-            optimizer.register_step_post_hook(self._note_gradients)  # formed within the step
+            # Lightning computes the gradients inside step(), so they are read after the step.
+            optimizer.register_step_post_hook(self._note_gradients)
         weight = next(net.parameters()).detach()
         seen["weight"] = getattr(weight, "to_local", lambda: weight)().flatten()[:8].clone()
         if isinstance(trainer.strategy.model, DistributedDataParallel):
@@ -195,7 +196,7 @@ class Record(pl.Callback):
 
 
 class Counts(Sent):
-    """Bytes sent, bytes saved for the backward pass, and products of matrices."""
+    """Counts bytes sent, bytes saved for the backward pass, and matrix multiplications."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +221,7 @@ class Counts(Sent):
 
 
 class KeyReader(pl.Trainer):
-    """A Trainer that writes down what it is given: `trainer.json`."""
+    """A Trainer that writes its arguments to `trainer.json`."""
 
     def __init__(self, **options):
         plain = {k: v for k, v in options.items() if isinstance(v, bool | int | float | str | None)}
@@ -229,7 +230,7 @@ class KeyReader(pl.Trainer):
 
 
 class StopAt(pl.Callback):
-    """Asks this rank to stop, as SLURM would, once a step is done."""
+    """Sends one rank the stop signal of SLURM after a step."""
 
     def __init__(self, step: int, rank: int):
         self.step, self.rank = step, rank
@@ -240,7 +241,7 @@ class StopAt(pl.Callback):
 
 
 class FailEachStart(pl.Callback):
-    """Fails at the first step of every start, and notes the start in a file."""
+    """Fails at the first step of every start, and records the start in a file."""
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_rank == 0:
@@ -250,7 +251,7 @@ class FailEachStart(pl.Callback):
 
 
 class HangAt(pl.Callback):
-    """Rank 1 stops taking part before a step."""
+    """Makes rank 1 hang before a step."""
 
     def __init__(self, step: int):
         self.step = step
@@ -261,7 +262,7 @@ class HangAt(pl.Callback):
 
 
 class MuonInFp32(pl.Callback):
-    """Muon's products in fp32 whatever the CPU has: in bf16 a last bit of fp32 may be one of 8."""
+    """Runs Muon's matrix multiplications in fp32: bf16 would turn rounding into large errors."""
 
     def setup(self, trainer, module, stage):
         self.native = muon.native_dtype
@@ -272,7 +273,7 @@ class MuonInFp32(pl.Callback):
 
 
 class NoteWeights(pl.Callback):
-    """Writes the weights after each step, in each rank: `weights-<rank>.pt`."""
+    """Writes each rank's weights after each step to `weights-<rank>.pt`."""
 
     def __init__(self):
         self.seen = []
@@ -287,7 +288,7 @@ class NoteWeights(pl.Callback):
 
 
 class InfiniteAt(pl.Callback):
-    """Rank 1's gradients of one step are no numbers."""
+    """Makes rank 1's gradients of one step non-finite."""
 
     def __init__(self, step: int):
         self.step = step
@@ -298,7 +299,7 @@ class InfiniteAt(pl.Callback):
 
 
 class Plain(pl.LightningModule):
-    """A LightningModule that knows nothing of ours."""
+    """A plain LightningModule that uses nothing of gptrain."""
 
     def __init__(self, net):
         super().__init__()

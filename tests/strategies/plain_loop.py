@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Recipe:
-    """The options of the training; the names are those of the paper's or of torch's arguments."""
+    """Options of the training, named like the paper's symbols or torch's arguments."""
 
     lr: float
     betas: tuple[float, float]
@@ -40,7 +40,7 @@ class Recipe:
 
 @dataclass
 class History:
-    """The values of every step, and the weights after it."""
+    """The logged values of every step, and the weights after the step."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)

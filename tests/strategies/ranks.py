@@ -1,4 +1,4 @@
-"""Cases that every rank of a group calls at once, each in processes of its own.
+"""A decorator that runs a test function in every rank of a new process group.
 
 @on_ranks(2)
 def test_fsdp_equals_one_process():
@@ -20,7 +20,7 @@ COLLECTIVE_S = 60  # a rank that failed leaves the others waiting
 
 
 def on_ranks(world_size):
-    """Makes a test of a case: it raises what any rank raised."""
+    """Turn a function into a test that runs it on `world_size` ranks and raises their errors."""
 
     def decorate(case):
         def test(tmp_path):
@@ -35,7 +35,7 @@ def on_ranks(world_size):
 
 
 def run_case(rank, world_size, module, name, store):
-    """One rank's life."""
+    """Join the process group, call the test function, and leave the group."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", module="lightning")
     test = getattr(importlib.import_module(module), name)

@@ -1,11 +1,11 @@
-"""Runs of train.py, whole ones, each made once and read by all tests that need it.
+"""Complete runs of train.py. Each run is made once and read by all tests that need it.
 
     run = runs("strategy=fsdp", "trainer.devices=2")
     run.losses(), run.record(rank=1), run.weights()
 
-A run is known by its words: who asks first makes it, in whichever process of the test suite, and
-the others wait for it. So every test can run alone (-k). Ranks are forked (tests/forked.py), beyond
-that nothing differs from what a person starts; what they did is noted by `own_parts.Record`.
+A run is identified by its overrides. The first test that needs a run makes it, in any process of
+the test suite, and the other processes wait. So every test can run alone (-k). The ranks are forked
+(tests/forked.py); otherwise a run is what a user starts. `own_parts.Record` records each rank.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
 
 RTOL, WEIGHT_RTOL = 1e-5, 1e-4  # fp32 sums in another order differ by 1e-6; Adam divides by them
-# Softmax does not see a bias on the keys: its gradient is rounding noise, made steps of by Adam.
+# Softmax ignores a bias on the keys. Its gradient is rounding noise, which Adam amplifies.
 NOISE = "k_proj.bias"
 N_STEPS, MAX_NORM = 8, 0.5
 
-# V = 61 and T = 15: neither is a multiple of two ranks. One process has two micro-steps of eight
-# sequences a step, ranks have some of four, and each another number of targets that count.
+# V = 61 and T = 15 are not multiples of two ranks. One process takes two micro-steps of eight
+# sequences per step. Ranks take micro-steps of four, with different numbers of valid targets.
 MODEL = (
     "model=gpt_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
     "model.n_layers=4", "model.max_seq_len=16",
@@ -76,9 +76,9 @@ PLACES = {
     "ddp_pipeline": ("strategy=ddp_pipeline", "trainer.devices=4"),
     "hsdp": ("strategy=fsdp", "strategy.replicas=2", "trainer.devices=4"),
 }
-# Four processes of two cores wait for each other at every step.
+# Four processes on two cores are slow, so these runs take fewer steps.
 STEPS = {"fsdp_tensor_parallel": 4, "ddp_pipeline": 4, "hsdp": 4}
-# Runs that are compared bit by bit have half of the blocks.
+# Runs that are compared bit by bit have half as many blocks.
 DROPOUT = (
     "model.dropout=0.1", "model.n_layers=2", "trainer.max_steps=6", "trainer.val_check_interval=3",
 )  # fmt: skip
@@ -86,36 +86,36 @@ DROPOUT = (
 
 @dataclass
 class Run:
-    """What is left of a run.
+    """A finished run.
 
     Attributes:
-        said: all that its processes wrote.
+        output: Everything that its processes printed.
     """
 
     folder: Path
     code: int
-    said: str
+    output: str
 
     @cached_property
     def rows(self) -> list[dict[str, str]]:
-        """metrics.csv: one row a logged step."""
+        """Rows of metrics.csv, one per logged step."""
         with open(self.folder / "metrics.csv", newline="") as file:
             return list(csv.DictReader(file))
 
     def column(self, name: str) -> list[float]:
-        """One logged value, of the steps that have it."""
+        """Return the values of one column, without the steps that do not have it."""
         return [float(row[name]) for row in self.rows if row.get(name)]
 
     def record(self, rank: int = 0) -> dict:
-        """What `own_parts.Record` noted in one rank."""
+        """Return what `own_parts.Record` recorded in one rank."""
         return torch.load(self.folder / f"record-{rank}.pt", weights_only=True)
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of one checkpoint."""
+        """Return the folder of one checkpoint."""
         return self.folder / "checkpoints" / f"step-{step:08d}"
 
     def state(self, step: int) -> dict:
-        """All values of a checkpoint: those of its file, and of its ranks' files."""
+        """Return all values of a checkpoint, from its file and from the ranks' shards."""
         path = self.checkpoint(step)
         state = load_state(path)
         if (path / ".metadata").exists():
@@ -124,11 +124,11 @@ class Run:
 
     @property
     def n_steps(self) -> int:
-        """How many steps it has taken."""
+        """Number of steps that the run has taken."""
         return int(self.column("step")[-1])
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
-        """The net's after a step, or at the end of the run, whole."""
+        """Return the net's full weights after a step, or at the end of the run."""
         import gptrain
 
         with torch.no_grad():
@@ -137,10 +137,10 @@ class Run:
 
 
 class Runs:
-    """Makes runs, or finds those that were made.
+    """A cache of runs.
 
     Args:
-        folder: shared by all processes of the test suite.
+        folder: Folder that all processes of the test suite share.
     """
 
     def __init__(self, folder: Path):
@@ -154,12 +154,14 @@ class Runs:
         code: int = 0,
         begun: Run | None = None,
     ) -> Run:
-        """The run of WORDS and these.
+        """Return the run with WORDS and the given overrides.
 
         Args:
-            model, data: the words of these groups.
-            code: the exit code that it must end with.
-            begun: go on in a copy of this run's folder.
+            words: Overrides of the command.
+            model: Overrides of the model group.
+            data: Overrides of the data group.
+            code: Exit code that the run must have.
+            begun: Run to resume in a copy of its folder.
         """
         words = (*WORDS, *model, *data, *words)
         key = json.dumps([words, begun and begun.folder.name])
@@ -167,75 +169,75 @@ class Runs:
             self.made[key] = self._find_or_make(key, words, begun)
         run = self.made[key]
         if run.code != code:
-            pytest.fail(f"exit code {run.code}, not {code}:\n{run.said}", pytrace=False)
+            pytest.fail(f"exit code {run.code}, not {code}:\n{run.output}", pytrace=False)
         return run
 
     def _find_or_make(self, key: str, words: tuple[str, ...], begun: Run | None) -> Run:
         name = hashlib.sha1(key.encode()).hexdigest()[:12]
         folder, end = self.folder / name, self.folder / f"{name}.json"
-        said = self.folder / f"{name}.txt"
+        output = self.folder / f"{name}.txt"
         with open(self.folder / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             if not end.exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 if begun is not None:
                     shutil.copytree(begun.folder, folder)
-                code = run_train([*words, f"run_dir={folder}"], said)
+                code = run_train([*words, f"run_dir={folder}"], output)
                 end.write_text(json.dumps(code))
-        return Run(folder, json.loads(end.read_text()), said.read_text(errors="replace"))
+        return Run(folder, json.loads(end.read_text()), output.read_text(errors="replace"))
 
 
-def run_train(words: list[str], said: Path) -> int:
-    """Exit code of `python train.py <words>`, in this process and ranks forked for it."""
+def run_train(words: list[str], output: Path) -> int:
+    """Run `python train.py <words>` in this process and forked ranks; return the exit code."""
     from forked import forked_ranks
 
     import train
     from gptrain.config import cli
 
-    with open(said, "a", buffering=1) as file:
+    with open(output, "a", buffering=1) as file:
         print("python train.py", *words, file=file)
-        with redirect_stdout(file), redirect_stderr(file), forked_ranks(said, said):
+        with redirect_stdout(file), redirect_stderr(file), forked_ranks(output, output):
             try:
                 return cli.run_command(train.main, words)
             finally:
-                if dist.is_initialized():  # a group of this process alone
+                if dist.is_initialized():  # a group with this process only
                     dist.destroy_process_group()
 
 
 def read_shards(path: Path) -> dict:
-    """The tensors of a sharded checkpoint, by torch's own reader."""
+    """Read the tensors of a sharded checkpoint with torch's reader."""
     with TemporaryDirectory() as folder:
         dcp_to_torch_save(path, f"{folder}/whole")
         return torch.load(f"{folder}/whole", weights_only=True)
 
 
 def differences(mine: object, theirs: object) -> list[str]:
-    """Where two states differ, bit by bit."""
+    """List the places where two states are not bit-identical."""
     mine, theirs = (
         {keystr(path): leaf for path, leaf in tree_leaves_with_path(one)} for one in (mine, theirs)
     )
-    lone = [f"{place}: in one alone" for place in mine.keys() ^ theirs.keys()]
+    lone = [f"{place}: in one state only" for place in mine.keys() ^ theirs.keys()]
     return lone + [
         place for place in mine.keys() & theirs.keys() if not same(mine[place], theirs[place])
     ]
 
 
 def same(mine: object, theirs: object) -> bool:
-    """Two values are equal, tensors bit by bit."""
+    """Check whether two values are equal, tensors bit by bit."""
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return torch.equal(mine, theirs)
     return type(mine) is type(theirs) and mine == theirs
 
 
 def check_close(mine: list[float], expected: list[float], rtol: float = RTOL) -> None:
-    """Two columns are the same but for rounding."""
+    """Check that two columns are equal up to rounding."""
     assert len(mine) == len(expected) > 0, (mine, expected)
     for a, b in zip(mine, expected, strict=True):
         assert abs(a / b - 1) < rtol, (mine, expected)
 
 
 def check_weights(run: Run, truth: Run) -> None:
-    """Weights at the run's end are the same but for rounding."""
+    """Check that the weights at the run's end are equal up to rounding."""
     mine, expected = run.weights(), truth.weights(run.n_steps)
     assert mine.keys() == expected.keys()
     for name, weight in expected.items():
@@ -245,41 +247,44 @@ def check_weights(run: Run, truth: Run) -> None:
 
 
 def check_losses(run: Run, truth: Run, rtol: float = RTOL) -> None:
-    """Losses, norms before clipping and validations are those of the truth's first steps."""
+    """Check losses, unclipped gradient norms and validations against the reference run."""
     for name in ("train/loss", "grad_norm", "val/loss"):
         mine = run.column(name)
         check_close(mine, truth.column(name)[: len(mine)], rtol)
 
 
 def check_same_run(run: Run, truth: Run) -> None:
-    """So are the weights at its end; and gradients were clipped."""
+    """Check losses and final weights against the reference, and that gradients were clipped."""
     check_losses(run, truth)
     assert min(run.column("grad_norm")) > MAX_NORM
     check_weights(run, truth)
 
 
 def check_same_bits(run: Run, whole: Run, since: int = 0) -> None:
-    """A run that went on ends as the one that never stopped; its own log begins after a step."""
+    """Check that a resumed run ends bit-identical to an uninterrupted one.
+
+    Args:
+        since: Step at which the log of the resumed run begins.
+    """
     assert not differences(run.state(whole.n_steps), whole.state(whole.n_steps))
     columns = ("step", "train/loss", "lr", "grad_norm", "val/loss")
     mine, expected = ([[row.get(c) for c in columns] for row in one.rows] for one in (run, whole))
     assert mine == [row for row in expected if float(row[0]) > since]
 
 
-# The claims that hold for every strategy, by its name
+# Checks that hold for every strategy
 
 
 def plain(runs: Runs, name: str) -> Run:
-    """Eight steps, of a mix four, with metrics, without dropout; two micro-steps a pair."""
+    """Return a strategy's run of eight steps (combined strategies: four) without dropout."""
     n_steps = STEPS.get(name, N_STEPS)
     return runs(*PLACES[name], *METRICS, f"trainer.max_steps={n_steps}")
 
 
 def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
-    """From step 4 of another strategy's run on, this one ends as if it had run alone.
+    """Check that a run resumed from step 4 of another strategy equals one process.
 
-    A reader is tested with each shape of a checkpoint: one file, shards, shards of stages; one
-    device reads those of all.
+    The tests cover each checkpoint layout: one file, shards, and shards of pipeline stages.
     """
     begun = plain(runs, source)
     run = runs(*PLACES[name], *METRICS, f"ckpt_path={begun.checkpoint(4)}")
@@ -290,17 +295,17 @@ def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
 
 
 def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
-    """init_from another strategy's run: the first step is that of one process that does so."""
+    """Check that the first step after init_from another strategy's run equals one process."""
     begun = plain(runs, source)
     words = (f"init_from={begun.folder}", "seed=7", "data.train.seed=3", "trainer.max_steps=1")
     run, truth = runs(*PLACES[name], *words), runs(*PLACES["single"], *words)
     check_same_run(run, truth)
     fresh = plain(runs, "single").column("train/loss")[0]
-    assert abs(truth.column("train/loss")[0] / fresh - 1) > 1e-3  # not by chance
+    assert abs(truth.column("train/loss")[0] / fresh - 1) > 1e-3  # the initial weights matter
 
 
 def check_muon(runs: Runs, name: str) -> None:
-    """Muon, which needs whole matrices, equals one process where ranks divide its work."""
+    """Check that Muon, whose work the ranks divide, equals one process."""
     words = (
         "optimizer=muon", "+callbacks.fp32._target_=own_parts.MuonInFp32", "trainer.max_steps=4",
         "optimizer.momentum=0.9", "optimizer.betas=[0.8,0.9]", "optimizer.embedding_lr=2e-3",
@@ -313,18 +318,18 @@ def check_muon(runs: Runs, name: str) -> None:
     assert {tuple(group["betas"]) for group in groups if not group["use_muon"]} == {(0.8, 0.9)}
 
 
-class Claims:
-    """Tests of every strategy; a file's own class gives the name.
+class StrategyTests:
+    """Tests of every strategy. A subclass names the strategy.
 
     Attributes:
-        data_ranks: of each rank.
+        data_ranks: Data rank of each rank.
     """
 
     name: str
     data_ranks: list[int]
 
-    def test_it_equals_one_process(self, runs):
-        """Losses, norms, metrics, validations and final weights of all steps."""
+    def test_training_equals_one_process(self, runs):
+        """Compare losses, norms, metrics and validations of all steps, and the final weights."""
         n_steps = STEPS.get(self.name, N_STEPS)
         run, truth = plain(runs, self.name), plain(runs, "single")
         assert run.n_steps == len(run.column("train/loss")) == n_steps
@@ -336,7 +341,7 @@ class Claims:
         assert run.column("val/counted") == truth.column("val/counted")[:n_validations]
 
     def test_ranks_read_the_samples_of_their_data_rank(self, runs):
-        """Together those of one process in every step, and as they are named."""
+        """The ranks together read one process's samples in every step, and record their indices."""
         n_steps, run = STEPS.get(self.name, N_STEPS), plain(runs, self.name)
         seen = [run.record(rank) for rank in range(len(self.data_ranks))]
         dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
@@ -349,14 +354,14 @@ class Claims:
         for step, alone in enumerate(plain(runs, "single").record()["samples"][:n_steps]):
             together = [sample for rank in first_of for sample in seen[rank]["samples"][step]]
             assert sorted(together) == sorted(alone), f"step {step}"
-            assert len(set(together)) == 16  # no sample twice
+            assert len(set(together)) == 16  # no sample is read twice
 
 
-class GoesOn(Claims):
-    """And of one strategy for each way to partition a net."""
+class ResumeTests(StrategyTests):
+    """Further tests, for one strategy per way to partition a net."""
 
-    def test_a_run_with_dropout_goes_on_bit_for_bit(self, runs):
-        """From a checkpoint to the same bits, of which each rank draws its own."""
+    def test_a_run_with_dropout_resumes_bit_for_bit(self, runs):
+        """Each rank draws its own dropout masks, and draws them again after a resume."""
         words = (*PLACES[self.name], *DROPOUT)
         whole = runs(*words)
         resumed = runs(*words, f"ckpt_path={whole.checkpoint(3)}")
@@ -367,11 +372,11 @@ class GoesOn(Claims):
             assert mask not in masks[:rank], f"rank {rank}"
 
 
-class FewRanks(GoesOn):
-    """And of those that need no four processes."""
+class PrecisionTests(ResumeTests):
+    """Further tests, for strategies that need fewer than four processes."""
 
-    def test_bf16_multiplies_in_bf16(self, runs):
-        """bf16-mixed multiplies in bf16, and trains what fp32 trains but for 8 bits of mantissa."""
+    def test_bf16_mixed_multiplies_in_bf16(self, runs):
+        """bf16-mixed multiplies in bf16 and equals fp32 up to 8 bits of mantissa."""
         words = ("trainer.precision=bf16-mixed", "trainer.max_steps=2")
         run, truth = runs(*PLACES[self.name], *words), plain(runs, "single")
         assert truth.record()["dtype"] == "torch.float32"
@@ -380,14 +385,15 @@ class FewRanks(GoesOn):
         check_close(losses, expected, 1e-2)
         check_close(run.column("grad_norm"), truth.column("grad_norm")[:2], 5e-2)
         assert losses != expected
-        assert run.record()["peak_of"] == "measured, bfloat16"  # what perf/mfu is measured against
+        # perf/mfu is relative to this peak.
+        assert run.record()["peak_of"] == "measured, bfloat16"
 
 
-class Recomputes(FewRanks):
-    """And of one strategy for each of the functions that make a net ready."""
+class CheckpointingTests(PrecisionTests):
+    """Further tests, for one strategy per function that prepares a net."""
 
-    def test_activation_checkpointing_keeps_less(self, runs):
-        """Activation checkpointing changes no loss; it keeps less, and full multiplies again."""
+    def test_activation_checkpointing_saves_fewer_activations(self, runs):
+        """Activation checkpointing keeps the loss and saves less; `full` recomputes matmuls."""
         truth = plain(runs, self.name)
         made = {"none": truth}
         for mode in ("selective", "full"):
@@ -402,7 +408,7 @@ class Recomputes(FewRanks):
 
 
 def shared_folder(tmp_path_factory) -> Path:
-    """One folder for all processes of this test suite."""
+    """Return one folder for all processes of this test suite."""
     folder = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         folder = folder.parent

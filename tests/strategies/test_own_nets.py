@@ -5,7 +5,7 @@ import random
 import numpy
 import own_nets
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
@@ -118,18 +118,18 @@ def words_of(net_class):
 )
 def test_a_run_that_would_train_another_function_ends_with_one_line(name, net_class, piece, runs):
     """One rank alone may see the difference."""
-    run = runs(*claims.PLACES[name], model=words_of(net_class), code=2)
-    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    run = runs(*helpers.PLACES[name], model=words_of(net_class), code=2)
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: strategy.name={name}: ") and piece in line
-    assert "Traceback" not in run.said
+    assert "Traceback" not in run.output
     assert not list((run.folder / "checkpoints").glob("step-*"))
 
 
 def test_a_net_of_ones_own_is_compared_and_trains_as_on_one_device(runs):
     model = words_of(own_nets.OnlyChain)
-    truth, run = (runs(*claims.PLACES[name], model=model) for name in ("single", "pipeline"))
-    claims.check_losses(run, truth)
-    assert "warning" not in run.said
+    truth, run = (runs(*helpers.PLACES[name], model=model) for name in ("single", "pipeline"))
+    helpers.check_losses(run, truth)
+    assert "warning" not in run.output
 
 
 def small_capped_gpt():

@@ -5,7 +5,7 @@ share is not seen there.
 """
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 from own_parts import IGNORED, Ragged
 from plain_loop import Recipe, train
@@ -69,13 +69,13 @@ def truth(runs):
 def test_ten_steps_with_a_resume_equal_the_plain_loop(name, runs, truth):
     _, run = run_with_resume(runs, name)
     assert [float(step) for step in run.column("step")] == list(range(1, N_STEPS + 1))
-    claims.check_close(run.column("train/loss"), truth.losses)
-    claims.check_close(run.column("grad_norm"), truth.gradient_norms)
-    claims.check_close(run.column("lr"), truth.lrs)
+    helpers.check_close(run.column("train/loss"), truth.losses)
+    helpers.check_close(run.column("grad_norm"), truth.gradient_norms)
+    helpers.check_close(run.column("lr"), truth.lrs)
     assert max(truth.gradient_norms) > RECIPE.max_norm > min(truth.gradient_norms)
     for step in (RESUME_AT, N_STEPS):
         weights = run.weights(step)
         assert weights.keys() == truth.weights[step - 1].keys()
         for key, weight in truth.weights[step - 1].items():
             error = (weights[key] - weight).abs().max() / weight.abs().max()
-            assert error < claims.WEIGHT_RTOL, (step, key, error)
+            assert error < helpers.WEIGHT_RTOL, (step, key, error)

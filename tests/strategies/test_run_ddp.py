@@ -1,17 +1,17 @@
 """strategy=ddp through train.py."""
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 
 
-class TestEveryClaim(claims.Claims):
+class TestStrategy(helpers.StrategyTests):
     name, data_ranks = "ddp", [0, 1]
 
 
 def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
     """Asked by one rank between validations, and started again in its folder."""
-    words = (*claims.PLACES["ddp"], *claims.DROPOUT, "trainer.val_check_interval=6")
+    words = (*helpers.PLACES["ddp"], *helpers.DROPOUT, "trainer.val_check_interval=6")
     whole = runs(*words)
     stop = (
         "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=3",
@@ -21,29 +21,29 @@ def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
     assert 3 < stopped.n_steps < 6
     resumed = runs(*words, "ckpt_path=last", begun=stopped)
     assert resumed.record()["places"][0][1] == stopped.n_steps
-    claims.check_same_bits(resumed, whole)
+    helpers.check_same_bits(resumed, whole)
     assert not torch.equal(*(whole.record(rank)["mask"] for rank in range(2)))
 
 
 def test_muon_whose_work_ranks_divide_equals_one_process(runs):
-    claims.check_muon(runs, "ddp")
+    helpers.check_muon(runs, "ddp")
 
 
 def test_it_reads_checkpoints_of_sharded_weights(runs):
-    claims.check_reads_checkpoints_of(runs, "ddp", "fsdp")
+    helpers.check_reads_checkpoints_of(runs, "ddp", "fsdp")
 
 
 def test_each_rank_draws_dropout_of_its_own_where_one_process_was_saved(runs):
-    saved = runs(*claims.PLACES["single"], *claims.DROPOUT).checkpoint(3)
+    saved = runs(*helpers.PLACES["single"], *helpers.DROPOUT).checkpoint(3)
     words = (f"ckpt_path={saved}", "trainer.max_steps=5", "+callbacks.record.look_at=4")
-    run = runs(*claims.PLACES["ddp"], *claims.DROPOUT, *words)
+    run = runs(*helpers.PLACES["ddp"], *helpers.DROPOUT, *words)
     masks = [run.record(rank)["mask"] for rank in range(2)]
     assert masks[0].any() and not torch.equal(*masks)
 
 
 def test_gradients_are_sent_once_per_step_and_halved_by_a_hook(runs):
-    plain = claims.plain(runs, "ddp")
-    halved = runs(*claims.PLACES["ddp"], "strategy.comm_hook=bf16", "trainer.max_steps=2")
+    plain = helpers.plain(runs, "ddp")
+    halved = runs(*helpers.PLACES["ddp"], "strategy.comm_hook=bf16", "trainer.max_steps=2")
     n_bytes = 4 * sum(w.numel() for w in set(plain.weights().values()))
     n_bytes -= 4 * 61 * 32  # head and table are one
     for run, expected in ((plain, n_bytes), (halved, n_bytes / 2)):

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ SGD = (
 FULL = ("data.num_samples=200",)  # as many targets in each sample
 INFINITE = ("+callbacks.bad._target_=own_parts.InfiniteAt", "+callbacks.bad.step=2")
 STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.rank=1")
-SHORT = (*claims.DROPOUT, "trainer.val_check_interval=6", "strategy.outer_lr=0.5")
+SHORT = (*helpers.DROPOUT, "trainer.val_check_interval=6", "strategy.outer_lr=0.5")
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def weights(run, rank=0):
 
 def check_same_replicas(run, whole):
     """All that their last checkpoints hold, of the first replica and of the second."""
-    assert not claims.differences(run.state(6), whole.state(6))
+    assert not helpers.differences(run.state(6), whole.state(6))
     name = "replica-0001.ckpt"
     files = (torch.load(one.checkpoint(6) / name, weights_only=True) for one in (run, whole))
-    assert not claims.differences(*files)
+    assert not helpers.differences(*files)
 
 
 def stopped(runs):
@@ -57,9 +57,9 @@ def test_meeting_at_every_step_equals_ddp(runs):
     local = ("strategy.sync_every=1", "strategy.outer_lr=1", "strategy.outer_momentum=0")
     words = (*SGD, *NOTES, "trainer.max_steps=4", "trainer.val_check_interval=4")
     run = runs(*TWO, *local, *words, data=FULL)
-    truth = runs(*claims.PLACES["ddp"], *words, data=FULL)
-    claims.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-6)
-    claims.check_close(run.column("val/loss"), truth.column("val/loss"), 1e-6)
+    truth = runs(*helpers.PLACES["ddp"], *words, data=FULL)
+    helpers.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-6)
+    helpers.check_close(run.column("val/loss"), truth.column("val/loss"), 1e-6)
     for mine, theirs in zip(weights(run), weights(truth), strict=True):
         assert (mine - theirs).abs().max() < 1e-6
 
@@ -88,7 +88,7 @@ OWN = ("module._target_=own_parts.Plain", "trainer.gradient_clip_val=null")
 
 
 @pytest.mark.parametrize(
-    ("words", "model"), [(("strategy.outer_dtype=bf16",), claims.MODEL), (OWN, ONLY_FORWARD)]
+    ("words", "model"), [(("strategy.outer_dtype=bf16",), helpers.MODEL), (OWN, ONLY_FORWARD)]
 )
 def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(words, model, runs):
     """After every second step, and after the last; a user's own module and net, too."""
@@ -101,7 +101,7 @@ def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(wor
 def test_a_run_stopped_between_meetings_goes_on_bit_for_bit(runs):
     whole = runs(*TWO, *SHORT)
     resumed = runs(*TWO, *SHORT, "ckpt_path=last", begun=stopped(runs))
-    claims.check_same_bits(resumed, whole)
+    helpers.check_same_bits(resumed, whole)
     check_same_replicas(resumed, whole)
 
 
@@ -117,7 +117,7 @@ def test_what_is_validated_in_the_middle_of_a_round_is_the_common_net(runs):
         second = torch.load(run.checkpoint(step) / "replica-0001.ckpt", weights_only=True)
         first = run.state(step)["state_dict"]
         assert first.keys() == second["state_dict"].keys()
-        assert not claims.differences(first, second["state_dict"]), step
+        assert not helpers.differences(first, second["state_dict"]), step
 
 
 def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
@@ -125,17 +125,17 @@ def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
     begun = runs(*ROUNDS, *STOP, "+callbacks.stop.step=2", code=75)
     assert begun.n_steps == 2 and not begun.column("val/loss")
     resumed, whole = runs(*ROUNDS, "ckpt_path=last", begun=begun), runs(*ROUNDS)
-    claims.check_same_bits(resumed, whole)
+    helpers.check_same_bits(resumed, whole)
     check_same_replicas(resumed, whole)
 
 
 def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
     words, begun = (*TWO, *SHORT, "ckpt_path=last"), stopped(runs)
     resumed = runs(*words, "trainer.devices=1", begun=begun)
-    assert "all replicas resume with the first one's" in resumed.said
+    assert "all replicas resume with the first one's" in resumed.output
     assert resumed.n_steps == 6
     refused = runs(*words, "strategy.sync_every=3", begun=begun, code=2)
-    assert "strategy.sync_every" in refused.said
+    assert "strategy.sync_every" in refused.output
 
 
 def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
@@ -143,11 +143,11 @@ def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
     first, second = weights(run, 0), weights(run, 1)
     assert torch.equal(second[2], second[1]) and not torch.equal(first[2], first[1])
     assert torch.equal(first[-1], second[-1]) and first[-1].isfinite().all()
-    assert run.said.count("the step is skipped") == 1
+    assert run.output.count("the step is skipped") == 1
 
 
 def test_what_needs_the_weights_of_every_step_is_refused(runs):
-    assert "averages the full net" in runs(*TWO, "callbacks=ema", code=2).said
+    assert "averages the full net" in runs(*TWO, "callbacks=ema", code=2).output
 
 
 def test_ranks_of_a_replica_take_each_step_together(runs):
@@ -166,4 +166,4 @@ def test_ranks_of_a_replica_take_each_step_together(runs):
 
 def test_a_run_that_stops_at_a_step_that_is_not_finite_ends_with_its_replica(runs):
     run = runs(*TWO, *INFINITE, code=79)
-    assert "at step 2 are not finite" in run.said
+    assert "at step 2 are not finite" in run.output

@@ -1,20 +1,20 @@
 """strategy=fsdp through train.py."""
 
 import pytest
-import runs as claims
+import runs as helpers
 
 
-class TestEveryClaim(claims.Recomputes):
+class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "fsdp", [0, 1]
 
 
 @pytest.mark.parametrize("source", ["single", "pipeline"])
 def test_it_reads_checkpoints_of(source, runs):
-    claims.check_reads_checkpoints_of(runs, "fsdp", source)
+    helpers.check_reads_checkpoints_of(runs, "fsdp", source)
 
 
 def test_under_bf16_weights_are_gathered_in_it_and_gradients_reduced_in_fp32(runs):
-    run = runs(*claims.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
+    run = runs(*helpers.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
     in_bf16, in_fp32 = run.record(), plain(runs)
     gathered, whole = (seen["sent"][0]["allgather"] for seen in (in_bf16, in_fp32))
     assert gathered == whole / 2
@@ -22,19 +22,19 @@ def test_under_bf16_weights_are_gathered_in_it_and_gradients_reduced_in_fp32(run
 
 
 def test_muon_equals_one_process(runs):
-    claims.check_muon(runs, "fsdp")
+    helpers.check_muon(runs, "fsdp")
 
 
 def plain(runs):
-    return claims.plain(runs, "fsdp").record()
+    return helpers.plain(runs, "fsdp").record()
 
 
 def short(runs, option):
     """Two steps with an option that changes no number."""
-    run = runs(*claims.PLACES["fsdp"], "trainer.max_steps=2", option)
-    truth = claims.plain(runs, "single")
-    claims.check_close(run.column("train/loss"), truth.column("train/loss")[:2])
-    claims.check_close(run.column("grad_norm"), truth.column("grad_norm")[:2])
+    run = runs(*helpers.PLACES["fsdp"], "trainer.max_steps=2", option)
+    truth = helpers.plain(runs, "single")
+    helpers.check_close(run.column("train/loss"), truth.column("train/loss")[:2])
+    helpers.check_close(run.column("grad_norm"), truth.column("grad_norm")[:2])
     return run.record()
 
 

@@ -1,7 +1,7 @@
 """python -m gptrain.generate from the runs of all strategies."""
 
 import pytest
-import runs as claims
+import runs as helpers
 
 from gptrain.config.cli import run_command
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate
@@ -12,7 +12,7 @@ def test_a_checkpoint_of_any_strategy_speaks_as_that_of_one_process(name, runs, 
     """Token ids, drawn from sharpened predictions; of a run, and of its checkpoint at step 4."""
     spoken = {}
     for strategy in ("single", name):
-        run = claims.plain(runs, strategy)
+        run = helpers.plain(runs, strategy)
         for source in (run.folder, run.checkpoint(4)):
             words = (f"from_run={source}", "prompt='7 8'", "n_tokens=12", "temperature=0.1")
             capfd.readouterr()

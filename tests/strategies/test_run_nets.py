@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 
 import gptrain
@@ -25,22 +25,22 @@ SLOW = pytest.param("fsdp_tensor_parallel", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "pipeline", SLOW])
 def test_llama_equals_one_process(name, runs):
-    truth = runs(*claims.PLACES["single"], model=LLAMA)
-    claims.check_same_run(runs(*claims.PLACES[name], model=LLAMA), truth)
+    truth = runs(*helpers.PLACES["single"], model=LLAMA)
+    helpers.check_same_run(runs(*helpers.PLACES[name], model=LLAMA), truth)
 
 
 def test_heads_that_ranks_cannot_share_are_refused(runs):
-    words = (*claims.PLACES["tensor_parallel"], "model.n_kv_heads=1")
-    said = runs(*words, model=LLAMA, code=2).said
-    assert "strategy.tensor_parallel_size=null: does not divide model.n_kv_heads=1" in said
+    words = (*helpers.PLACES["tensor_parallel"], "model.n_kv_heads=1")
+    output = runs(*words, model=LLAMA, code=2).output
+    assert "strategy.tensor_parallel_size=null: does not divide model.n_kv_heads=1" in output
 
 
 def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(runs, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    truth = runs(*claims.PLACES["single"], model=GPT2)
-    sharded = runs(*claims.PLACES["fsdp"], model=GPT2)
-    claims.check_losses(sharded, truth)
+    truth = runs(*helpers.PLACES["single"], model=GPT2)
+    sharded = runs(*helpers.PLACES["fsdp"], model=GPT2)
+    helpers.check_losses(sharded, truth)
     net, folder = gptrain.load(sharded.folder, "last", ["own_parts"]), tmp_path / "export"
     words = (f"run_dir={folder}", f"from_run={sharded.folder}", "ckpt_path=last", "format=hf")
     assert run_command(export, [*words, "allowed_targets=[own_parts]"], ExportRun, DEFAULTS) == 0

@@ -1,7 +1,7 @@
 """Every strategy on one device: it starts, and computes what a single one does."""
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 
 ALL = ["single", "fsdp", "tensor_parallel", "pipeline"]
@@ -15,8 +15,8 @@ def on_one(runs, name, accelerator, *words):
 @pytest.mark.parametrize("name", ALL)
 def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
     run = on_one(runs, name, accelerator, "trainer.max_steps=4")
-    rtol = claims.RTOL if accelerator == "cpu" else 1e-4  # other kernels, other sums
-    claims.check_losses(run, claims.plain(runs, "single"), rtol)
+    rtol = helpers.RTOL if accelerator == "cpu" else 1e-4  # other kernels, other sums
+    helpers.check_losses(run, helpers.plain(runs, "single"), rtol)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -30,6 +30,6 @@ def test_under_bf16_true_the_weights_are_in_bf16(name, runs):
 @pytest.mark.parametrize("name", ALL)
 def test_bf16_on_a_gpu_trains_close_to_fp32(name, compile, runs):
     words = ("trainer.precision=bf16-mixed", f"model.compile={compile}")
-    run, truth = on_one(runs, name, "cuda", *words), claims.plain(runs, "single")
+    run, truth = on_one(runs, name, "cuda", *words), helpers.plain(runs, "single")
     # 8 bits of mantissa
-    claims.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-2)
+    helpers.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-2)

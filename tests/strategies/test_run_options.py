@@ -8,7 +8,7 @@ from itertools import groupby
 from unittest.mock import patch
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 
 from gptrain.checkpoints.store import CheckpointStore
@@ -17,7 +17,7 @@ from gptrain.lit.callbacks import checkpoints
 from gptrain.runtime import rank
 from gptrain.runtime.watchdog import Guard, Heartbeat
 
-ONE, TWO = claims.PLACES["single"], claims.PLACES["ddp"]
+ONE, TWO = helpers.PLACES["single"], helpers.PLACES["ddp"]
 BATCH_TOKENS = 16 * 15  # sequences and positions of one step
 
 
@@ -51,7 +51,7 @@ def test_a_fraction_of_val_check_interval_is_of_an_epoch(runs):
 
 def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
     """Of the same data, whose own seed is given."""
-    words = (*ONE, *claims.DROPOUT)
+    words = (*ONE, *helpers.DROPOUT)
     one, other = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
     assert not torch.equal(one["weight"], other["weight"])
     assert one["samples"][:2] != other["samples"]
@@ -59,7 +59,7 @@ def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
 
 
 def test_the_optimizer_has_every_option_of_its_group(runs):
-    groups = claims.plain(runs, "single").state(8)["optimizer_states"][0]["param_groups"]
+    groups = helpers.plain(runs, "single").state(8)["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     for group in groups:
         assert (*group["betas"], group["eps"], group["fused"]) == (0.9, 0.95, 1e-8, True)
@@ -67,23 +67,23 @@ def test_the_optimizer_has_every_option_of_its_group(runs):
 
 def test_the_optimizer_takes_clipped_gradients(runs):
     """Under Adam, which divides by their size, no loss would show it."""
-    run = claims.plain(runs, "single")
-    assert min(run.column("grad_norm")) > claims.MAX_NORM
-    assert run.record()["clipped"] == pytest.approx(claims.N_STEPS * [claims.MAX_NORM], rel=1e-4)
-    run = runs(*claims.PLACES["single"], "trainer.gradient_clip_val=0", "trainer.max_steps=1")
+    run = helpers.plain(runs, "single")
+    assert min(run.column("grad_norm")) > helpers.MAX_NORM
+    assert run.record()["clipped"] == pytest.approx(helpers.N_STEPS * [helpers.MAX_NORM], rel=1e-4)
+    run = runs(*helpers.PLACES["single"], "trainer.gradient_clip_val=0", "trainer.max_steps=1")
     assert run.record()["clipped"] == pytest.approx(run.column("grad_norm"), rel=1e-4)  # 0 is off
 
 
 def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
     """Of the optimizer's own groups as it steps, against the formula."""
-    run = claims.plain(runs, "ddp")
+    run = helpers.plain(runs, "ddp")
 
     def rate(step):
         if step < 2:
             return 1e-3 * (0.1 + 0.9 * step / 2)
-        return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / (claims.N_STEPS - 3))) / 2)
+        return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / (helpers.N_STEPS - 3))) / 2)
 
-    expected = [rate(step) for step in range(claims.N_STEPS)]
+    expected = [rate(step) for step in range(helpers.N_STEPS)]
     for number in range(2):
         taken = run.record(number)["lrs"]
         assert {len(set(groups)) for groups in taken} == {1}  # every group alike
@@ -93,13 +93,13 @@ def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
 
 @pytest.mark.parametrize(("name", "n_ranks"), [("single", 1), ("ddp", 2), ("pipeline", 2)])
 def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
-    run = claims.plain(runs, name)
+    run = helpers.plain(runs, name)
     step_s, tokens_per_s = run.column("perf/step_s"), run.column("perf/tokens_per_s")
-    assert len(step_s) == claims.N_STEPS and min(step_s) > 0
+    assert len(step_s) == helpers.N_STEPS and min(step_s) > 0
     assert [s * speed for s, speed in zip(step_s, tokens_per_s, strict=True)] == pytest.approx(
-        claims.N_STEPS * [BATCH_TOKENS]
+        helpers.N_STEPS * [BATCH_TOKENS]
     )
-    assert run.column("tokens") == [BATCH_TOKENS * (n + 1) for n in range(claims.N_STEPS)]
+    assert run.column("tokens") == [BATCH_TOKENS * (n + 1) for n in range(helpers.N_STEPS)]
     # 6 FLOPs per weight of a matrix, 12 per layer, width and position (arXiv:2204.02311).
     token_flops = 6 * (4 * 12 * 32**2 + 61 * 32) + 12 * 4 * 32 * 15
     peak = run.record()["peak"]
@@ -107,7 +107,7 @@ def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
     waited = run.column("perf/data_wait_s")
     assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
-    assert ("GiB per rank" in run.said) == (n_ranks > 1)  # the peak memory of the last line
+    assert ("GiB per rank" in run.output) == (n_ranks > 1)  # the peak memory of the last line
     assert waited.count(0.0) <= 1  # a step after a validation begins with its batches loaded
 
 
@@ -116,7 +116,7 @@ def test_what_changes_no_number_reaches_every_rank(runs):
         *TWO, "trainer.max_steps=2", "trainer.deterministic=true", "strategy.bucket_cap_mb=1",
         "strategy.gradient_as_bucket_view=false", "strategy.find_unused_parameters=true",
     )  # fmt: skip
-    plain = claims.plain(runs, "ddp")
+    plain = helpers.plain(runs, "ddp")
     for number in range(2):
         found, before = run.record(number), plain.record(number)
         assert found["deterministic"] and not before["deterministic"]
@@ -152,7 +152,7 @@ def test_lightnings_trainer_is_given_what_is_its_own(runs):
     assert given == given | words
     assert given["default_root_dir"] == str(run.folder)
     # Clipped by value in another way than ours, the norm is measured all the same.
-    truth = claims.plain(runs, "single")
+    truth = helpers.plain(runs, "single")
     assert run.column("grad_norm")[0] == pytest.approx(truth.column("grad_norm")[0], rel=1e-5)
 
 
@@ -162,8 +162,8 @@ def test_a_run_that_always_fails_is_started_max_restarts_times_more(runs):
         "+callbacks.fail._target_=own_parts.FailEachStart", code=FAILED,
     )  # fmt: skip
     assert (run.folder / "starts.txt").read_text() == "0\n0\n"
-    assert "this start was to fail" in run.said
-    assert run.said.count("started again") == 1
+    assert "this start was to fail" in run.output
+    assert run.output.count("started again") == 1
     status = json.loads((run.folder / "status.json").read_text())
     typed = shlex.split(status["resume"])[2:]  # python train.py
     assert {*TWO, "trainer.max_steps=8", f"run_dir={run.folder}"} <= {*typed}
@@ -175,16 +175,16 @@ def test_a_collective_that_times_out_ends_with_76(runs):
         *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",
         "+callbacks.hang._target_=own_parts.HangAt", "+callbacks.hang.step=1", code=HUNG,
     )  # fmt: skip
-    assert re.search("error: a collective timed out", run.said)  # the watchdog's time is 60 s
-    assert "started again" not in run.said
+    assert re.search("error: a collective timed out", run.output)  # the watchdog's time is 60 s
+    assert "started again" not in run.output
     assert '"cause": "hang"' in (run.folder / "status.json").read_text()
 
 
 def train(tmp_path, *words):
     """A run in this process, for what no folder keeps; its exit code, and all that it wrote."""
-    words = (*claims.WORDS, *claims.MODEL, *claims.DATA, *ONE, *words)
-    code = claims.run_train([*words, f"run_dir={tmp_path / 'run'}"], tmp_path / "said")
-    return code, (tmp_path / "said").read_text()
+    words = (*helpers.WORDS, *helpers.MODEL, *helpers.DATA, *ONE, *words)
+    code = helpers.run_train([*words, f"run_dir={tmp_path / 'run'}"], tmp_path / "output")
+    return code, (tmp_path / "output").read_text()
 
 
 def test_blocks_are_compiled_where_asked_and_the_watchers_are_told_how_long_it_may_take(tmp_path):
@@ -247,8 +247,8 @@ def test_a_save_in_the_background_is_waited_for_where_the_run_ends_early(
     words, code, step, tmp_path
 ):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
-        found, said = train(tmp_path, *words)
+        found, output = train(tmp_path, *words)
     assert found == code
-    assert any(f"step {step}" in line for line in said.splitlines()[-3:]), said
+    assert any(f"step {step}" in line for line in output.splitlines()[-3:]), output
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.newest_good().step == step

@@ -1,19 +1,19 @@
 """strategy=pipeline through train.py."""
 
 import pytest
-import runs as claims
+import runs as helpers
 
 
-class TestEveryClaim(claims.Recomputes):
+class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "pipeline", [0, 0]
 
 
 def test_it_reads_checkpoints_of_sharded_weights(runs):
-    claims.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")
+    helpers.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")
 
 
 def test_it_starts_from_sharded_weights(runs):
-    claims.check_starts_from_weights_of(runs, "pipeline", "fsdp")
+    helpers.check_starts_from_weights_of(runs, "pipeline", "fsdp")
 
 
 # Passes of the first rank's first block in a micro-step of two microbatches, or of four: all
@@ -30,10 +30,10 @@ ORDERS = {
 def test_a_schedule_changes_the_order_of_passes_and_no_number(schedule, runs):
     blocks, order, *options = ORDERS[schedule]
     words = (f"strategy.schedule={schedule}", "+callbacks.record.passes=true", *options)
-    run = runs(*claims.PLACES["pipeline"], *words, "trainer.max_steps=2")
-    truth = claims.plain(runs, "single")
+    run = runs(*helpers.PLACES["pipeline"], *words, "trainer.max_steps=2")
+    truth = helpers.plain(runs, "single")
     for name in ("train/loss", "grad_norm"):
-        claims.check_close(run.column(name), truth.column(name)[:2])
+        helpers.check_close(run.column(name), truth.column(name)[:2])
     passes = run.record()["passes"]
     assert sorted({name[1:] for name in passes}) == blocks
     passes = "".join(name[0] for name in passes if name[1:] == "0")

@@ -1,11 +1,11 @@
 """strategy=tensor_parallel through train.py."""
 
-import runs as claims
+import runs as helpers
 
 
-class TestEveryClaim(claims.FewRanks):
+class TestStrategy(helpers.PrecisionTests):
     name, data_ranks = "tensor_parallel", [0, 0]
 
 
 def test_it_reads_checkpoints_of_sharded_weights(runs):
-    claims.check_reads_checkpoints_of(runs, "tensor_parallel", "fsdp")
+    helpers.check_reads_checkpoints_of(runs, "tensor_parallel", "fsdp")

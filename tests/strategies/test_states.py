@@ -85,7 +85,7 @@ def check_whole_state(mine, expected):
             close(mine[name], expected[name], GRADIENT_RTOL)
 
 
-def check_goes_on(kind, expected, truth_step):
+def check_resumes(kind, expected, truth_step):
     """With the optimizer's state, to the next step of the truth."""
     for name, parameter in kind.parameters().items():
         mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
@@ -117,13 +117,13 @@ def check_states(kinds):
             check_whole_state(of_optimizer["state"], expected["state"])
     for number, other in enumerate(map(with_extra_parameter, kinds(seed=1)), -1):
         other.load(net_state, expected)
-        check_goes_on(other, expected, truth_step)
+        check_resumes(other, expected, truth_step)
         again = with_extra_parameter(other)
         reader = dcp.FileSystemReader(folder / str(number % len(groups)))  # of another kind
         states.load_net_state(again.net, reader, stages=again.stages)
         again.load_optimizer(reader, groups[number])
         again.optimizer.zero_grad()
-        check_goes_on(again, expected, truth_step)
+        check_resumes(again, expected, truth_step)
 
 
 @on_ranks(2)

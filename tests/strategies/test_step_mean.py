@@ -1,10 +1,10 @@
 """The loss of a step is the mean over its targets, however the step is divided.
 
-That it is under every strategy is in `runs.Claims`, of data that miss targets unevenly.
+That it is under every strategy is in `runs.StrategyTests`, of data that miss targets unevenly.
 """
 
 import pytest
-import runs as claims
+import runs as helpers
 import torch
 from ranks import on_ranks
 
@@ -16,7 +16,7 @@ LAYOUTS = {
     "2 x 4 x 2": ("strategy=ddp", "trainer.devices=2", "data.batch_size=2"),
     "pipeline": ("strategy=pipeline", "trainer.devices=2"),
 }
-ONE_STEP = (*claims.DROPOUT[1:2], "trainer.max_steps=1")
+ONE_STEP = (*helpers.DROPOUT[1:2], "trainer.max_steps=1")
 
 
 @pytest.mark.parametrize("module", ["Penalised", "MasksMore"])
@@ -29,8 +29,8 @@ def test_a_module_of_ones_own_trains_alike_in_every_layout(module, runs):
     truth, *others = (runs(*layout, *words) for layout in layouts.values())
     assert runs(*LAYOUTS["16 x 1"], *ONE_STEP).column("grad_norm") != truth.column("grad_norm")
     for run in others:
-        claims.check_close(run.column("train/loss"), truth.column("train/loss"))
-        claims.check_close(run.column("grad_norm"), truth.column("grad_norm"))
+        helpers.check_close(run.column("train/loss"), truth.column("train/loss"))
+        helpers.check_close(run.column("grad_norm"), truth.column("grad_norm"))
 
 
 def begun(n_targets, n_micro_batches, group=None):
