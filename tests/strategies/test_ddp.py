@@ -1,4 +1,4 @@
-"""What data-parallel ranks send of their gradients."""
+"""Communication hooks of data-parallel gradients."""
 
 import torch
 import torch.distributed as dist

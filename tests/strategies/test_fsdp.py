@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: compiled, offloaded, and which ranks share a copy of the net."""
+"""Fully sharded data parallelism: compiled, offloaded, and the ranks that share a copy."""
 
 import time
 import warnings
@@ -17,10 +17,10 @@ from gptrain.parallel.mesh import build_mesh, build_shard_mesh, wait_for_rank_0
 
 @on_ranks(2)
 def test_compiled_blocks_equal_one_process():
-    """As they are traced; the code that is then made of it is torch's own and takes ten seconds."""
+    """The blocks are traced only: torch's code generation takes ten seconds."""
     compiled = partial(torch.compile, backend="eager")
     with warnings.catch_warnings(), patch.object(torch, "compile", compiled):
-        warnings.simplefilter("ignore")  # the compiler's own, of which it has many
+        warnings.simplefilter("ignore")  # warnings of the compiler
         check_equals_one_process(Parallel("fsdp", compile="blocks"))
 
 
@@ -32,8 +32,8 @@ def test_offloaded_shards_live_in_host_memory():
         assert [type(group.offload_policy) for group in groups] == 4 * [policy]
 
 
-def test_copies_of_the_net_are_sharded_over_neighbours():
-    """Two copies on eight ranks: four shards of each, not two shards of four copies."""
+def test_each_copy_of_the_net_is_sharded_over_neighbouring_ranks():
+    """Two copies on eight ranks have four shards each."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
     try:
         dims = ParallelDims(data=8, replicas=2)
@@ -45,7 +45,7 @@ def test_copies_of_the_net_are_sharded_over_neighbours():
 
 
 @on_ranks(2)
-def test_at_the_end_the_others_wait_until_rank_0_has_finished():
+def test_the_other_ranks_wait_at_the_end_until_rank_0_has_finished():
     store = dist.distributed_c10d._get_default_store()
 
     def finish():

@@ -1,4 +1,4 @@
-"""Sharded saves on a disk that fills on one of two ranks, by a real limit of its process."""
+"""Sharded saves when the disk of one of two ranks is full, by a real limit of the process."""
 
 import errno
 import resource
@@ -21,7 +21,7 @@ from gptrain.lit.callbacks.vote import gather
 
 
 @on_ranks(2)
-def test_a_disk_that_fills_on_one_rank_is_one_answer_and_the_save_before_loads():
+def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads():
     folder = gather(tempfile.mkdtemp())[0]
     mesh, full = init_device_mesh("cpu", (2,)), torch.arange(40000.0).reshape(200, 200)
     state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 3}

@@ -1,4 +1,4 @@
-"""A net that is not the library's own is compared with its plain form before the first step."""
+"""A user net is compared with its unpartitioned form before the first step."""
 
 import random
 
@@ -29,7 +29,7 @@ def build(name, net_class, sample=SAMPLE, **modes):
 
 
 def check_refused(name, cases):
-    """Each net is refused with a line that holds the expected piece."""
+    """Check that each net is refused with a line that contains the expected text."""
     for net_class, piece in cases.items():
         with pytest.raises(IncompatibleModelError) as error:
             build(name, net_class)
@@ -47,7 +47,7 @@ OF_FORWARD = {
 
 
 @on_ranks(2)
-def test_tensor_parallelism_takes_nets_that_keep_the_contract_and_refuses_the_others():
+def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
     for net_class in (own_nets.OwnNet, own_nets.OnlyChain):
         build("tensor_parallel", net_class)
     check_refused(
@@ -63,7 +63,7 @@ def test_tensor_parallelism_takes_nets_that_keep_the_contract_and_refuses_the_ot
 
 
 @on_ranks(2)
-def test_a_pipeline_takes_nets_that_are_the_chain_of_their_parts_and_refuses_the_others():
+def test_a_pipeline_accepts_nets_that_are_a_chain_of_their_parts_and_refuses_the_others():
     for net_class in (own_nets.OwnNet, own_nets.OnlyChain, own_nets.CountsHeads, own_nets.Fused):
         build("pipeline", net_class)
     check_refused(
@@ -82,13 +82,13 @@ def test_a_pipeline_takes_nets_that_are_the_chain_of_their_parts_and_refuses_the
 
 
 @on_ranks(2)
-def test_fsdp_and_recomputed_blocks_take_any_forward():
+def test_fsdp_and_activation_checkpointing_accept_any_forward():
     for net_class in (own_nets.OwnNet, own_nets.MaskOfTokens, own_nets.SoftCapped):
         build("fsdp", net_class, activation_checkpointing="full", precision="bf16-mixed")
 
 
 @on_ranks(4)
-def test_strategies_of_two_axes_compare_as_well():
+def test_combined_strategies_compare_the_net_too():
     for name in ("fsdp_tensor_parallel", "ddp_pipeline"):
         build(name, own_nets.OwnNet)
     check_refused(
@@ -99,7 +99,7 @@ def test_strategies_of_two_axes_compare_as_well():
 
 
 def words_of(net_class):
-    """The words of a run that trains a net of `own_nets`."""
+    """Return the overrides of a run that trains a net of `own_nets`."""
     return (
         "model=gpt_nano", f"model._target_=own_nets.{net_class.__name__}", "model.vocab_size=61",
         "+model.width=32", "model.n_heads=4", "model.n_layers=2", "~model.d_model",
@@ -116,8 +116,10 @@ def words_of(net_class):
         ("pipeline", own_nets.NeedsMask, "in blocks.1: TypeError: StrictBlock.forward() missing"),
     ],
 )
-def test_a_run_that_would_train_another_function_ends_with_one_line(name, net_class, piece, runs):
-    """One rank alone may see the difference."""
+def test_a_run_that_would_train_another_function_ends_with_one_error_line(
+    name, net_class, piece, runs
+):
+    """The run ends even if only one rank sees the difference."""
     run = runs(*helpers.PLACES[name], model=words_of(net_class), code=2)
     (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: strategy.name={name}: ") and piece in line
@@ -125,7 +127,7 @@ def test_a_run_that_would_train_another_function_ends_with_one_line(name, net_cl
     assert not list((run.folder / "checkpoints").glob("step-*"))
 
 
-def test_a_net_of_ones_own_is_compared_and_trains_as_on_one_device(runs):
+def test_a_user_net_is_compared_and_trains_as_on_one_device(runs):
     model = words_of(own_nets.OnlyChain)
     truth, run = (runs(*helpers.PLACES[name], model=model) for name in ("single", "pipeline"))
     helpers.check_losses(run, truth)
@@ -136,8 +138,8 @@ def small_capped_gpt():
     return own_nets.CappedGPT(61, 32, 4, 2, 64)
 
 
-def test_one_device_refuses_a_net_whose_loss_would_not_be_that_of_its_forward():
-    """The loss is taken from `hidden` and `head`; also for a subclass of a net of ours."""
+def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
+    """The loss is computed from `hidden` and `head`, also for a subclass of SimpleGPT."""
     build("single", own_nets.OwnNet)
     build("single", own_nets.SoftCapped)
     for net_class in (own_nets.HalfLogits, small_capped_gpt):
@@ -148,7 +150,7 @@ def test_one_device_refuses_a_net_whose_loss_would_not_be_that_of_its_forward():
         assert error.value.key == "model._target_"
 
 
-def test_the_comparison_leaves_weights_and_random_generators_as_they_were():
+def test_the_comparison_does_not_change_weights_or_random_generators():
     def make():
         net = own_nets.OwnNet()
         torch.nn.init.constant_(net.embedding.weight, random.random() + numpy.random.rand())
@@ -166,7 +168,7 @@ def test_the_comparison_leaves_weights_and_random_generators_as_they_were():
     assert net.training
 
 
-def test_only_nets_made_of_the_librarys_own_classes_are_not_compared():
+def test_only_nets_built_from_gptrains_classes_are_not_compared():
     sizes = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 16}
     assert is_of_library(SimpleGPT(**sizes))
     assert not is_of_library(own_nets.CappedGPT(**sizes))

@@ -1,4 +1,4 @@
-"""What a pipeline of two ranks computes beside the steps of a run."""
+"""Evaluation and the forward pass of a pipeline of two ranks."""
 
 import pytest
 import torch
@@ -11,16 +11,16 @@ from gptrain.parallel.requirements import IncompatibleModelError
 
 
 def loss_of_one_process(tokens, targets):
-    """Return the sum of the losses of a batch by a net that is not split."""
+    """Return the sum of a batch's losses, computed by the unpartitioned net."""
     logits = OneProcess().net(tokens).flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum").detach()
 
 
 @on_ranks(2)
-def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
-    """Without gradients, and in one type whatever torch's default is.
+def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
+    """The evaluation has no gradients, and its dtype does not depend on torch's default dtype.
 
-    Which within a step of trainer.precision=bf16-true or 64-true is theirs.
+    In a step with trainer.precision=bf16-true or 64-true, the default dtype is bf16 or fp64.
     """
     tokens, targets = (part[:6] for part in make_batch(0, 0))
     expected = loss_of_one_process(tokens, targets)
@@ -34,7 +34,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
                 torch.set_default_dtype(torch.float32)
             close(loss, expected, LOSS_RTOL)
             assert loss.dtype == torch.float32
-        for n_positions in (11, 15, 4):  # as many sequences, of another length
+        for n_positions in (11, 15, 4):  # the same number of sequences, with another length
             batch = tokens[:, :n_positions], targets[:, :n_positions]
             loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN_CROSS_ENTROPY)
             close(loss, loss_of_one_process(*batch), LOSS_RTOL)
@@ -42,7 +42,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
 
 
 @on_ranks(2)
-def test_a_whole_forward_pass_is_refused_and_says_what_to_call():
+def test_a_full_forward_pass_is_refused_and_the_error_names_the_method_to_call():
     tokens, _ = make_batch(0, 0)
     net = Parallel("pipeline").net
     for call in (net, net.hidden):

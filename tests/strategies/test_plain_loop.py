@@ -1,7 +1,7 @@
-"""Every strategy trains what a training loop of plain torch trains, step by step.
+"""Every strategy equals a training loop in plain torch, step by step.
 
-The other files of this folder compare strategies with each other, so that a fault that all of them
-share is not seen there.
+The other files of this folder compare strategies with each other. They would not see a fault that
+all strategies share.
 """
 
 import pytest
@@ -34,13 +34,13 @@ PLACES = {  # two micro-steps of 6 sequences each
     "single": ("strategy=single", "data.batch_size=6"),
     "ddp": ("strategy=ddp", "trainer.devices=2", "data.batch_size=3"),
     "fsdp": ("strategy=fsdp", "trainer.devices=2", "data.batch_size=3"),
-    # Three ranks divide no size of the model, and a rank has a rank before it and a rank after it.
+    # No size of the model is divisible by three ranks, and one rank has neighbours on both sides.
     "fsdp on three ranks": ("strategy=fsdp", "trainer.devices=3", "data.batch_size=2"),
 }
 
 
 def run_with_resume(runs, name):
-    """Return a run of five steps, and its copy that was resumed and ends after ten steps."""
+    """Return a run of five steps, and its resumed copy of ten steps."""
     words = (*PLACES[name], *WORDS)
     begun = runs(*words, f"trainer.max_steps={RESUME_AT}", model=MODEL)
     words = (*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")
@@ -48,7 +48,7 @@ def run_with_resume(runs, name):
 
 
 def batches_of(records):
-    """Return tokens and targets of every step, from the samples that all ranks together read."""
+    """Yield tokens and targets of every step, from the samples that all ranks together read."""
     dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
     for of_ranks in zip(*(record["samples"] for record in records), strict=True):
         samples = [dataset[number] for samples in of_ranks for number in samples]

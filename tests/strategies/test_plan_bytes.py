@@ -1,4 +1,4 @@
-"""The planner's formulas: bytes that a rank sends in a step, and that it holds."""
+"""The planner's formulas for the bytes that a rank sends per step and keeps in memory."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16
 
 
 def make_work(options, dims, *, checkpointing="none"):
-    """What this rank does in a step."""
+    """Return the planner's description of this rank's work in a step."""
     return Work(
         SHAPE,
         options,
@@ -36,10 +36,10 @@ def make_work(options, dims, *, checkpointing="none"):
 
 
 def check_bytes(name, **options):
-    """Bytes counted over one step, and held after it, agree with the planner's formulas."""
+    """Check the bytes sent in one step, and kept after the step, against the planner's formulas."""
     kind = Parallel(name, **options)
     work = make_work(kind.options, kind.dims, checkpointing=kind.recomputes)
-    kind.step(0)  # what is sent once, at a first step, is not a step's
+    kind.step(0)  # the first step also sends data that later steps do not send
     kind.optimizer.step()
     held = sum(estimate_states(work).values())
     assert abs(training_bytes(kind) / held - 1) < 0.05, name
@@ -50,7 +50,7 @@ def check_bytes(name, **options):
 
 
 @on_ranks(2)
-def test_bytes_are_those_of_the_plan():
+def test_sent_and_kept_bytes_equal_the_plan():
     check_bytes("ddp")
     check_bytes("fsdp")
     check_bytes("fsdp", reshard_after_forward=False)
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_the_plan():
 
 
 @on_ranks(4)
-def test_bytes_of_the_mixes_are_those_of_the_plan():
+def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     check_bytes("fsdp_tensor_parallel")
     check_bytes("ddp_pipeline")
     check_bytes("fsdp", replicas=2)
@@ -79,8 +79,8 @@ def test_bytes_of_the_mixes_are_those_of_the_plan():
 
 
 @on_ranks(2)
-def test_replicas_send_what_they_moved_in_the_plans_share_of_a_step():
-    """In fp32 and bf16, every fourth step."""
+def test_diloco_replicas_send_the_planned_bytes_per_step():
+    """The replicas synchronize every fourth step, in fp32 and in bf16."""
     one, dims = OneProcess(), ParallelDims(data=2)
     options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 4})
     for name in ("fp32", "bf16"):

@@ -1,4 +1,4 @@
-"""strategy=diloco through train.py: replicas that meet every `sync_every` steps."""
+"""strategy=diloco through train.py: replicas that synchronize every `sync_every` steps."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ SGD = (
     "optimizer._target_=torch.optim.SGD", "optimizer.lr=0.1", "trainer.gradient_clip_val=0",
     "~optimizer.betas", "~optimizer.eps",
 )  # fmt: skip
-FULL = ("data.num_samples=200",)  # as many targets in each sample
+FULL = ("data.num_samples=200",)  # every sample has the same number of targets
 INFINITE = ("+callbacks.bad._target_=own_parts.InfiniteAt", "+callbacks.bad.step=2")
 STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.rank=1")
 SHORT = (*helpers.DROPOUT, "trainer.val_check_interval=6", "strategy.outer_lr=0.5")
@@ -27,19 +27,19 @@ SHORT = (*helpers.DROPOUT, "trainer.val_check_interval=6", "strategy.outer_lr=0.
 
 @pytest.fixture
 def one_rank():
-    """A process group of this process alone."""
+    """Create a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 def weights(run, rank=0):
-    """After each step."""
+    """Return one rank's weights after each step."""
     return torch.load(run.folder / f"weights-{rank}.pt", weights_only=True)
 
 
 def check_same_replicas(run, whole):
-    """All that their last checkpoints hold, of the first replica and of the second."""
+    """Check that the last checkpoints are equal, for the first and for the second replica."""
     assert not helpers.differences(run.state(6), whole.state(6))
     name = "replica-0001.ckpt"
     files = (torch.load(one.checkpoint(6) / name, weights_only=True) for one in (run, whole))
@@ -47,13 +47,13 @@ def check_same_replicas(run, whole):
 
 
 def stopped(runs):
-    """A run that is to take six steps, stopped between two meetings."""
+    """Return a run of six steps that was stopped between two synchronizations."""
     run = runs(*TWO, *SHORT, *STOP, "+callbacks.stop.step=3", code=75)
-    assert run.n_steps == 5  # a stop is answered a step later
+    assert run.n_steps == 5  # the run stops one step after the signal
     return run
 
 
-def test_meeting_at_every_step_equals_ddp(runs):
+def test_synchronizing_at_every_step_equals_ddp(runs):
     local = ("strategy.sync_every=1", "strategy.outer_lr=1", "strategy.outer_momentum=0")
     words = (*SGD, *NOTES, "trainer.max_steps=4", "trainer.val_check_interval=4")
     run = runs(*TWO, *local, *words, data=FULL)
@@ -64,7 +64,7 @@ def test_meeting_at_every_step_equals_ddp(runs):
         assert (mine - theirs).abs().max() < 1e-6
 
 
-def test_the_outer_step_is_sgd_with_nesterovs_momentum(one_rank):
+def test_the_outer_step_is_sgd_with_nesterov_momentum(one_rank):
     net = torch.nn.Linear(3, 1, bias=False)
     options = SimpleNamespace(replicas=1, outer_lr=0.7, outer_momentum=0.9, outer_dtype="fp32")
     outer = DiLoCo(options, ParallelDims())
@@ -90,28 +90,28 @@ OWN = ("module._target_=own_parts.Plain", "trainer.gradient_clip_val=null")
 @pytest.mark.parametrize(
     ("words", "model"), [(("strategy.outer_dtype=bf16",), helpers.MODEL), (OWN, ONLY_FORWARD)]
 )
-def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(words, model, runs):
-    """After every second step, and after the last; a user's own module and net, too."""
+def test_replicas_are_bit_identical_after_a_synchronization_and_only_then(words, model, runs):
+    """Replicas synchronize after every second step and after the last, also for a user's net."""
     run = runs(*TWO, *NOTES, *words, "trainer.max_steps=5", model=model)
     first, second = weights(run, 0), weights(run, 1)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert equal == [False, True, False, True, True]
 
 
-def test_a_run_stopped_between_meetings_goes_on_bit_for_bit(runs):
+def test_a_run_stopped_between_synchronizations_resumes_bit_for_bit(runs):
     whole = runs(*TWO, *SHORT)
     resumed = runs(*TWO, *SHORT, "ckpt_path=last", begun=stopped(runs))
     helpers.check_same_bits(resumed, whole)
     check_same_replicas(resumed, whole)
 
 
-# A validation in the middle of a round. Record acts on validations, so that no stop comes there.
+# A validation between two synchronizations. Record acts on validations: no stop interrupts them.
 ROUNDS = (
     *TWO, *SHORT, "strategy.sync_every=4", "trainer.val_check_interval=2", "~callbacks.record",
 )  # fmt: skip
 
 
-def test_what_is_validated_in_the_middle_of_a_round_is_the_common_net(runs):
+def test_a_validation_between_synchronizations_evaluates_the_synchronized_net(runs):
     run = runs(*ROUNDS)
     for step in (2, 4, 6):
         second = torch.load(run.checkpoint(step) / "replica-0001.ckpt", weights_only=True)
@@ -120,8 +120,8 @@ def test_what_is_validated_in_the_middle_of_a_round_is_the_common_net(runs):
         assert not helpers.differences(first, second["state_dict"]), step
 
 
-def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
-    """The validation is repeated. The replicas have synchronized for it, and do not do so twice."""
+def test_a_run_stopped_in_a_validation_between_synchronizations_resumes_bit_for_bit(runs):
+    """The validation is repeated, but the synchronization for the validation is not."""
     begun = runs(*ROUNDS, *STOP, "+callbacks.stop.step=2", code=75)
     assert begun.n_steps == 2 and not begun.column("val/loss")
     resumed, whole = runs(*ROUNDS, "ckpt_path=last", begun=begun), runs(*ROUNDS)
@@ -129,7 +129,7 @@ def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
     check_same_replicas(resumed, whole)
 
 
-def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
+def test_a_resume_with_another_number_of_replicas_uses_the_first_replicas_state(runs):
     words, begun = (*TWO, *SHORT, "ckpt_path=last"), stopped(runs)
     resumed = runs(*words, "trainer.devices=1", begun=begun)
     assert "all replicas resume with the first one's" in resumed.output
@@ -138,7 +138,7 @@ def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
     assert "strategy.sync_every" in refused.output
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
+def test_a_nonfinite_step_is_skipped_only_by_its_replica(runs):
     run = runs(*TWO, *NOTES, *INFINITE, "on_nonfinite=skip")
     first, second = weights(run, 0), weights(run, 1)
     assert torch.equal(second[2], second[1]) and not torch.equal(first[2], first[1])
@@ -146,12 +146,12 @@ def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
     assert run.output.count("the step is skipped") == 1
 
 
-def test_what_needs_the_weights_of_every_step_is_refused(runs):
+def test_callbacks_that_need_the_synchronized_weights_of_every_step_are_refused(runs):
     assert "averages the full net" in runs(*TWO, "callbacks=ema", code=2).output
 
 
-def test_ranks_of_a_replica_take_each_step_together(runs):
-    """Two of two; from within a round they go on bit for bit, Muon's divided work too."""
+def test_ranks_of_one_replica_take_each_step_together(runs):
+    """Two replicas of two ranks resume bit for bit between synchronizations, also with Muon."""
     words = (
         *TWO, *SHORT, "trainer.devices=4", "strategy.replicas=2", "data.batch_size=2",
         "optimizer=muon", "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
@@ -164,6 +164,6 @@ def test_ranks_of_a_replica_take_each_step_together(runs):
     check_same_replicas(runs(*words, f"ckpt_path={whole.checkpoint(3)}"), whole)
 
 
-def test_a_run_that_stops_at_a_step_that_is_not_finite_ends_with_its_replica(runs):
+def test_a_replica_that_stops_at_a_nonfinite_step_ends_the_run(runs):
     run = runs(*TWO, *INFINITE, code=79)
     assert "at step 2 are not finite" in run.output

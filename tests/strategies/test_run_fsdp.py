@@ -9,11 +9,11 @@ class TestStrategy(helpers.CheckpointingTests):
 
 
 @pytest.mark.parametrize("source", ["single", "pipeline"])
-def test_it_reads_checkpoints_of(source, runs):
+def test_checkpoints_of_other_strategies_can_be_resumed(source, runs):
     helpers.check_reads_checkpoints_of(runs, "fsdp", source)
 
 
-def test_under_bf16_weights_are_gathered_in_it_and_gradients_reduced_in_fp32(runs):
+def test_bf16_mixed_gathers_weights_in_bf16_and_reduces_gradients_in_fp32(runs):
     run = runs(*helpers.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
     in_bf16, in_fp32 = run.record(), plain(runs)
     gathered, whole = (seen["sent"][0]["allgather"] for seen in (in_bf16, in_fp32))
@@ -30,7 +30,7 @@ def plain(runs):
 
 
 def short(runs, option):
-    """Two steps with an option that changes no number."""
+    """Run two steps with an option that must not change any value."""
     run = runs(*helpers.PLACES["fsdp"], "trainer.max_steps=2", option)
     truth = helpers.plain(runs, "single")
     helpers.check_close(run.column("train/loss"), truth.column("train/loss")[:2])
@@ -39,19 +39,19 @@ def short(runs, option):
 
 
 def reduced(seen):
-    """Bytes that were reduce-scattered in each micro-step of a step."""
+    """Return the bytes that were reduce-scattered in each micro-step of a step."""
     return [sent["reducescatter"] for sent in seen["sent"]]
 
 
-def test_gradients_are_reduced_once_per_step_or_at_each_micro_step_where_asked(runs):
+def test_gradients_are_reduced_once_per_step_or_optionally_at_each_micro_step(runs):
     first, last = reduced(plain(runs))
     assert first == 0 < last
     assert reduced(short(runs, "strategy.accumulate_shards=true")) == [last, last]
 
 
-def test_weights_are_gathered_once_less_where_they_are_kept(runs):
-    """Of four blocks each is gathered forward, and again backward; the rest once."""
+def test_weights_that_are_kept_after_forward_are_gathered_once_less(runs):
+    """Each of four blocks is gathered in the forward and the backward pass; the rest once."""
     kept = short(runs, "strategy.reshard_after_forward=false")
-    # The first micro-step reshards nothing at its end: the gradients wait for the second.
+    # The first micro-step does not reshard: its gradients wait for the second micro-step.
     assert plain(runs)["calls"][0]["allgather"] == 4 + 4 + 1
     assert all(calls["allgather"] <= 4 + 1 for calls in kept["calls"])

@@ -8,8 +8,8 @@ from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate
 
 
 @pytest.mark.parametrize("name", ["fsdp", "pipeline"])
-def test_a_checkpoint_of_any_strategy_speaks_as_that_of_one_process(name, runs, capfd):
-    """Token ids, drawn from sharpened predictions; of a run, and of its checkpoint at step 4."""
+def test_a_checkpoint_of_any_strategy_generates_the_same_tokens_as_one_process(name, runs, capfd):
+    """The sampled token ids are equal, for the run and for its checkpoint at step 4."""
     spoken = {}
     for strategy in ("single", name):
         run = helpers.plain(runs, strategy)

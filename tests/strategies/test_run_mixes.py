@@ -5,38 +5,40 @@ import runs as helpers
 
 
 class TestFSDPTensorParallel(helpers.ResumeTests):
-    """Ranks of a tensor group are neighbours."""
+    """The ranks of a tensor-parallel group are neighbours."""
 
     name, data_ranks = "fsdp_tensor_parallel", [0, 0, 1, 1]
 
 
 class TestDDPPipeline(helpers.ResumeTests):
-    """Stages of a pipeline lie furthest apart."""
+    """The stages of a pipeline are on the most distant ranks."""
 
     name, data_ranks = "ddp_pipeline", [0, 1, 0, 1]
 
 
 class TestHSDP(helpers.StrategyTests):
-    """Two copies of the net, each sharded over two neighbours."""
+    """Two copies of the net, each sharded over two neighbouring ranks."""
 
     name, data_ranks = "hsdp", [0, 1, 2, 3]
 
 
-def test_copies_exchange_gradients_alone_and_of_a_shard_each(runs):
+def test_copies_exchange_only_the_gradients_of_their_shards(runs):
     """A rank reduces gradients with its neighbour, then its half of them with the other copy."""
     run = helpers.plain(runs, "hsdp")
     (sent,) = run.record()["sent"]
-    weights = {tensor.data_ptr(): tensor for tensor in run.weights().values()}  # a tied one once
+    weights = {
+        tensor.data_ptr(): tensor for tensor in run.weights().values()
+    }  # a tied weight counts once
     half = sum(tensor.nbytes for tensor in weights.values()) / 2
-    assert sent["reducescatter"] == pytest.approx(half, rel=1e-2)  # rows of padding
-    # 2 (n-1)/n of half, n = 2; and how many targets the step has, over four ranks
+    assert sent["reducescatter"] == pytest.approx(half, rel=1e-2)  # some rows are padding
+    # 2 (n-1)/n of half the bytes for n = 2, and the step's number of targets over four ranks
     assert sent["allreduce"] == sent["reducescatter"] + 12
 
 
-def test_it_starts_from_weights_of_one_process(runs):
+def test_a_combined_strategy_starts_from_weights_of_one_process(runs):
     helpers.check_starts_from_weights_of(runs, "fsdp_tensor_parallel", "single")
 
 
 @pytest.mark.parametrize("name", ["fsdp_tensor_parallel", "ddp_pipeline"])
-def test_muon_of_matrices_sharded_or_copied_equals_one_process(name, runs):
+def test_muon_with_sharded_or_replicated_matrices_equals_one_process(name, runs):
     helpers.check_muon(runs, name)

@@ -1,4 +1,4 @@
-"""Other nets than SimpleGPT through train.py: Llama, and one of transformers."""
+"""Nets other than SimpleGPT through train.py: Llama, and a net of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_llama_equals_one_process(name, runs):
     helpers.check_same_run(runs(*helpers.PLACES[name], model=LLAMA), truth)
 
 
-def test_heads_that_ranks_cannot_share_are_refused(runs):
+def test_a_number_of_heads_that_ranks_cannot_divide_is_refused(runs):
     words = (*helpers.PLACES["tensor_parallel"], "model.n_kv_heads=1")
     output = runs(*words, model=LLAMA, code=2).output
     assert "strategy.tensor_parallel_size=null: does not divide model.n_kv_heads=1" in output

@@ -1,4 +1,4 @@
-"""Every strategy on one device: it starts, and computes what a single one does."""
+"""Every strategy on one device computes what strategy=single computes."""
 
 import pytest
 import runs as helpers
@@ -13,14 +13,14 @@ def on_one(runs, name, accelerator, *words):
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALL)
-def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
+def test_one_rank_equals_a_single_device(name, accelerator, runs):
     run = on_one(runs, name, accelerator, "trainer.max_steps=4")
-    rtol = helpers.RTOL if accelerator == "cpu" else 1e-4  # other kernels, other sums
+    rtol = helpers.RTOL if accelerator == "cpu" else 1e-4  # CUDA kernels sum in another order
     helpers.check_losses(run, helpers.plain(runs, "single"), rtol)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_under_bf16_true_the_weights_are_in_bf16(name, runs):
+def test_bf16_true_keeps_the_weights_in_bf16(name, runs):
     run = on_one(runs, name, "cpu", "trainer.precision=bf16-true", "trainer.max_steps=1")
     assert run.record()["weight"].dtype == torch.bfloat16
 
@@ -31,5 +31,5 @@ def test_under_bf16_true_the_weights_are_in_bf16(name, runs):
 def test_bf16_on_a_gpu_trains_close_to_fp32(name, compile, runs):
     words = ("trainer.precision=bf16-mixed", f"model.compile={compile}")
     run, truth = on_one(runs, name, "cuda", *words), helpers.plain(runs, "single")
-    # 8 bits of mantissa
+    # bf16 has 8 bits of mantissa.
     helpers.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-2)

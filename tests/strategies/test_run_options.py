@@ -1,4 +1,4 @@
-"""Options of a run that must do something, through train.py: lengths, rates, figures, restarts."""
+"""Options of train.py have their effect: lengths, learning rates, speed metrics, restarts."""
 
 import json
 import math
@@ -22,13 +22,13 @@ BATCH_TOKENS = 16 * 15  # sequences and positions of one step
 
 
 def steps_of_epochs(run):
-    """(epoch, optimizer step) of every step, as the loop counted them."""
+    """Return (epoch, optimizer step) of every step, as the training loop counted them."""
     return sorted(set(map(tuple, run.record()["places"])))
 
 
 @pytest.mark.parametrize(("limit", "n_steps"), [("4", 2), ("0.25", 3)])
 def test_limit_train_batches_shortens_each_epoch(limit, n_steps, runs):
-    """200 samples are 12 steps of 16, of two micro-steps each; an integer counts micro-steps."""
+    """200 samples give 12 steps of 16, with two micro-steps each; an integer counts micro-steps."""
     run = runs(
         *ONE, f"trainer.limit_train_batches={limit}", "trainer.max_steps=-1",
         "trainer.max_epochs=2", "trainer.val_check_interval=1.0",
@@ -38,10 +38,10 @@ def test_limit_train_batches_shortens_each_epoch(limit, n_steps, runs):
     assert run.record()["validated"] == [n_steps, 2 * n_steps]
     tokens = torch.cat(run.record()["tokens"])
     first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
-    assert first.tolist() != second.tolist()  # each epoch in an order of its own
+    assert first.tolist() != second.tolist()  # each epoch has another order
 
 
-def test_a_fraction_of_val_check_interval_is_of_an_epoch(runs):
+def test_a_fractional_val_check_interval_is_a_fraction_of_an_epoch(runs):
     run = runs(
         *ONE, "data.train.num_samples=64", "trainer.val_check_interval=0.5",
         "trainer.max_steps=7",
@@ -49,8 +49,8 @@ def test_a_fraction_of_val_check_interval_is_of_an_epoch(runs):
     assert run.record()["validated"] == [2, 4, 6, 7]  # an epoch is four steps
 
 
-def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
-    """Of the same data, whose own seed is given."""
+def test_another_seed_changes_weights_order_and_dropout(runs):
+    """The data stay the same, because their seed is set separately."""
     words = (*ONE, *helpers.DROPOUT)
     one, other = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
     assert not torch.equal(one["weight"], other["weight"])
@@ -58,24 +58,26 @@ def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
     assert not torch.equal(one["mask"], other["mask"])
 
 
-def test_the_optimizer_has_every_option_of_its_group(runs):
+def test_the_optimizer_receives_every_option_of_its_group(runs):
     groups = helpers.plain(runs, "single").state(8)["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     for group in groups:
         assert (*group["betas"], group["eps"], group["fused"]) == (0.9, 0.95, 1e-8, True)
 
 
-def test_the_optimizer_takes_clipped_gradients(runs):
-    """Under Adam, which divides by their size, no loss would show it."""
+def test_the_optimizer_receives_clipped_gradients(runs):
+    """Adam normalizes the gradients, so the loss would not show missing clipping."""
     run = helpers.plain(runs, "single")
     assert min(run.column("grad_norm")) > helpers.MAX_NORM
     assert run.record()["clipped"] == pytest.approx(helpers.N_STEPS * [helpers.MAX_NORM], rel=1e-4)
     run = runs(*helpers.PLACES["single"], "trainer.gradient_clip_val=0", "trainer.max_steps=1")
-    assert run.record()["clipped"] == pytest.approx(run.column("grad_norm"), rel=1e-4)  # 0 is off
+    assert run.record()["clipped"] == pytest.approx(
+        run.column("grad_norm"), rel=1e-4
+    )  # 0 disables clipping
 
 
-def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
-    """Of the optimizer's own groups as it steps, against the formula."""
+def test_every_step_uses_the_learning_rate_of_the_schedule(runs):
+    """Compare the rates of the parameter groups during the step with the formula."""
     run = helpers.plain(runs, "ddp")
 
     def rate(step):
@@ -86,13 +88,13 @@ def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
     expected = [rate(step) for step in range(helpers.N_STEPS)]
     for number in range(2):
         taken = run.record(number)["lrs"]
-        assert {len(set(groups)) for groups in taken} == {1}  # every group alike
+        assert {len(set(groups)) for groups in taken} == {1}  # all groups have the same rate
         assert [groups[0] for groups in taken] == pytest.approx(expected)
     assert run.column("lr") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("name", "n_ranks"), [("single", 1), ("ddp", 2), ("pipeline", 2)])
-def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
+def test_speed_metrics_follow_from_the_time_of_a_step(name, n_ranks, runs):
     run = helpers.plain(runs, name)
     step_s, tokens_per_s = run.column("perf/step_s"), run.column("perf/tokens_per_s")
     assert len(step_s) == helpers.N_STEPS and min(step_s) > 0
@@ -108,10 +110,10 @@ def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
     waited = run.column("perf/data_wait_s")
     assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
     assert ("GiB per rank" in run.output) == (n_ranks > 1)  # the peak memory of the last line
-    assert waited.count(0.0) <= 1  # a step after a validation begins with its batches loaded
+    assert waited.count(0.0) <= 1  # the batches after a validation are already loaded
 
 
-def test_what_changes_no_number_reaches_every_rank(runs):
+def test_options_that_change_no_value_reach_every_rank(runs):
     run = runs(
         *TWO, "trainer.max_steps=2", "trainer.deterministic=true", "strategy.bucket_cap_mb=1",
         "strategy.gradient_as_bucket_view=false", "strategy.find_unused_parameters=true",
@@ -125,7 +127,7 @@ def test_what_changes_no_number_reaches_every_rank(runs):
     assert run.column("train/loss") == plain.column("train/loss")[:2]
 
 
-def test_some_batches_seen_again_and_again_are_those_of_all_ranks(runs):
+def test_overfit_batches_repeats_the_same_batches_on_all_ranks(runs):
     run = runs(
         *TWO, "trainer.max_steps=2", "data.global_batch_size=8", "trainer.overfit_batches=1",
         "strategy.static_graph=true",
@@ -137,8 +139,8 @@ def test_some_batches_seen_again_and_again_are_those_of_all_ranks(runs):
         assert sorted(of_all) == list(range(8))
 
 
-def test_lightnings_trainer_is_given_what_is_its_own(runs):
-    """The keys that no arithmetic of ours reads."""
+def test_lightnings_trainer_receives_its_own_options(runs):
+    """Keys that gptrain does not use itself are passed on to Lightning's Trainer."""
     words = {
         "min_steps": 1, "detect_anomaly": True, "benchmark": False, "inference_mode": False,
         "limit_val_batches": 2, "limit_test_batches": 3, "num_sanity_val_steps": 1,
@@ -151,12 +153,12 @@ def test_lightnings_trainer_is_given_what_is_its_own(runs):
     given = json.loads((run.folder / "trainer.json").read_text())
     assert given == given | words
     assert given["default_root_dir"] == str(run.folder)
-    # Clipped by value in another way than ours, the norm is measured all the same.
+    # The gradient norm is measured although Lightning clips by value.
     truth = helpers.plain(runs, "single")
     assert run.column("grad_norm")[0] == pytest.approx(truth.column("grad_norm")[0], rel=1e-5)
 
 
-def test_a_run_that_always_fails_is_started_max_restarts_times_more(runs):
+def test_a_run_that_always_fails_is_restarted_max_restarts_times(runs):
     run = runs(
         *TWO, "launcher.max_restarts=1",
         "+callbacks.fail._target_=own_parts.FailEachStart", code=FAILED,
@@ -181,14 +183,14 @@ def test_a_collective_that_times_out_ends_with_76(runs):
 
 
 def train(tmp_path, *words):
-    """A run in this process, for what no folder keeps; its exit code, and all that it wrote."""
+    """Run train.py in this process, without the cache; return the exit code and the output."""
     words = (*helpers.WORDS, *helpers.MODEL, *helpers.DATA, *ONE, *words)
     code = helpers.run_train([*words, f"run_dir={tmp_path / 'run'}"], tmp_path / "output")
     return code, (tmp_path / "output").read_text()
 
 
-def test_blocks_are_compiled_where_asked_and_the_watchers_are_told_how_long_it_may_take(tmp_path):
-    """With a compiler that changes nothing: torch's own takes half a minute."""
+def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tmp_path):
+    """A compiler that changes nothing replaces torch's, which takes half a minute."""
     beats, beat = [], Heartbeat.beat
 
     def note(heart, step=None, phase=None, allow_s=0.0):
@@ -210,12 +212,12 @@ def test_blocks_are_compiled_where_asked_and_the_watchers_are_told_how_long_it_m
     assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
     assert allowed["data"] > allowed["build"] > 0
     assert [step for step, phase, _ in beats if phase == "train" and step is not None][-1] == 1
-    # Pieces of a file that is written say nothing but that it goes on; the first is the start's.
+    # Writing a file sends heartbeats without step and phase; the first one is from the start.
     assert beats.count((None, None, 0.0)) > 1
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_large_save_is_written_in_the_background_unless_told_otherwise(background, tmp_path):
+def test_a_large_checkpoint_is_written_in_the_background_by_default(background, tmp_path):
     asked = []
 
     def writing(store, step, *, in_background, **options):
@@ -228,7 +230,7 @@ def test_a_large_save_is_written_in_the_background_unless_told_otherwise(backgro
         patch.object(CheckpointStore, "writing", writing),
     ):
         assert train(tmp_path, f"checkpoint.background={str(background).lower()}")[0] == 0
-    assert asked == [(4, background), (8, False)]  # the last is there when the run ends
+    assert asked == [(4, background), (8, False)]  # the last save is complete when the run ends
 
 
 EARLY = (
@@ -241,11 +243,9 @@ STOP = (
 )  # fmt: skip
 
 
-# Who asks to stop once a step has been looked at is answered after the next one.
+# A stop request that arrives after the check of a step is handled after the next step.
 @pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3)])
-def test_a_save_in_the_background_is_waited_for_where_the_run_ends_early(
-    words, code, step, tmp_path
-):
+def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
         found, output = train(tmp_path, *words)
     assert found == code

@@ -8,17 +8,17 @@ class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "pipeline", [0, 0]
 
 
-def test_it_reads_checkpoints_of_sharded_weights(runs):
+def test_checkpoints_with_sharded_weights_can_be_resumed(runs):
     helpers.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")
 
 
-def test_it_starts_from_sharded_weights(runs):
+def test_a_pipeline_starts_from_sharded_weights(runs):
     helpers.check_starts_from_weights_of(runs, "pipeline", "fsdp")
 
 
-# Passes of the first rank's first block in a micro-step of two microbatches, or of four: all
-# forward first; one forward and one backward once the pipeline is filled; two rounds of two, two
-# stages a rank.
+# Passes of the first rank's first block in a micro-step of two or four microbatches. gpipe: all
+# forward passes first; 1f1b: one forward, one backward once the pipeline is full;
+# interleaved_1f1b: two rounds of two, with two stages per rank.
 ORDERS = {
     "gpipe": (["0", "1"], "FFBB", "strategy.microbatches=2"),
     "1f1b": (["0", "1"], "FFBFBFBB"),
@@ -27,7 +27,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("schedule", ORDERS)
-def test_a_schedule_changes_the_order_of_passes_and_no_number(schedule, runs):
+def test_a_schedule_changes_only_the_order_of_passes(schedule, runs):
     blocks, order, *options = ORDERS[schedule]
     words = (f"strategy.schedule={schedule}", "+callbacks.record.passes=true", *options)
     run = runs(*helpers.PLACES["pipeline"], *words, "trainer.max_steps=2")

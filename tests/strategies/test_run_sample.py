@@ -1,4 +1,4 @@
-"""What a net writes at the end of its training; how it draws: tests/test_sampling.py."""
+"""Text that a run samples at the end of its training. tests/test_sampling.py tests the sampling."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from gptrain.lit.callbacks.sample import SampleText
 from gptrain.text.sampling import Sampling, generate, printable
 
 
-def test_the_callback_writes_by_its_own_options(caplog):
+def test_the_callback_samples_with_its_own_options(caplog):
     net = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
     trainer = SimpleNamespace(
         datamodule=SimpleNamespace(val=SimpleNamespace(tokenizer=ByteTokenizer())),
@@ -33,13 +33,13 @@ def test_the_callback_writes_by_its_own_options(caplog):
     assert caplog.messages == [f"{'sample':9} {text}"]
 
 
-def test_nothing_is_drawn_at_a_validation_where_no_logger_takes_text():
+def test_a_validation_samples_nothing_if_no_logger_accepts_text():
     trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
     trainer.state = SimpleNamespace(fn="fit")
-    SampleText("ab").on_validation_epoch_end(trainer, None)  # which has no net to draw from
+    SampleText("ab").on_validation_epoch_end(trainer, None)  # the trainer has no net to sample from
 
 
-def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_factory):
+def test_a_sharded_net_samples_the_same_text_as_one_process(runs, tmp_path_factory):
     path = helpers.shared_folder(tmp_path_factory) / "text.txt"
     path.write_text("to be or not to be " * 400)
     words = (

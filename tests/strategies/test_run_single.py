@@ -1,4 +1,4 @@
-"""One device: the truth of all others, and what it must do as they do."""
+"""strategy=single through train.py: the reference of all other strategies."""
 
 import pytest
 import runs as helpers
@@ -9,5 +9,5 @@ class TestStrategy(helpers.PrecisionTests):
 
 
 @pytest.mark.parametrize("source", ["fsdp_tensor_parallel", "ddp_pipeline", "hsdp"])
-def test_it_reads_checkpoints_of(source, runs):
+def test_checkpoints_of_other_strategies_can_be_resumed(source, runs):
     helpers.check_reads_checkpoints_of(runs, "single", source)

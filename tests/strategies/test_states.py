@@ -1,4 +1,4 @@
-"""Any strategy writes states that any other reads, also what lies beside the net."""
+"""Any strategy reads the states of any other, also of extra parameters outside the net."""
 
 import copy
 import tempfile
@@ -26,7 +26,7 @@ from gptrain.parallel.placement import full_tensor
 
 
 class CountsSteps(torch.optim.Optimizer):
-    """As users write them: a Python integer, a number in a tensor, and a moment."""
+    """A user optimizer whose state has a Python integer, a scalar tensor and a moment."""
 
     def __init__(self, groups, lr=0.1):
         super().__init__(groups, {"lr": lr})
@@ -48,7 +48,7 @@ def every_kind(seed):
     yield OneProcess(seed=seed)
     yield Parallel("fsdp", seed=seed)
     yield Parallel("tensor_parallel", seed=seed)
-    yield Parallel("pipeline", seed=seed, schedule="interleaved_1f1b")  # two stages a rank
+    yield Parallel("pipeline", seed=seed, schedule="interleaved_1f1b")  # two stages per rank
 
 
 def every_mix(seed):
@@ -58,7 +58,7 @@ def every_mix(seed):
 
 
 def with_extra_parameter(kind):
-    """A parameter of the module, in the same optimizer, whose learning rate is on a device."""
+    """Add a parameter outside the net to the optimizer, with a tensor as learning rate."""
     scale = nn.Parameter(torch.tensor([2.0, 3.0]))
     kind.extra_parameters = {"module.scale": scale}
     kind.optimizer = CountsSteps([{"params": list(kind.net.parameters())}])
@@ -67,15 +67,15 @@ def with_extra_parameter(kind):
 
 
 def trained(kind):
-    """After one step."""
+    """Take one optimizer step and return the trained object."""
     with_extra_parameter(kind).step(0)
     kind.extra_parameters["module.scale"].grad = torch.tensor([0.25, 0.5])
     kind.update()
     return kind
 
 
-def check_whole_state(mine, expected):
-    """It has one process's names, and values to rounding."""
+def check_full_state(mine, expected):
+    """Check that a full state has one process's names, and its values up to rounding."""
     assert sorted(mine) == sorted(expected)
     for name in (name for name in expected if NOISE not in name):
         if isinstance(expected[name], dict):
@@ -86,7 +86,7 @@ def check_whole_state(mine, expected):
 
 
 def check_resumes(kind, expected, truth_step):
-    """With the optimizer's state, to the next step of the truth."""
+    """Check that training with the loaded optimizer state equals the reference's next step."""
     for name, parameter in kind.parameters().items():
         mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
         assert (mine["n"], mine["t"]) == (1, 0.5) and type(mine["n"]) is int
@@ -99,7 +99,7 @@ def check_resumes(kind, expected, truth_step):
 
 
 def check_states(kinds):
-    """Each writes a whole state and shards; each reads one process's, and the shards of another."""
+    """Check that each strategy writes full and sharded states and reads those of others."""
     truth = trained(OneProcess())
     net_state, expected = broadcast(copy.deepcopy(truth.states()))
     assert expected["param_groups"][1] == {"lr": 0.5, "params": ["module.scale"]}
@@ -113,13 +113,15 @@ def check_states(kinds):
         mine, of_optimizer = kind.states()
         assert bool(mine) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)  # one copy
         if mine:
-            check_whole_state(mine, net_state)
-            check_whole_state(of_optimizer["state"], expected["state"])
+            check_full_state(mine, net_state)
+            check_full_state(of_optimizer["state"], expected["state"])
     for number, other in enumerate(map(with_extra_parameter, kinds(seed=1)), -1):
         other.load(net_state, expected)
         check_resumes(other, expected, truth_step)
         again = with_extra_parameter(other)
-        reader = dcp.FileSystemReader(folder / str(number % len(groups)))  # of another kind
+        reader = dcp.FileSystemReader(
+            folder / str(number % len(groups))
+        )  # written by another strategy
         states.load_net_state(again.net, reader, stages=again.stages)
         again.load_optimizer(reader, groups[number])
         again.optimizer.zero_grad()
@@ -127,18 +129,18 @@ def check_states(kinds):
 
 
 @on_ranks(2)
-def test_any_strategy_writes_states_and_reads_those_of_others():
+def test_any_strategy_reads_the_states_of_the_others():
     check_states(every_kind)
 
 
 @on_ranks(4)
-def test_any_mix_writes_states_and_reads_those_of_others():
+def test_any_combined_strategy_reads_the_states_of_the_others():
     check_states(every_mix)
 
 
 @on_ranks(2)
-def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
-    """Of a state with a tied weight once, one of another shape, and one that nobody knows."""
+def test_any_strategy_loads_matching_weights_and_names_the_others_on_both_sides():
+    """The state has a tied weight once, a weight of another shape, and an unknown weight."""
     given = OneProcess(seed=3).net.state_dict()
     of_tied = given.pop("head.weight")
     given.pop("blocks.1.mlp.up_proj.bias")
@@ -167,8 +169,8 @@ def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
 
 
 @on_ranks(2)
-def test_any_strategy_takes_fewer_learned_positions_and_keeps_the_rest_of_its_own():
-    """From a file and from shards; an exact load does not."""
+def test_any_strategy_loads_fewer_learned_positions_and_keeps_its_other_positions():
+    """A file and shards are accepted; a strict load refuses them."""
     given = OneProcess(seed=3).net.state_dict()
     table = "position_embedding.weight"
     given[table] = given[table][:9].clone()
@@ -191,7 +193,7 @@ def test_any_strategy_takes_fewer_learned_positions_and_keeps_the_rest_of_its_ow
                 assert torch.equal(mine["norm.weight"], given["norm.weight"])
 
 
-def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
+def test_an_unknown_parameter_and_an_invalid_option_are_named():
     net = make_net()
     stray = nn.Parameter(torch.ones(3, 4))
     optimizer = torch.optim.SGD([{"params": list(net.parameters())}, {"params": [stray]}], 0.1)

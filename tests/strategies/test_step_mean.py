@@ -1,6 +1,6 @@
 """The loss of a step is the mean over its targets, however the step is divided.
 
-That it is under every strategy is in `runs.StrategyTests`, of data that miss targets unevenly.
+`runs.StrategyTests` tests the same for every strategy, on data with uneven numbers of targets.
 """
 
 import pytest
@@ -20,12 +20,12 @@ ONE_STEP = (*helpers.DROPOUT[1:2], "trainer.max_steps=1")
 
 
 @pytest.mark.parametrize("module", ["Penalised", "MasksMore"])
-def test_a_module_of_ones_own_trains_alike_in_every_layout(module, runs):
-    """With a term of its own beside the loss; with other targets than the batch has."""
+def test_a_user_module_trains_identically_in_every_layout(module, runs):
+    """One module adds a term to the loss, another one changes the targets."""
     words = (f"module._target_=own_parts.{module}", *ONE_STEP)
     layouts = dict(LAYOUTS)
     if module == "Penalised":
-        layouts.pop("pipeline")  # each stage would add a term of its own layers
+        layouts.pop("pipeline")  # each stage would add the term of its layers only
     truth, *others = (runs(*layout, *words) for layout in layouts.values())
     assert runs(*LAYOUTS["16 x 1"], *ONE_STEP).column("grad_norm") != truth.column("grad_norm")
     for run in others:
@@ -40,13 +40,13 @@ def begun(n_targets, n_micro_batches, group=None):
     return mean
 
 
-def test_where_no_target_is_missing_it_is_a_micro_batchs_own_mean_to_the_bit():
+def test_without_ignored_targets_the_loss_is_the_micro_batch_mean_bit_for_bit():
     mean, targets = begun(3 * 77, 3), torch.ones(7, 11, dtype=torch.long)
     assert [mean.divisor_for(targets).item() for _ in range(3)] == 3 * [77.0]
     assert mean.correction() == 1.0
 
 
-def test_each_step_is_corrected_by_its_own_targets_alone():
+def test_each_step_is_corrected_only_by_its_own_targets():
     mean = begun(8, 2)
     for _ in range(2):
         mean.divisor_for(torch.tensor([1, -100, -100, -100]))
@@ -74,7 +74,7 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
         assert norm == pytest.approx(5.0 * scale)
         torch.testing.assert_close(parameter.grad, torch.tensor(expected))
     written = parameter.grad._version
-    for off in (None, 0.0):  # no pass over the gradients
+    for off in (None, 0.0):  # clipping is disabled
         assert clip_grad_norm([parameter], off) == pytest.approx(2.5)
     assert parameter.grad._version == written
     assert clip_grad_norm([parameter], 0.25) == pytest.approx(2.5)
@@ -82,8 +82,8 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_16_bit_are_measured_in_fp32(dtype):
-    """The squares of fp16 overflow at a norm of 256. bf16 has 8 bits of mantissa."""
+def test_the_norm_of_16_bit_gradients_is_measured_in_fp32(dtype):
+    """Squares overflow in fp16 at a norm of 256; bf16 has only 8 bits of mantissa."""
     values = [torch.randn(50, 40), torch.randn(2000)]
     gradients = [(50 * value).to(dtype) for value in values]
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
@@ -93,15 +93,15 @@ def test_gradients_of_16_bit_are_measured_in_fp32(dtype):
     assert expected > 2000
     assert clip_grad_norm(parameters, 1000.0).item() == pytest.approx(expected, rel=1e-6)
     clipped = torch.cat([parameter.grad.double().flatten() for parameter in parameters]).norm()
-    # An element is rounded to half of the last of 8 or of 11 bits.
+    # Rounding error of an element: half of the last of 8 (bf16) or 11 (fp16) bits.
     assert clipped.item() == pytest.approx(1000.0, rel=2**-8)
 
 
 @on_ranks(2)
-def test_targets_that_were_not_announced_are_counted_at_the_steps_end():
+def test_targets_changed_in_training_step_are_counted_at_the_end_of_the_step():
     rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
     mean = begun(6, 2, world)
-    for n in (1 + rank, 2):  # seven targets, where twelve were announced
+    for n in (1 + rank, 2):  # the steps have seven targets; the batch had twelve
         mean.divisor_for(torch.tensor(n * [5] + 3 * [-100]))
     assert mean.divisor == 3.0
     assert mean.correction() * 7 == 12.0

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two ranks equals one process, also in a vocabulary that they share."""
+"""Tensor parallelism on two ranks equals one process, also with a sharded vocabulary."""
 
 import itertools
 
@@ -28,18 +28,18 @@ from gptrain.parallel.tensor import vocab_parallel_loss
 
 
 @on_ranks(2)
-def test_activation_checkpointing_changes_no_number():
+def test_activation_checkpointing_changes_no_value():
     for mode in ("full", "selective"):
         check_equals_one_process(Parallel("tensor_parallel", recomputes=mode))
 
 
 @on_ranks(2)
-def test_forward_and_head_give_whole_logits_with_the_gradients_of_plain_cross_entropy():
+def test_forward_and_head_return_full_logits_with_the_gradients_of_plain_cross_entropy():
     kind, truth = Parallel("tensor_parallel"), OneProcess()
     tokens, targets = make_batch(0, 0)
     expected, logits = truth.net(tokens), kind.net(tokens)
     close(logits, expected, GRADIENT_RTOL)
-    for all_logits in (expected, logits):  # of which every rank takes the loss
+    for all_logits in (expected, logits):  # every rank computes the loss of these logits
         F.cross_entropy(all_logits.flatten(0, 1), targets.flatten()).backward()
     kind.parallel.finish_gradients()
     for name, gradient in kind.gradients().items():
@@ -72,7 +72,7 @@ def test_frozen_parameters_of_every_role_stay_frozen_when_they_are_split():
 
 
 def _head(v=61, d=8):
-    """Hidden states, a whole head, this rank's part, and targets of which some are ignored."""
+    """Return hidden states, the full head, this rank's shard, and targets with ignored entries."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 7, d, dtype=torch.float64, generator=generator, requires_grad=True)
     whole = torch.randn(v, d, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -84,7 +84,7 @@ def _head(v=61, d=8):
 
 
 @on_ranks(2)
-def test_the_loss_over_a_shared_vocabulary_is_exact_with_smoothing_z_loss_and_ignored_targets():
+def test_the_loss_over_a_sharded_vocabulary_is_exact_with_all_loss_options():
     options = itertools.product((0.0, 0.1, 1.0), (0.0, 1e-2), ("mean", "sum"))
     for label_smoothing, z_loss, reduction in options:
         hidden, whole, part, targets = _head()
@@ -94,6 +94,6 @@ def test_the_loss_over_a_shared_vocabulary_is_exact_with_smoothing_z_loss_and_ig
         loss = vocab_parallel_loss(hidden, part, targets, chunk_tokens=4, **named)
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         of_hidden, of_part = torch.autograd.grad(loss, (hidden, part))
-        dist.all_reduce(of_hidden)  # each rank's columns give it a part of the sum
+        dist.all_reduce(of_hidden)  # each rank's columns give a partial sum
         torch.testing.assert_close(of_hidden, expected_grads[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(full_tensor(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)
