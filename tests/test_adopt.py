@@ -88,7 +88,7 @@ def test_every_choice_fits_and_its_commands_find_it(project):
     assert "my_project.net.MyLSTM" in done.stdout, done.stderr
 
 
-def test_values_to_be_typed_and_choices_for_ones_own_data_are_right(project, run):
+def test_required_values_and_choices_for_user_data_are_right(project, run):
     """`???` is left to the command line; a net may be made for one dataset, a callback for both."""
     digits = (project / "conf" / "data" / "my_digits.yaml").read_text()
     own = {
@@ -110,7 +110,7 @@ def test_values_to_be_typed_and_choices_for_ones_own_data_are_right(project, run
     assert lines[1].startswith("conf/model/wrong.yaml: error: ") and "data.nothing" in lines[1]
 
 
-def test_ones_own_dependencies_have_a_place_and_come_along(project, run, tmp_path):
+def test_the_users_dependencies_are_kept_and_copied(project, run, tmp_path):
     pytest.importorskip("setuptools")
     from setuptools.config.pyprojecttoml import read_configuration
 
@@ -207,7 +207,7 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 
-def test_what_an_upgrade_that_was_interrupted_has_left_is_replaced(project, tmp_path):
+def test_the_files_of_an_interrupted_upgrade_are_replaced(project, tmp_path):
     for name in (".gptrain-old", ".gptrain-new"):
         (project / "src" / name).mkdir()
         (project / "src" / name / "loss.py").touch()
@@ -228,7 +228,7 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
     assert (project / "src" / "gptrain" / "loss.py").read_text() == "# mine\n"
 
 
-def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
+def test_an_external_library_is_a_requirement(run, tmp_path):
     address = "git+https://example.org/gptrain@v1"
     assert run("wanted", "--to", "new", f"library={address}", cwd=tmp_path)[0] == 0
     project = tmp_path / "new"
@@ -258,7 +258,7 @@ def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
         (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
     ],
 )
-def test_what_cannot_be_made_is_a_line(words, said, run, tmp_path):
+def test_a_project_that_cannot_be_created_is_one_line(words, said, run, tmp_path):
     code, (line,) = run(*words, cwd=tmp_path)
     assert code == 2 and line.startswith(said)
     assert not list(tmp_path.iterdir())

@@ -110,7 +110,7 @@ ONE_LINE = {
 
 
 @pytest.mark.parametrize("words", ONE_LINE)
-def test_a_wrong_input_is_one_line_with_key_value_and_way_out(words):
+def test_a_wrong_input_is_one_line_with_key_value_and_hint(words):
     (line,) = refused(*words.split())
     assert all(piece in line for piece in ONE_LINE[words]), line
 
@@ -175,7 +175,7 @@ def test_a_value_of_none_of_its_keys_forms_is_refused_with_all_others(number):
         assert len(told) == 1, (key, words[key], lines)
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     words = ["trainer.devices=-2", "optimizer.lr=0", "model.dropout=-1", "modell.x=1"]
     lines = refused(*words, "strategy=ddpp", "model=gptx", "name=é", "data.global_batch_size=0")
     keys = [line.removeprefix("error: ").split("=")[0] for line in lines]
@@ -194,7 +194,7 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("words", WARNINGS)
-def test_what_has_less_effect_than_it_seems_is_one_warning(words):
+def test_an_option_with_less_effect_than_expected_is_one_warning(words):
     (line,) = accepted(*words.split(), "trainer.accelerator=cpu")
     assert line.startswith("warning: ") and WARNINGS[words] in line
 
@@ -220,7 +220,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("words", RIGHT)
-def test_what_is_right_is_accepted(words):
+def test_valid_input_is_accepted(words):
     lines = accepted(*NANO, *words.split())
     assert not [line for line in lines if "more processes than" not in line]
 
@@ -241,7 +241,7 @@ def test_a_gpu_that_is_not_there():
     assert "trainer.accelerator=gpu: no GPU on this machine; try: trainer=cpu" in line
 
 
-def test_devices_that_are_not_what_the_launcher_started(monkeypatch):
+def test_devices_that_differ_from_the_launchers_are_refused(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
     (line,) = refused("trainer.devices=2", *NANO)

@@ -88,7 +88,7 @@ def test_a_turn_has_as_many_steps_as_it_was_given():
 
 
 @pytest.mark.slow
-def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
+def test_a_failed_loop_is_reported_with_its_last_output(tmp_path):
     model = {"vocab_size": 9, "d_model": 4, "n_heads": 3}
     spec = {"loop": "bare", "device": "cpu", "model": model, "compile": "none"}
     loop = Contestant("bare", spec, n_ranks=1, threads=1, log_dir=tmp_path)

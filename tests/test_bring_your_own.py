@@ -140,14 +140,14 @@ def own_schedule(cfg: RunConfig, target: str, **keys) -> RunConfig:
     return cfg.changed({"scheduler": SchedulerConfig.model_validate(node)})
 
 
-def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
+def test_a_schedule_receives_the_step_and_the_other_arguments_that_it_names(lab):
     cfg = own_schedule(compose_run("model=gpt_nano"), "lab.halving")
     assert [factor(cfg, 10, step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
     cfg = own_schedule(cfg, "lab.to_the_end", power=2.0)
     assert [factor(cfg, 4, step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
 
 
-def test_a_schedule_that_looks_at_a_metric_looks_at_the_monitor_after_each_validation():
+def test_a_schedule_that_needs_a_metric_receives_the_monitor_after_each_validation():
     cfg = compose_run("model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max")
     cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
@@ -156,7 +156,7 @@ def test_a_schedule_that_looks_at_a_metric_looks_at_the_monitor_after_each_valid
     assert found == ("val/top1", 5 * 4, "max")
 
 
-def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train, lab):
+def test_an_lstm_and_a_user_optimizer_resume_exactly_on_two_ranks(train, lab):
     options = (
         "model=lstm", "optimizer=signs", "scheduler=to_the_end", "scheduler.total_steps=9",
         "trainer.accelerator=cpu", "trainer.devices=2", "data.seq_len=17", "data.batch_size=4",
@@ -181,7 +181,7 @@ def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train
     assert type(net).__name__ == "LSTM" and not net.training
 
 
-def test_token_files_and_an_optimizer_from_elsewhere_are_gone_on_with_exactly(train, tmp_path):
+def test_token_files_and_an_external_optimizer_resume_exactly(train, tmp_path):
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     yaml = tmp_path / "conf" / "optimizer" / "adafactor.yaml"
     yaml.write_text("_target_: torch.optim.Adafactor\n")
@@ -240,7 +240,7 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
         (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),
     ],
 )
-def test_what_the_net_cannot_do_is_told_before_a_process_or_a_file_is_made(train, lab, words, said):
+def test_an_unsupported_net_is_reported_before_a_process_or_a_file_is_made(train, lab, words, said):
     at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.max_steps=1")
     run = train("model=lstm", *at, *words, *lab, tiny=False)
     assert run.code == 2
@@ -255,7 +255,7 @@ def test_an_optimizer_that_needs_real_weights_to_begin_with_is_given_them(train,
     assert run.code == 0, run.err
 
 
-def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
+def test_tokens_outside_the_nets_vocabulary_are_reported_with_the_key():
     cfg = compose_run("model=gpt_nano").changed({"model.vocab_size": 5})
     assert check_sample(cfg, (torch.tensor([1, 4]), torch.tensor([4, -100]))) == 2
     assert check_sample(cfg, {"targets": torch.tensor([4, -100, 0])}) == 3
@@ -264,7 +264,7 @@ def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
     assert error.value.code == 65
 
 
-def test_a_net_of_another_contract_is_told_by_its_shapes():
+def test_a_net_with_another_contract_is_reported_with_its_shapes():
     class Mean(torch.nn.Embedding):
         def forward(self, tokens):
             return super().forward(tokens).mean(1)

@@ -91,7 +91,7 @@ class Shim:
 # Whole
 
 
-def test_a_save_is_found_again_with_what_was_said_about_it(store, monkeypatch):
+def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
     monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
     save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
     found = CheckpointStore(store.folder, RUN).newest_good()
@@ -377,7 +377,7 @@ def test_order_is_by_step_and_never_by_time(store):
 
 
 @pytest.mark.parametrize("name", ["../step-00000001/state.ckpt", "..", "/etc/passwd", "a\0b", ""])
-def test_a_manifest_that_names_a_file_elsewhere_is_none(store, name):
+def test_a_manifest_that_names_a_file_outside_is_invalid(store, name):
     save(store, 1)
     path = save(store, 2)
     reseal(path, files={name: read_manifest(path)["files"]["state.ckpt"]})
@@ -434,7 +434,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert holds(store.newest_good().path, 2)
 
 
-def test_progress_is_told_while_bytes_are_written_and_read_back(tmp_path):
+def test_progress_is_reported_while_bytes_are_written_and_read_back(tmp_path):
     beats = []
     save(CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1)), 1)
     assert len(beats) == 2 * len(FILES)

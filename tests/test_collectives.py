@@ -56,7 +56,7 @@ def check_pictures(text: str, n_ranks: int) -> None:
         assert [a if a == "-" else list(map(int, a.split())) for a in after] == words, name
 
 
-def test_each_rank_gets_what_the_collective_says_and_a_ring_sends_the_same_from_each(run, tmp_path):
+def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(run, tmp_path):
     text = run(4, "max_bytes=4194304")
     check_pictures(text, 4)
     assert not list((tmp_path / "run #4%41" / ".beats").iterdir())  # where they met
@@ -76,7 +76,7 @@ def test_the_command_starts_its_ranks(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_rank_0_alone_speaks(command, tmp_path):
+def test_under_torchrun_only_rank_0_prints(command, tmp_path):
     words = ["-m", "gptrain.collectives", "trainer.accelerator=cpu"]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
     done = command(*torchrun, *words, "max_bytes=65536", f"run_dir={tmp_path / 'run'}")

@@ -23,7 +23,7 @@ def options(name, tensor, pipeline):
         ("ddp_pipeline", 6, None, 3, ParallelDims(data=2, pipeline=3)),
     ],
 )
-def test_data_parallel_takes_what_tensor_and_pipeline_leave(
+def test_data_parallelism_uses_the_ranks_that_tensor_and_pipeline_leave(
     name, world_size, tensor, pipeline, expected
 ):
     assert parallel_dims(options(name, tensor, pipeline), world_size) == expected

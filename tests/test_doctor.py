@@ -107,7 +107,7 @@ def test_interfaces_may_be_excluded_listed_or_begun(found, value):
     assert found(environment={"NCCL_SOCKET_IFNAME": value}) == []
 
 
-def test_this_machine_says_what_it_checked(monkeypatch, tmp_path):
+def test_the_report_of_this_machine_names_its_checks(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
     monkeypatch.setenv("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     with socket.create_server(("", 0)) as taken:

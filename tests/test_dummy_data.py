@@ -21,7 +21,7 @@ def test_one_by_one_and_batched_samples_are_equal():
         assert torch.equal(targets[row], dataset[index][1])
 
 
-def test_a_sample_depends_on_seed_and_index_alone():
+def test_a_sample_depends_only_on_seed_and_index():
     short, long = DummyTextDataset(5, seq_len=16, seed=3), DummyTextDataset(9, seq_len=64, seed=3)
     assert torch.equal(short[4][0], long[4][0][:15])
     assert not torch.equal(short[4][0], short[3][0])

@@ -59,7 +59,7 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert code in EXIT_CODES
 
 
-def test_what_follows_from_an_exit_code_stands_beside_the_code():
+def test_the_exit_code_table_documents_the_consequence_of_each_code():
     """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
 
     def codes(consequence: str) -> set[int]:

@@ -78,7 +78,7 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_an_export_speaks_like_its_run_alone(speaker, export_run, capfd, tmp_path, form):
+def test_an_export_generates_the_same_text_as_its_run(speaker, export_run, capfd, tmp_path, form):
     """Both moved, the run gone, and its data, of which no word is needed."""
     command = pytest.importorskip("gptrain.generate.__main__")
 
@@ -123,7 +123,7 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
     assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
 
 
-def test_what_is_no_floating_point_number_is_exported_as_it_is(tmp_path):
+def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
     dtypes = (torch.bool, torch.int64, torch.uint8, torch.uint16)
     own = {str(dtype): torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
     write_tensors(tmp_path / "model.safetensors", own, torch.bfloat16)
@@ -240,7 +240,7 @@ def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
     assert [export_run(own, f"dtype={dtype}")[0] for dtype in ("fp32", "bf16")] == [0, 0]
 
 
-def test_a_net_that_is_no_gpt2_says_which_format_works(tmp_path):
+def test_the_error_for_a_net_that_is_not_gpt2_names_a_format_that_works(tmp_path):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"no `to_hugging_face`.*try: format=safetensors"):
         check_format(net, "hf")

@@ -32,12 +32,12 @@ def tries(request, tmp_path_factory) -> dict[str, list[Future]]:
 
 
 def is_ours(item: pytest.Item) -> bool:
-    return getattr(item, "originalname", "") == "test_what_is_promised_for_a_fault_holds"
+    return getattr(item, "originalname", "") == "test_the_documented_behaviour_after_a_fault_holds"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", QUICK, ids=lambda row: f"{row.fault} {row.what}")
-def test_what_is_promised_for_a_fault_holds(tries, row):
+def test_the_documented_behaviour_after_a_fault_holds(tries, row):
     assert [future.result() for future in tries[row.what]] == [None] * row.quick
 
 

@@ -20,7 +20,7 @@ WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
 
 @pytest.mark.slow
-def test_runs_inside_ones_own_hydra_app_are_those_of_the_command_line(train, tmp_path, capfd):
+def test_runs_inside_a_users_hydra_app_equal_those_of_the_command_line(train, tmp_path, capfd):
     """One that fails is an exception with its code and folder."""
     by_hand = train("logger=none", "callbacks=none", "data.global_batch_size=8")
     diverging = ("optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'second'}")

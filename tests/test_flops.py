@@ -32,7 +32,7 @@ def test_the_formula_counts_what_torch_counts_within_one_percent(size):
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_measuring_a_peak_leaves_the_runs_random_numbers_alone():
+def test_measuring_the_peak_does_not_change_the_runs_random_numbers():
     state = torch.get_rng_state()
     assert measure_matmul(torch.device("cpu"), torch.float32, side=64, seconds=0) > 0
     assert torch.equal(torch.get_rng_state(), state)

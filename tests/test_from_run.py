@@ -31,14 +31,14 @@ def hashes(folder) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_what_is_typed_now_comes_after_what_was_typed_then(old_run):
+def test_new_overrides_come_after_the_old_runs_overrides(old_run):
     old = old_run("model=gpt_nano", "optimizer.lr=0.5", "seed=7", "+trainer.min_epochs=2")
     cfg = compose_command([old, "optimizer.lr=0.25", "model=gpt2"])
     assert (cfg.optimizer.lr, cfg.seed, cfg.model.d_model) == (0.25, 7, 768)
     assert cfg.trainer.min_epochs == 2
 
 
-def test_where_the_old_run_lay_and_how_it_went_on_is_not_taken(old_run, tmp_path):
+def test_the_old_runs_folder_and_checkpoint_path_are_not_reused(old_run, tmp_path):
     first = old_run("run_dir=/elsewhere", "ckpt_path=last", "allow_changes=[seed]", "seed=3")
     cfg = compose_command([first])
     assert cfg.seed == 3 and cfg.ckpt_path is None and list(cfg.allow_changes) == []
@@ -49,7 +49,7 @@ def test_where_the_old_run_lay_and_how_it_went_on_is_not_taken(old_run, tmp_path
     assert cfg.from_run == str(tmp_path / "second")
 
 
-def test_a_run_that_goes_on_does_not_begin_again_from_other_weights(old_run):
+def test_a_resumed_run_does_not_start_again_from_init_from_weights(old_run):
     old = old_run("init_from=weights")
     assert compose_command([old]).init_from == "weights"
     assert compose_command([old, "ckpt_path=last"]).init_from is None
@@ -73,7 +73,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
     assert caught.value.code == 66
 
 
-def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_own(train):
+def test_evaluating_the_best_checkpoint_gives_the_same_value_in_a_new_folder(train):
     run = train(
         "trainer.val_check_interval=2", "optimizer.lr=0.3", "scheduler.warmup_steps=3",
         "scheduler.start_factor=0.0001", "trainer.limit_test_batches=2", "logger=csv",
@@ -92,7 +92,7 @@ def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_
     assert hashes(run.folder) == before
 
 
-def test_a_run_goes_on_without_a_word_of_its_options_typed_again(train):
+def test_a_run_resumes_without_repeating_its_options(train):
     options = ("scheduler=constant", "logger=csv", "trainer.log_every_n_steps=1")
     run = train(*options, "trainer.val_check_interval=2")
     whole = run.losses()
@@ -102,7 +102,7 @@ def test_a_run_goes_on_without_a_word_of_its_options_typed_again(train):
     assert again.losses() == whole and len(whole) == 4
 
 
-def test_what_a_terminal_would_obey_is_shown_as_its_escape(train, old_run):
+def test_terminal_control_characters_are_shown_escaped(train, old_run):
     escapes = "x\x1b]0;PWNED\x07\x1b[31m"
     run = train(old_run(f"name='{escapes}'", "model.max_seq_len=16"))
     assert run.code == 0, run.err

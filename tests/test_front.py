@@ -75,7 +75,7 @@ def test_the_composed_config_is_shown(capsys):
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_problem_is_told_once_and_no_rank_writes(command, outputs):
+def test_under_torchrun_a_problem_is_reported_once_and_no_rank_writes(command, outputs):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     done = command(*launcher, "train.py", "trainer.devices=2", "optimizer.lr=-1")
     assert done.returncode != 0
@@ -83,7 +83,7 @@ def test_under_torchrun_a_problem_is_told_once_and_no_rank_writes(command, outpu
     assert list(outputs.iterdir()) == []
 
 
-def test_only_the_first_rank_speaks(capsys, monkeypatch):
+def test_only_the_first_rank_prints(capsys, monkeypatch):
     for rank, said in ((0, True), (1, False)):
         for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, str(value))
@@ -182,7 +182,7 @@ def test_a_sweep_over_the_choices_of_a_pattern():
     assert seen == [(128, 1), (128, 2)]
 
 
-def test_a_folder_of_ones_own_yaml_may_have_any_name(tmp_path):
+def test_a_folder_of_user_configs_may_have_any_name(tmp_path):
     folder = tmp_path / "it's mine, é" / "conf"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "mine.yaml").write_text("defaults: [gpt_nano]\nd_model: 64\n")

@@ -128,7 +128,7 @@ def test_wrong_words_are_one_line_without_torch(write, tmp_path, words, said):
     assert (code, out) == (2, "") and err.startswith(said) and err.count("\n") == 1
 
 
-def test_what_is_not_there_or_damaged_has_its_code(write, saved_twice, tmp_path):
+def test_a_missing_or_damaged_run_has_its_exit_code(write, saved_twice, tmp_path):
     code, _, err = write(tmp_path / "nothing")
     said = "no run in this folder, and no model in this file"
     assert (code, err) == (66, f"error: from_run={tmp_path}/nothing: {said}\n")
@@ -141,7 +141,7 @@ def test_what_is_not_there_or_damaged_has_its_code(write, saved_twice, tmp_path)
 # From a run, moved; its checkpoints; its exports
 
 
-def test_a_run_that_was_moved_speaks_without_its_data(write, speaker):
+def test_a_moved_run_generates_text_without_its_data(write, speaker):
     net, tokenizer = gptrain.load(speaker, with_tokenizer=True)
     tokens = list(BYTES.encode("é x"))
     with torch.no_grad():

@@ -33,7 +33,7 @@ TOKENS = torch.arange(30).view(2, 15)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_computes_what_transformers_computes_and_its_weights_travel(tmp_path, name):
+def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, name):
     net, back = (HuggingFace(61, CONFIGS[name]).eval() for _ in range(2))
     assert len(net.blocks) == 2 and net(TOKENS).shape == (2, 15, 61)
     assert torch.equal(net(TOKENS), net.model(TOKENS).logits)
@@ -127,7 +127,7 @@ def test_a_folder_is_read_as_data(tmp_path):
         ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),
     ],
 )
-def test_what_is_no_model_is_one_line(words, said):
+def test_an_invalid_model_is_one_line(words, said):
     with pytest.raises(ValueError, match=said) as error:
         HuggingFace(61, **words)
     assert "\n" not in str(error.value)

@@ -51,7 +51,7 @@ def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(trai
     assert_equal(net.state_dict(), saved_twice.state(2)["state_dict"])
 
 
-def test_what_contradicts_the_run_is_one_line_that_names_both_sides(train, saved_twice):
+def test_weights_that_do_not_match_the_run_are_one_line_that_names_both_sides(train, saved_twice):
     begun = train(*STILL, f"init_from='{saved_twice.folder}'", "model.d_model=16", name="narrow")
     assert begun.code == 65
     (line,) = begun.err.splitlines()
@@ -107,7 +107,7 @@ class OwnPositions(torch.nn.Module):
         self.register_buffer("mask", torch.ones(1, max_seq_len, max_seq_len).tril())
 
 
-def test_positions_of_ones_own_net_are_told_by_its_max_seq_len(tmp_path):
+def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     short, file = OwnPositions(6), tmp_path / "short.ckpt"
     torch.save(short.state_dict(), file)
     net = OwnPositions(9)
@@ -130,7 +130,9 @@ def test_positions_of_ones_own_net_are_told_by_its_max_seq_len(tmp_path):
         ("readme", 65, "readme: not a checkpoint ("),
     ],
 )
-def test_what_is_not_there_or_damaged_is_one_line_with_its_code(train, tmp_path, name, code, said):
+def test_missing_or_damaged_weights_are_one_line_with_an_exit_code(
+    train, tmp_path, name, code, said
+):
     for file in ("no.safetensors", "readme"):
         (tmp_path / file).write_text("# not one of these")
     run = train(*STILL, f"init_from={tmp_path / name}")

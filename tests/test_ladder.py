@@ -137,7 +137,7 @@ def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
     assert 6 * n * d == pytest.approx(1e21, rel=1e-6)
 
 
-def test_a_duration_is_told_however_long():
+def test_a_duration_of_any_length_is_formatted():
     found = [duration(hours) for hours in (0.01, 0.5, 3.0, 96.0, 1.9e14 / 3600, float("nan"))]
     assert found == ["36 s", "30.0 min", "3.0 h", "4.0 d", "2,199,074,074.1 d", "?"]
 

@@ -149,7 +149,7 @@ def test_a_number_that_is_no_rank_is_refused_by_that_rank(launched):
     assert "RANK=2: not in 0 to 1 (WORLD_SIZE=2)" in line
 
 
-def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch, tmp_path):
+def test_mpirun_on_two_nodes_needs_master_addr(launched, monkeypatch, tmp_path):
     launched("openmpi", 0, 4, 0, 2)
     words = ("trainer.devices=2", "trainer.num_nodes=auto", "trainer.accelerator=cpu")
     (line,) = refused(*words, f"run_dir={tmp_path / 'seen_by_all'}")

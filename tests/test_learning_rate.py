@@ -65,7 +65,7 @@ def test_a_warm_up_as_a_fraction_is_one_of_the_schedules_length(warmup, steps):
 
 
 @pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])
-def test_going_on_to_another_end_says_where_it_bends_the_schedule(train, length, bends):
+def test_resuming_to_another_length_reports_where_the_schedule_changes(train, length, bends):
     """The optimizer has groups with different learning rates, of which the first is named."""
     options = ("scheduler=warmup_linear", f"scheduler.total_steps={length}", "logger=none",
                "optimizer=muon", "optimizer.embedding_lr=1e-3")  # fmt: skip

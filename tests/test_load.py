@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     ],
     ids=lambda model: model["_target_"],
 )
-def test_a_folder_from_elsewhere_runs_no_code(tmp_path, model):
+def test_loading_an_untrusted_folder_runs_no_code(tmp_path, model):
     mark = tmp_path / "mark"
     (tmp_path / ".hydra").mkdir()
     text = OmegaConf.to_yaml({"model": model, "allowed_targets": ["os", "posix", "subprocess"]})
@@ -65,7 +65,7 @@ def test_a_folder_from_elsewhere_runs_no_code(tmp_path, model):
     assert not mark.exists()
 
 
-def test_what_is_no_run_is_named(tmp_path):
+def test_a_folder_that_is_not_a_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run in this folder"):
         gptrain.load(tmp_path)
     with pytest.raises(ValueError, match="allowed: best, last"):

@@ -65,7 +65,7 @@ STALE = '{"run_id": "%s", "pid": 1, "host": "here"}' % ("a" * 32)  # the pid is 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"run_id": 5, "pid": []}', "\x00\x01", STALE])
-def test_a_lock_file_of_somebody_elses_never_stops_a_run(tmp_path, text):
+def test_a_foreign_lock_file_never_stops_a_run(tmp_path, text):
     (tmp_path / ".lock").write_text(text)
     with RunLock(tmp_path) as lock:
         assert len(lock.run_id) == 32 and (lock.run_id == "a" * 32) == (text == STALE)

@@ -48,7 +48,7 @@ def test_the_first_step_and_validated_ones_have_whole_rows(train):
     assert both == ["3", "6", "7"]
 
 
-def test_a_resumed_run_goes_on_in_the_curves_of_two_loggers_and_doubles_no_point(train):
+def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(train):
     def curves(folder) -> tuple:
         found = rows(folder)
         table = [(row["step"], row["train/loss"], row["val/loss"]) for row in found]
@@ -83,7 +83,7 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine("wandb")
-def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
+def test_wandb_resumes_the_run_of_the_folder(train, monkeypatch):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -235,7 +235,7 @@ def mine(written, monkeypatch) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("words", [*TOGETHER, ["module=alone"], ["experiment=all"]], ids=str)
-def test_every_class_of_ones_own_is_taken_as_it_is(mine, words, capfd):
+def test_every_user_class_is_used_unchanged(mine, words, capfd):
     """By both checks of train.py, that of the config and that of what the classes make."""
     code = run_command(assemble.check, [*mine, *words])
     assert (code, capfd.readouterr().err) == (0, "")

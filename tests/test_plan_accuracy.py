@@ -34,7 +34,7 @@ SLOW = {
     [*CONFIGS.values(), *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW.values())],
     ids=[*CONFIGS, *SLOW],
 )
-def test_a_real_step_takes_what_the_plan_says(train, words):
+def test_a_real_step_uses_the_planned_memory_flops_and_traffic(train, words):
     words = ["model=gpt_nano", *SMALL.split(), *words.split()]
     run = train(*words, *QUIET, *METERED, tiny=False)
     assert run.code == 0, run.err

@@ -78,7 +78,7 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
     )  # fmt: skip
 
 
-def test_what_does_not_fit_gets_a_command_that_does(plan):
+def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
     """A wider batch than a V100 can hold: its blocks are computed again."""
     words = ["model=gpt2_xl", "data.seq_len=512", "data.batch_size=16", "trainer.devices=1"]
     found = answer(plan, *words, "hardware=v100_sxm2_32gb")

@@ -105,7 +105,7 @@ def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeyp
     assert (ending.code, ending.cause, ending.trace) == (76, "hang", "")
 
 
-def test_a_rank_that_nobody_else_joins_says_so_in_one_line(command, tmp_path):
+def test_a_rank_that_no_other_rank_joins_ends_in_one_line(command, tmp_path):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     options = ("trainer.devices=2", "strategy.timeout_s=1", "launcher.timeout_s=1")
     words = (*TINY, *options, f"run_dir={tmp_path / 'run'}")

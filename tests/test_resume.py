@@ -83,7 +83,7 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
 
 
 @pytest.mark.parametrize("path", ["last", "step-00000005", "step-00000005/state.ckpt"])
-def test_what_does_not_change_the_run_may_change(compose, path):
+def test_options_that_do_not_affect_the_result_may_change(compose, path):
     """A checkpoint is named by its folder, too, or by a file of it."""
     store = save(compose(), 5)
     path = path if path == "last" else store.folder / path
@@ -135,7 +135,7 @@ def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(
     assert not differences(there, identity(here, 32), 32)
 
 
-def test_a_checkpoint_made_before_a_key_existed_goes_on_unless_the_key_is_typed(monkeypatch):
+def test_a_checkpoint_from_before_a_key_existed_resumes_unless_the_key_is_set(monkeypatch):
     """A newer library has more keys. Their defaults do what the older library did."""
     cfg = compose_run("model=gpt_nano", "trainer=cpu")
     saved = identity(cfg, 32)
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
 
 
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
-def test_the_best_is_told_by_the_monitor_and_its_mode(compose, mode, step):
+def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode, step):
     for saved, mine in ((5, 1.0), (6, 3.0), (7, 2.0)):
         save(compose(), saved, metrics={"mine": mine})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")

@@ -1,4 +1,4 @@
-"""`python -m gptrain.runs`, on folders as runs, crashes and strangers leave them."""
+"""`python -m gptrain.runs` on folders of finished, crashed and untrusted runs."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_odd_file_costs_a_run_a_warning_at_most(name, four, show):
     assert show(four)[0] == 0
 
 
-def test_a_run_that_goes_on_shows_its_newest_checkpoint(train, show):
+def test_a_resumed_run_shows_its_newest_checkpoint(train, show):
     run = train()
     (run.folder / "status.json").unlink()
     with (run.folder / ".lock").open() as lock:

@@ -74,7 +74,7 @@ def test_a_file_with_foreign_code_is_refused_and_the_code_named(
         load_file(tmp_path / "x.ckpt", mmap=mmap)
 
 
-def test_bits_flipped_in_a_file_that_nobody_verified_raise_one_of_our_two_errors(tmp_path):
+def test_flipped_bits_in_an_unverified_file_raise_one_of_two_errors(tmp_path):
     torch.save({"w": torch.ones(9), "step": 3}, tmp_path / "x.ckpt")
     good, draw = (tmp_path / "x.ckpt").read_bytes(), random.Random(0)
     for _ in range(200):
@@ -155,7 +155,7 @@ def test_shards_in_a_draft_are_a_checkpoint_that_torch_reads_too(tmp_path, in_ba
         assert flat(read(reader(path), saved)) == flat(saved)
 
 
-def test_what_torch_wrote_by_itself_is_read(tmp_path):
+def test_files_written_by_torch_save_are_read(tmp_path):
     saved = trained()
     dcp.save(saved, checkpoint_id=tmp_path / "plain")
     assert flat(read(SafeFileSystemReader(tmp_path / "plain"), saved)) == flat(saved)
@@ -222,7 +222,7 @@ def draw_from_all() -> list:
     return [*of_python, *of_numpy, *torch.rand(3).tolist(), torch.randn(1).item()]
 
 
-def test_every_generator_goes_on_bit_by_bit_after_a_safe_load(tmp_path):
+def test_every_random_generator_resumes_bit_for_bit_after_a_safe_load(tmp_path):
     draw_from_all()  # leaves the second number of a gaussian pair behind in Python and NumPy
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -161,5 +161,5 @@ def test_a_temperature_near_zero_is_greedy_and_no_overflow():
     assert Sampling(1e-30).weights(logits).tolist() == [[0, 1, 0]]
 
 
-def test_what_is_no_text_is_shown_as_a_dot():
+def test_tokens_that_are_not_text_are_shown_as_a_dot():
     assert printable("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"

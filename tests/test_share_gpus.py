@@ -38,7 +38,7 @@ def test_jobs_share_out_the_gpus_and_the_last_one_waits_for_the_first():
     third.communicate()
 
 
-def test_elsewhere_all_that_is_visible_stays_visible(monkeypatch):
+def test_outside_local_sweeps_all_visible_gpus_stay_visible(monkeypatch):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "900,901,902")
     reserve_gpus(1)

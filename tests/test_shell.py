@@ -54,14 +54,14 @@ def test_other_values_keep_their_types():
         assert value_of(shell.override("key", value)) == value
 
 
-def test_what_needs_no_quotes_has_none():
+def test_words_that_need_no_quotes_have_none():
     words = [shell.override("run_dir", "outputs/train/2026-11-25_10:00"), "ckpt_path=last"]
     assert shell.command(*words) == "run_dir=outputs/train/2026-11-25_10:00 ckpt_path=last"
     assert shell.option("from_run", "a b") == "\"from_run='a b'\""
 
 
 @pytest.mark.parametrize("name", ["-x", "~x", "a b"])
-def test_a_folder_is_no_option_and_nobodys_home(name, tmp_path, monkeypatch):
+def test_a_folder_name_is_never_read_as_an_option_or_a_home_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(tmp_path, name).mkdir()
     line = f"{shell.command('cd', shell.folder_argument(name))} && pwd"

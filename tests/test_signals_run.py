@@ -35,7 +35,7 @@ def process(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_without_a_reader_listen_on_loopback_alone_and_leave_saved_when_asked(
+def test_two_ranks_survive_a_closed_pipe_listen_only_on_loopback_and_save_on_a_signal(
     process, tmp_path
 ):
     saved = tmp_path / "run/checkpoints/step-00000020"
@@ -52,7 +52,7 @@ def test_two_ranks_go_on_without_a_reader_listen_on_loopback_alone_and_leave_sav
     wait_until(lambda: not any(map(is_alive, processes)), timeout_s=30)
 
 
-def test_a_run_that_is_told_before_its_first_step_leaves_with_75(train, tmp_path):
+def test_a_run_stopped_before_its_first_step_exits_with_75(train, tmp_path):
     def interrupt() -> None:
         wait_until((tmp_path / "run/.hydra/config.yaml").exists, timeout_s=100)
         os.kill(os.getpid(), signal.SIGINT)

@@ -48,7 +48,7 @@ def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_tasks_of_several_nodes_meet_at_the_first_node_or_where_the_job_script_says(
+def test_tasks_of_several_nodes_connect_to_the_first_node_or_to_the_job_scripts_address(
     task, monkeypatch
 ):
     task()
@@ -64,7 +64,7 @@ def test_tasks_of_several_nodes_meet_at_the_first_node_or_where_the_job_script_s
     assert os.environ["MASTER_ADDR"] == "head"
 
 
-def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
+def test_tasks_of_one_node_connect_through_a_file_of_their_step(task):
     task(SLURM_STEP_NUM_NODES="1")
     set_rendezvous("/runs/a")
     first = store_path("/runs/a")
@@ -144,6 +144,6 @@ def test_each_start_of_open_mpi_on_several_nodes_has_a_name_of_its_own(monkeypat
     assert first == same != other
 
 
-def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(agent):
+def test_agents_of_several_nodes_give_a_start_the_same_name(agent):
     one, other = (agent(n_local=1, count=count) for count in range(2))
     assert one == other != agent(n_local=1, count=0, port=40002)

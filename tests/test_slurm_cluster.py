@@ -95,7 +95,7 @@ def assert_same_state(one: Finished, other: Finished) -> None:
                    for a, b in zip(left, right, strict=True))  # fmt: skip
 
 
-def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(jobs):
+def test_a_preempted_job_saves_is_requeued_and_resumes_bit_for_bit(jobs):
     run = jobs.finished(jobs.cheap)
     assert "asked to stop: saved at step" in run.out and "resume    from step" in run.out
     assert_same_state(run, jobs.finished(f"{jobs.array}_0"))

@@ -44,7 +44,7 @@ def _fail(run_dir, rank, start, answers):
     answers.put((rank, write_status(run_dir, cause="error", exit_code=70, rank=rank)))
 
 
-def test_of_ranks_that_fail_at_once_exactly_one_tells(tmp_path):
+def test_exactly_one_of_several_failing_ranks_writes_the_status(tmp_path):
     start, answers = FORK.Event(), FORK.Queue()
     ranks = [FORK.Process(target=_fail, args=(tmp_path, r, start, answers)) for r in range(8)]
     for rank in ranks:
@@ -57,7 +57,7 @@ def test_of_ranks_that_fail_at_once_exactly_one_tells(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"exit_code": "x"}'])
-def test_a_status_of_somebody_elses_is_none(tmp_path, text):
+def test_an_invalid_status_file_is_ignored(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path) is None
     with pytest.raises(OSError):  # and no status that is lost

@@ -30,7 +30,7 @@ def shell(command: str, **variables: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("place", [None, "/dev/full"])
-def test_a_run_goes_on_without_its_output_and_writes_its_log_file(place, train, monkeypatch):
+def test_a_run_continues_without_its_output_and_writes_its_log_file(place, train, monkeypatch):
     stdout = place and open(place, "w")  # noqa: SIM115  None: closed
     monkeypatch.setattr(sys, "stdout", stdout)
     run = train("trainer.max_steps=1", "logger=none")

@@ -130,7 +130,7 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
     assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
 
 
-def test_a_failing_job_is_told_and_the_others_run(train):
+def test_a_failing_job_is_reported_and_the_others_run(train):
     """A point that failed has no result to read: it is tried again. An early stop is no failure."""
     words = (
         "trainer.gradient_clip_val=null", "trainer.max_steps=20", "trainer.val_check_interval=10",

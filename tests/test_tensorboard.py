@@ -81,7 +81,7 @@ def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs
         assert "d_model" not in text and "checkpoint" not in text
 
 
-def test_a_run_that_goes_on_shows_its_new_points_after_a_reload(window, tmp_path):
+def test_a_resumed_run_shows_its_new_points_after_a_reload(window, tmp_path):
     logger = TensorBoardLogger(str(tmp_path))
     logger.discard_after(0)
 

@@ -136,7 +136,7 @@ def test_a_tokenizer_comes_back_from_its_folder_where_a_link_is_not_followed(bpe
     assert (tmp_path / "victim").read_text() == "content"
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path):
+def test_an_invalid_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(DataError, match=r"t\.json: not a tokenizer\.json"):
@@ -353,7 +353,7 @@ def test_a_second_time_nothing_is_read(tmp_path):
     assert prepare(source, "bytes", cache).folder != first.folder
 
 
-def test_the_same_text_elsewhere_is_found_again(tmp_path):
+def test_the_same_text_in_another_folder_reuses_the_cache(tmp_path):
     cache = tmp_path / "cache"
     first = prepare(make_corpus(tmp_path / "one"), "bytes", cache)
     assert prepare(make_corpus(tmp_path / "two"), "bytes", cache).folder == first.folder

@@ -64,7 +64,7 @@ def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
         (lambda p: os.mkfifo(p), "not a regular file"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path, write, message):
+def test_the_error_of_a_token_file_names_the_file(tmp_path, write, message):
     path = tmp_path / "train.bin"
     write(path)
     with pytest.raises(DataError, match=rf"train\.bin: .*{message}"):
@@ -216,7 +216,7 @@ def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
         (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: its header counts 10 tokens"),
     ],
 )
-def test_what_is_wrong_with_an_index_is_said_with_its_name(tmp_path, harm, message):
+def test_the_error_of_an_index_names_the_file(tmp_path, harm, message):
     index = write_megatron(tmp_path / "web", [[1, 2, 3], [4, 5]]).with_suffix(".idx")
     index.write_bytes(harm(index.read_bytes()))
     with pytest.raises(DataError, match=message):

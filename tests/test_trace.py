@@ -127,7 +127,7 @@ def test_a_net_without_formulas_is_traced(plan, monkeypatch, words):
     assert most / 2 < row["wire_bytes_per_step"] <= 1.01 * most
 
 
-def test_what_cannot_be_traced_is_one_line(plan, tmp_path):
+def test_a_net_that_cannot_be_traced_is_one_line(plan, tmp_path):
     code, out, err = plan("model=gpt_nano", "trainer.devices=2", "strategy=pipeline", "--trace")
     assert code == 2 and not out
     assert "strategy.name=pipeline: not traced; traced: single, ddp, fsdp, tensor_parallel" in err

@@ -160,7 +160,7 @@ def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_lef
     assert {row.partition(",")[0] for row in rows[1:]} == {"4"}  # the step that was evaluated
 
 
-def test_what_cannot_be_used_ends_a_run_with_its_own_code(train, tmp_path):
+def test_unusable_input_ends_a_run_with_its_exit_code(train, tmp_path):
     run = train("task=validate", "ckpt_path=last", name="empty")
     assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
@@ -248,7 +248,7 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     [((), 2), (("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps"), 0)],
     ids=["adamw", "sgd"],
 )
-def test_room_is_asked_for_two_saves_with_the_states_of_the_optimizer(
+def test_disk_space_is_required_for_two_saves_with_optimizer_states(
     train, monkeypatch, words, states
 ):
     asked = []
@@ -259,20 +259,20 @@ def test_room_is_asked_for_two_saves_with_the_states_of_the_optimizer(
     assert asked[0] == 2 * 4 * (1 + states) * sum(weights.values())
 
 
-def test_no_room_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
+def test_too_little_space_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     run = train("logger=csv")
     assert run.code == 74 and "1000 bytes free" in run.err
     assert not (run.folder / "metrics.csv").exists()
 
 
-def test_checkpoints_of_another_run_are_not_gone_on_with(train, plain, tmp_path):
+def test_checkpoints_of_another_run_are_not_resumed(train, plain, tmp_path):
     shutil.copytree(plain.folder / "checkpoints", tmp_path / "run" / "checkpoints")
     run = train("ckpt_path=last")
     assert run.code == 65 and "of another run" in run.err
 
 
-def test_a_job_that_a_launcher_starts_again_goes_on_by_itself(train, monkeypatch):
+def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch):
     options = ("logger=none", "trainer.val_check_interval=2")
     run = train(*options)
     for name, n_threads in (("SLURM_RESTART_COUNT", 1), ("TORCHELASTIC_RESTART_COUNT", 2)):

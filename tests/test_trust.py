@@ -59,7 +59,7 @@ def test_a_class_that_conf_or_a_library_names_in_its_group_is_taken(group, targe
 
 
 @pytest.mark.parametrize("group, target", REFUSED)
-def test_nothing_else_is_taken_wherever_it_stands(group, target):
+def test_other_targets_are_refused_in_every_config_group(group, target):
     assert refused({group: {"_target_": target}})
     good = {"_target_": "gptrain.models.SimpleGPT", "x": [{"y": {"_target_": target}}]}
     assert refused({group: good})
@@ -139,7 +139,7 @@ def own_run(train, configuration, tmp_path_factory) -> Path:
     return run.folder
 
 
-def test_ones_own_run_is_evaluated_without_typing_its_paths_again(own_run, train):
+def test_the_users_own_run_is_evaluated_without_repeating_its_paths(own_run, train):
     test = train(f"from_run={own_run}", "task=test", name="test", tiny=False)
     assert test.code == 0 and "test/loss" in test.metrics, test.err
     again = train(f"from_run={own_run}", "seed=2", name="again", tiny=False)
@@ -179,7 +179,7 @@ def test_a_run_that_takes_its_words_from_an_untrusted_run_is_not_signed(
     assert not (run.folder / ".hydra" / "signature").exists()
 
 
-def test_the_key_is_made_once_and_is_for_this_user_alone(configuration):
+def test_the_key_is_made_once_and_is_readable_only_by_this_user(configuration):
     assert read_key() is None and not configuration.exists()
     with ThreadPoolExecutor(16) as pool:
         keys = set(pool.map(lambda _: read_key(make=True), range(64)))

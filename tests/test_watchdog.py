@@ -115,7 +115,7 @@ def test_a_rank_whose_peer_failed_leaves_with_its_code_and_of_a_hang_shows_its_s
     assert said in process.stderr.read().decode()
 
 
-def test_nobody_is_ended_who_only_takes_long_or_whose_peer_is_done(tmp_path, start):
+def test_slow_ranks_and_ranks_with_a_finished_peer_are_not_killed(tmp_path, start):
     """A rank was stopped and goes on, another has announced a long call; an old status stays."""
     write_status(tmp_path, cause="error", exit_code=70, rank=1)
     stopped, announced = start(0, "run"), start(0, "allow", tmp_path / "other")
@@ -219,7 +219,7 @@ def sleep_until_terminated() -> None:
     time.sleep(60)
 
 
-def test_a_rank_that_was_asked_alone_to_stop_lets_the_others_be_asked_at_once(tmp_path):
+def test_other_ranks_are_stopped_at_once_when_one_rank_was_preempted(tmp_path):
     cfg = OmegaConf.create({"launcher": {"timeout_s": 60.0}, "run_dir": str(tmp_path)})
     write_status(tmp_path, cause="preempted", exit_code=75, rank=0)
     targets = {os._exit: (75,), sleep_until_terminated: ()}
