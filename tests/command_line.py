@@ -1,4 +1,4 @@
-"""What a command line is answered, in this process: exit code and lines, nothing written."""
+"""Helpers that check a command line in this process, without writing files."""
 
 from __future__ import annotations
 

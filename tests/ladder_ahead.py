@@ -1,4 +1,4 @@
-"""python -m tests.ladder_ahead [SEEDS]: a loss foretold by a ladder, and then trained.
+"""python -m tests.ladder_ahead [SEEDS]: predict a loss by a scaling-law sweep, then train.
 
 Five nets of 11 to 184 thousand parameters on Python's standard library, each at 10, 20 and 40
 tokens a parameter, and their law; then a net of 754 thousand at 7.5 million tokens. Ten minutes on
@@ -41,8 +41,8 @@ def main(seeds: int = 1) -> None:
         command = [*shlex.split(found["target"]["command"])[1:], f"run_dir={folder}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     loss = json.loads((folder / "result.json").read_text())["metrics"]["val/loss"]
-    foretold = found["target"]["loss"]
-    print(f"foretold {foretold:.4f}, trained {loss:.4f}: {foretold / loss - 1:+.2%}")
+    predicted = found["target"]["loss"]
+    print(f"predicted {predicted:.4f}, trained {loss:.4f}: {predicted / loss - 1:+.2%}")
 
 
 if __name__ == "__main__":

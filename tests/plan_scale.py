@@ -1,4 +1,4 @@
-"""python -m tests.plan_scale: the planner beside published speeds, on 1 to 16,384 GPUs.
+"""python -m tests.plan_scale: compare the planner with published speeds on 1 to 16,384 GPUs.
 
 191 runs of MPT of 125 M to 70 B under FSDP on 8 to 128 A100 and H100 are in mpt_speeds.csv, from
 llm-foundry, scripts/train/benchmarking/README.md: tokens/s of a GPU, batch_size that of a

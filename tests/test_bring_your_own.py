@@ -1,4 +1,4 @@
-"""What a new user brings: a net, an optimizer, a schedule, and token files made elsewhere."""
+"""User code and data: a net, an optimizer, a schedule, and token files of other programs."""
 
 from __future__ import annotations
 

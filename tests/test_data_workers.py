@@ -1,4 +1,4 @@
-"""Batches of data workers pass through /dev/shm: too little of it is said, and never waited for."""
+"""Data workers send batches through /dev/shm. A full /dev/shm is an error, never a hang."""
 
 import os
 import subprocess

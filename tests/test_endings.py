@@ -1,4 +1,4 @@
-"""How a rank ended: one table from exceptions to exit codes; and which heartbeats are old."""
+"""The table from exceptions to exit codes, and the detection of old heartbeats."""
 
 from __future__ import annotations
 

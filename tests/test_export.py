@@ -1,4 +1,4 @@
-"""The command `export`: a run's weights and tokenizer, to be read elsewhere. See test_layouts."""
+"""The command `export` writes weights and tokenizer for other programs. See test_layouts."""
 
 from __future__ import annotations
 

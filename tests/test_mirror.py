@@ -1,4 +1,4 @@
-"""checkpoint.mirror: each checkpoint is copied elsewhere, and a run goes on from there alone."""
+"""checkpoint.mirror: each checkpoint is copied, and a run resumes from the copy alone."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Classes of one's own: judged by their own signature, never by the ranges of ours."""
+"""User classes are checked by their own signature, never by the ranges of gptrain's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run will hold and send, by formulas; counted on real ranks in parallel_cases.py."""
+"""The planner's formulas for memory, traffic and time of a step."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""trainer.precision=auto takes what the device computes natively, and the run says what that is."""
+"""trainer.precision=auto chooses a native precision of the device, and the run prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves about itself: why it ended, and what it was made by."""
+"""result.json: why the run ended, and the versions and code that made it."""
 
 from __future__ import annotations
 

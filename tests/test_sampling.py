@@ -1,4 +1,4 @@
-"""What comes next is drawn from the last position, in a window, by temperature, limits and seed."""
+"""The next token is sampled at the last position, by temperature, top-k, top-p and seed."""
 
 from __future__ import annotations
 

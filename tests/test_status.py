@@ -1,4 +1,4 @@
-"""How a run ended: the first failing rank tells, and nobody reads half a file."""
+"""status.json: the first failing rank writes the cause, and no reader sees half a file."""
 
 import json
 import multiprocessing

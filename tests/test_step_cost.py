@@ -1,4 +1,4 @@
-"""What a step that is not logged does besides computing: nearly nothing, counted on a real run."""
+"""A step that is not logged has almost no overhead, counted on a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of runs in TensorBoard, in a real browser."""
+"""TensorBoard shows the runs, checked in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nvidia-smi says about the links of a node, and what the planner makes of it."""
+"""The links of a node are read from nvidia-smi and used by the planner."""
 
 from __future__ import annotations
 

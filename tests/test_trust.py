@@ -1,4 +1,4 @@
-"""What is in somebody else's run folder: data, never code."""
+"""An untrusted run folder is read as data, never executed as code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gptrain.core.errors import ConfigIssue
 from tests.untrusted import fill
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
-# (group, target) that a stranger's run may name.
+# (group, target) pairs that an untrusted run may name.
 ALLOWED = [
     ("model", "gptrain.models.SimpleGPT"),
     ("model", "project.net.MyLSTM"),  # of the project's own conf/
@@ -143,7 +143,9 @@ def test_the_users_own_run_is_evaluated_without_repeating_its_paths(own_run, tra
     test = train(f"from_run={own_run}", "task=test", name="test", tiny=False)
     assert test.code == 0 and "test/loss" in test.metrics, test.err
     again = train(f"from_run={own_run}", "seed=2", name="again", tiny=False)
-    assert again.code == 0 and read_signed_record(again.folder), again.err  # it is one's own, too
+    assert again.code == 0 and read_signed_record(again.folder), (
+        again.err
+    )  # the new run is trusted, too
 
 
 def test_whatever_is_changed_in_a_signed_record_makes_the_run_untrusted(
