@@ -264,13 +264,13 @@ class Net(nn.Module):
 def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
-    (world / "own_nets.py").write_text(MINE)
+    (world / "users_nets.py").write_text(MINE)
     (world / "conf" / "model").mkdir(parents=True)
-    (world / "conf" / "model" / "own_nets.yaml").write_text(
-        "_target_: own_nets.Net\nvocab_size: 256\nwidth: 4\n"
+    (world / "conf" / "model" / "users_nets.yaml").write_text(
+        "_target_: users_nets.Net\nvocab_size: 256\nwidth: 4\n"
     )
     typed = ["--config-dir", "conf"]
-    small = ["model=own_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
+    small = ["model=users_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
              "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
     first = train(*typed, *small, tiny=False)
     assert first.code == 0 and not first.err, first.err
@@ -280,7 +280,7 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     (first.folder / ".hydra" / "signature").unlink()
     more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
     assert more.code == 0 and "warning" not in more.err, more.err
-    assert type(gptrain.load(first.folder, allowed_targets=["own_nets"])).__name__ == "Net"
+    assert type(gptrain.load(first.folder, allowed_targets=["users_nets"])).__name__ == "Net"
     monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
     with pytest.raises(SystemExit) as left:
         main()
