@@ -195,12 +195,16 @@ class LanguageModel(pl.LightningModule):
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def _check_counted(self, n_targets: Tensor, name: str) -> None:
-        """Check that an evaluation had targets; a sanity check may have none in its few batches.
+        """Check that an evaluation had targets.
+
+        The few batches of a sanity check may have none, unless they are the whole validation.
 
         Raises:
             DataError: If no target was counted. The message names `data.<name>`.
         """
-        if float(n_targets) == 0 and not self.trainer.sanity_checking:
+        trainer = self.trainer
+        is_whole = trainer.num_sanity_val_batches == trainer.num_val_batches
+        if float(n_targets) == 0 and (is_whole or not trainer.sanity_checking):
             raise DataError(f"data.{name}: no target counts, all are -100")
 
     def named_net(self) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 
 from gptrain.checkpoints import fileops
@@ -163,13 +164,21 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return the commands that test the best checkpoint, if any, and show the curves."""
+        """Return the commands that evaluate the best checkpoint, if any, and show the curves.
+
+        A module without `test_step` is offered a validation in place of a test.
+        """
         if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
         tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
         if best is None:
             return tensorboard
-        words = [shell.override("from_run", self.run_dir), "task=test", *self.repeated_overrides]
+        module = trainer.lightning_module
+        tasks = [("test", "test_step"), ("validate", "validation_step")]
+        task = next((task for task, method in tasks if is_overridden(method, module)), None)
+        if task is None:
+            return tensorboard
+        words = [shell.override("from_run", self.run_dir), f"task={task}", *self.repeated_overrides]
         return f"{shell.train_command(*words)} · {tensorboard}"
 
 
