@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.lit.callbacks.vote import gather
+from gptrain.parallel.mesh import gather
 
 
 @on_ranks(2)

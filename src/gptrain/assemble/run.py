@@ -45,11 +45,10 @@ from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import misconfiguration_as_config_error, quiet_lightning, use_checkpoint
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
-from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
+from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_fit
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
@@ -145,24 +144,23 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
     """
-    process, machine = this_process(), find_devices(cfg)
-    dims = parallel_dims(cfg.strategy, machine.world_size)
-    device = machine.device(process.local_rank)
+    process, devices = this_process(), find_devices(cfg)
+    dims = parallel_dims(cfg.strategy, devices.world_size)
+    device = devices.device(process.local_rank)
     if guard is not None:
         guard.heartbeat.beat(phase="meeting", allow_s=cfg.strategy.timeout_s + MEETING_S)
-    start_rank(cfg, process, machine)
-    if machine.n_nodes > 1:
+    start_rank(cfg, process, devices)
+    if devices.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)
 
     train, val, test = prepare_data(cfg, process.rank, guard)
     if cfg.task == "fit" and process.rank == 0:
         if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
-            tokenizer.save(
-                Path(cfg.run_dir)
-            )  # a run that was moved can generate text without its data
+            # A run that was moved can then generate text without its data.
+            tokenizer.save(Path(cfg.run_dir))
         sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
         keep_around([Path(source).expanduser() for source in sources if source], Path(cfg.run_dir))
-    name = strategy_name(cfg.strategy.name, machine.world_size)
+    name = strategy_name(cfg.strategy.name, devices.world_size)
     module_type = module_class(cfg, name)
     check_samples(cfg, module_type, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
@@ -183,8 +181,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             device,
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
-            precision=resolve_precision(cfg, machine),
-            n_nodes=machine.n_nodes,
+            precision=resolve_precision(cfg, devices),
+            n_nodes=devices.n_nodes,
             sample=tokens_to_compare(cfg, name, sample),
         )
     if checkpoint is None and cfg.init_from is not None:
@@ -193,7 +191,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
 
     with as_config_errors(cfg):
         module = build_module(cfg, net, lengths, val)
-        trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
+        trainer = build_trainer(cfg, devices, strategy, lengths, guard, train)
     datamodule = TextDataModule(
         train,
         val,
@@ -205,23 +203,23 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         ranks_per_sample=dims.tensor,
         equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
         num_workers=cfg.data.num_workers,
-        pin_memory=machine.accelerator == "cuda",
+        pin_memory=devices.accelerator == "cuda",
     )
-    report = build_report(cfg, machine, lengths, trainer, train, module)
+    report = build_report(cfg, devices, lengths, trainer, train, module)
     return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
 
 
-def start_rank(cfg: RunConfig, process: Process, machine: RunDevices) -> None:
+def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
     """Set threads, precision of matrix multiplications and seed, and join the process group."""
     quiet_lightning()
-    if machine.accelerator == "cpu" or machine.n_local > 1:  # Adam with cpu_offload uses them, too
-        set_threads(machine.n_local)
-    if machine.accelerator == "cuda":
+    if devices.accelerator == "cpu" or devices.n_local > 1:  # Adam with cpu_offload uses them, too
+        set_threads(devices.n_local)
+    if devices.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
     pl.seed_everything(cfg.seed, verbose=False)
-    backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
-    if strategy_name(cfg.strategy.name, machine.world_size) != "single":
-        place = process.rank, machine.world_size
+    backend, device = cfg.strategy.backend or devices.backend, devices.device(process.local_rank)
+    if strategy_name(cfg.strategy.name, devices.world_size) != "single":
+        place = process.rank, devices.world_size
         where = store_path(cfg.run_dir), rank_variables()
         start_group(backend, device, *place, cfg.strategy.timeout_s, *where)
 

@@ -30,7 +30,7 @@ SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown
 
 def build_report(
     cfg: RunConfig,
-    machine: RunDevices,
+    devices: RunDevices,
     lengths: RunLengths,
     trainer: pl.Trainer,
     train: Dataset,
@@ -49,9 +49,9 @@ def build_report(
     else:
         n_parameters = sum(parameter.numel() for parameter in module.parameters())
         model = [type(module).__name__, count_text(n_parameters)]
-    devices = f"{machine.world_size} x {machine.accelerator}"
-    strategy = [info.name, devices, f"precision {trainer.precision}"]
-    if machine.accelerator == "cpu":
+    device_text = f"{devices.world_size} x {devices.accelerator}"
+    strategy = [info.name, device_text, f"precision {trainer.precision}"]
+    if devices.accelerator == "cpu":
         strategy.append(f"{torch.get_num_threads()} threads")
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
     if cfg.task == "fit":
@@ -70,14 +70,14 @@ def build_report(
     if cfg.task == "fit" and (describe := getattr(train, "describe", None)):
         lines["data"] = describe((lengths.n_steps or 0) * batch.global_batch_size)
     lines["batch"] = " · ".join(parts)
-    facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
+    facts: dict[str, Any] = describe_run(devices) if trainer.is_global_zero else {"overrides": []}
     options = cfg.plain() | {"typed": typed_options(cfg, facts)}
     planned = None
     is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
     if trainer.is_global_zero and is_planned:
         precise = cfg.changed({"trainer.precision": str(trainer.precision)})
         try:
-            lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, machine)
+            lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, devices)
         except DamagedMeasurementError as error:
             lines["plan"] = f"none: {error}"
         except ValueError:

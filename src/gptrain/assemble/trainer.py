@@ -26,7 +26,7 @@ from gptrain.runtime.watchdog import Guard
 
 def build_trainer(
     cfg: RunConfig,
-    machine: RunDevices,
+    devices: RunDevices,
     strategy: Strategy,
     lengths: RunLengths,
     guard: Guard | None,
@@ -35,7 +35,7 @@ def build_trainer(
     """Build the Trainer for the run's steps, in epochs of whole optimizer steps.
 
     Args:
-        machine: Devices of the run.
+        devices: Devices of the run.
         strategy: Lightning's side of the parallelism strategy.
         lengths: Batch arithmetic and number of steps, which replace the Trainer's own limits.
         guard: Watchdog of this rank, or None.
@@ -47,12 +47,12 @@ def build_trainer(
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks = build_callbacks(cfg, lengths, guard, train)
     options |= {
-        "accelerator": machine.accelerator,
-        "devices": assign_devices(strategy, machine),
-        "num_nodes": machine.n_nodes,
-        "precision": resolve_precision(cfg, machine),
+        "accelerator": devices.accelerator,
+        "devices": assign_devices(strategy, devices),
+        "num_nodes": devices.n_nodes,
+        "precision": resolve_precision(cfg, devices),
         "strategy": strategy,
-        "plugins": [RankEnvironment(this_process(), machine.n_local)],
+        "plugins": [RankEnvironment(this_process(), devices.n_local)],
         # `lengths` has turned every limit of the run into optimizer steps.
         "max_epochs": lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
@@ -82,20 +82,20 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     return [build_target(node.node()) for node in cfg.logger.values()]
 
 
-def assign_devices(strategy: Strategy, machine: RunDevices) -> int:
+def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
     """Set the GPUs of a strategy and return the value of the Trainer's `devices`.
 
     Lightning would compare `trainer.devices` with the GPUs that this process sees. Under a launcher
     these are more or fewer than the ranks of the node, and Lightning would refuse.
     """
-    if machine.accelerator != "cuda":
-        return machine.n_local
+    if devices.accelerator != "cuda":
+        return devices.n_local
     if isinstance(strategy, ParallelStrategy):
-        strategy.parallel_devices = [machine.device(i) for i in range(machine.n_local)]
+        strategy.parallel_devices = [devices.device(i) for i in range(devices.n_local)]
     return 1
 
 
-def resolve_precision(cfg: RunConfig, machine: RunDevices) -> str:
+def resolve_precision(cfg: RunConfig, devices: RunDevices) -> str:
     """Return the precision by its full name in Lightning. "auto" is resolved for the devices."""
     precision = str(cfg.trainer.precision)
-    return native_precision(machine) if precision == "auto" else SPELT_OUT.get(precision, precision)
+    return native_precision(devices) if precision == "auto" else SPELT_OUT.get(precision, precision)

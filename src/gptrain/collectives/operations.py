@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gptrain.core.schema import RunConfig
-from gptrain.parallel.mesh import start_group
+from gptrain.parallel.mesh import gather, start_group
 from gptrain.runtime.devices import find_devices, set_threads
 from gptrain.runtime.measure import wait_for
 from gptrain.runtime.process import rank_variables, store_path, this_process
@@ -111,8 +111,8 @@ def explain(name: str, device: torch.device) -> None:
     sent = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
     received = sent.clone()
     collective.call(sent, received)
-    before = gather_objects(format_rows(sent, collective.rows_sent))
-    after = gather_objects(format_rows(received, collective.rows_received))
+    before = gather(format_rows(sent, collective.rows_sent))
+    after = gather(format_rows(received, collective.rows_received))
     width = max(map(len, before))
     print_on_rank_0(f"\n{name}")
     for rank, (rows_before, rows_after) in enumerate(zip(before, after, strict=True)):
@@ -130,13 +130,6 @@ def format_rows(rows: Tensor, rows_shown: str) -> str:
     n_shown = {"n": len(rows), "1": 1, "0": 0}[letter]
     numbers = "".join(f"{number:3.0f} " for number in rows[:n_shown].flatten())
     return f"[{numbers}]" if numbers else "-"
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return the list of the values of all ranks, on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def print_on_rank_0(line: str) -> None:
@@ -169,7 +162,7 @@ def time_calls(
             call()
         wait_for(device)
         seconds.append((time.perf_counter() - start_s) / n_calls)
-    return max(gather_objects(choose(seconds[1:])))
+    return max(gather(choose(seconds[1:])))
 
 
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
@@ -200,7 +193,7 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     }
     for name, all_reduce in algorithms.items():
         result = values.clone()
-        sent_bytes = gather_objects(all_reduce(result))  # the backend's returns None
+        sent_bytes = gather(all_reduce(result))  # the backend's returns None
         if not torch.equal(result, expected):
             raise RuntimeError(f"all-reduce {name} differs from the library's on rank {rank}")
         columns = "".join(

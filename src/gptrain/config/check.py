@@ -69,10 +69,6 @@ class CheckedConfig:
         """Value of each dotted key, including the keys of groups."""
         return dict(walk(self.values))
 
-    def is_wrong(self, *keys: str) -> bool:
-        """Return whether there is an error for one of the keys or for a group that contains it."""
-        return any(f"{key}.".startswith(f"{wrong}.") for key in keys for wrong in self.wrong_keys)
-
     def add(self, problems: Iterable[ConfigIssue]) -> None:
         """Append the problems of a rule, except those of keys that have an error already.
 

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gptrain.checkpoints.rng import capture, restore
-from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import strategy_of, without_logging
 from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.parallel.mesh import gather
 
 # Prefixes that compile, activation checkpointing and FSDP add to the names of modules.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -19,7 +19,6 @@ from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
 from gptrain.core import labels, shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import STEP, TrainingMonitor
-from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
@@ -29,6 +28,7 @@ from gptrain.lit.lightning import (
     train_loader_of,
 )
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
+from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
 # Fraction of the training time that may be spent waiting for data before the result line names it.

@@ -45,11 +45,10 @@ from gptrain.parallel.differences import (
     PlainResult,
     compare_forward,
     compare_gradients,
-    gather,
     recording,
     relative_difference,
 )
-from gptrain.parallel.mesh import from_rank_0
+from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gptrain.parallel.mesh import gather
 from gptrain.parallel.placement import local_shard, shard_like
 
 INPUT = "input"
@@ -288,12 +289,3 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     largest = b.abs().nan_to_num(0.0, 0.0).max().clamp(min=1e-30)
     fraction = ((a - b).abs().max() / largest).item()
     return math.inf if math.isnan(fraction) else fraction
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in the order of ranks. All ranks must call this function."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

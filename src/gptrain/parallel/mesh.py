@@ -1,4 +1,4 @@
-"""Process group and device mesh of a job, and functions that rank 0 runs before other ranks."""
+"""Process group and device mesh of a job, and functions that pass plain values among its ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -156,3 +156,19 @@ def from_rank_0(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather one picklable value from each rank, and return the list in rank order on all ranks.
+
+    All ranks of the group must call it. Without a process group the list holds `value` only.
+
+    Args:
+        value: Value of this rank.
+        group: Process group. None means all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

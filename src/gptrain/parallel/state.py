@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from gptrain.parallel.mesh import gather
 from gptrain.parallel.placement import copy_from_full, full_tensor, shard_like
 from gptrain.parallel.positions import fill_positions, find_tables
 from gptrain.parallel.requirements import tied_names
@@ -462,11 +463,7 @@ def _gather_full(state: State, stages: Stages) -> State:
 
 def _gather_objects(value: Any, stages: Stages) -> list[Any]:
     """Return the values of all stages, on every rank of the pipeline."""
-    if stages.group is None:
-        return [value]
-    values: list = [None] * stages.group.size()
-    dist.all_gather_object(values, value, group=stages.group)
-    return values
+    return [value] if stages.group is None else gather(value, stages.group)
 
 
 @torch.no_grad()

@@ -13,12 +13,12 @@ from gptrain.checkpoints import fileops
 from gptrain.collectives.command import CollectivesRun
 from gptrain.collectives.operations import (
     COLLECTIVES,
-    gather_objects,
     print_on_rank_0,
     process_group,
     time_calls,
 )
 from gptrain.costs.machine import MACHINE_NAME, DamagedMeasurementError, read_measurement
+from gptrain.parallel.mesh import gather
 from gptrain.runtime.measure import measure_matmul
 from gptrain.runtime.watchdog import Guard
 
@@ -92,7 +92,7 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         dist.barrier()
-        slowest = min(gather_objects(measure_matmul(cpu, dtype)))
+        slowest = min(gather(measure_matmul(cpu, dtype)))
         flops[str(dtype).removeprefix("torch.")] = slowest
     values = torch.randn(ACTIVATIONS)
     scalar = torch.zeros(1)

@@ -23,9 +23,9 @@ from gptrain.lit.callbacks.resume import (
     resume_run,
 )
 from gptrain.lit.callbacks.salvage import allow_amendment, may_save
-from gptrain.lit.callbacks.vote import Vote, gather
+from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import data_of, ends_step, is_validated, loop_state_after, strategy_of
-from gptrain.parallel.mesh import wait_for_rank_0
+from gptrain.parallel.mesh import gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
 # Smaller saves take less than 0.2 s. They are finished before the next step starts.

@@ -21,7 +21,7 @@ from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
-from gptrain.lit.callbacks.vote import Vote, gather
+from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
@@ -40,6 +40,7 @@ from gptrain.lit.module import (
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
+from gptrain.parallel.mesh import gather
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 

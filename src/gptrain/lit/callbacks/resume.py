@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
-from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
+from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
 STATE = ("global_step", "validated", "rng", "threads", "logged")  # checkpoint keys of resume_run

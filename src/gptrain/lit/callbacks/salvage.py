@@ -8,8 +8,9 @@ from lightning.pytorch import Trainer
 from gptrain.checkpoints.manifest import STATE_NAME, read_manifest
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.core.errors import ending_of
-from gptrain.lit.callbacks.vote import gather, n_collectives
+from gptrain.lit.callbacks.vote import n_collectives
 from gptrain.lit.lightning import strategy_of
+from gptrain.parallel.mesh import gather
 from gptrain.runtime.agreement import all_agree
 
 AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, in seconds

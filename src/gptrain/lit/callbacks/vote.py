@@ -1,25 +1,9 @@
-"""Communication of plain values among ranks: a blocking gather and a non-blocking vote."""
+"""Non-blocking votes of all ranks, and the number of collectives that a rank has started."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather one picklable value from each rank, and return the list in rank order on all ranks.
-
-    All ranks of the group must call it. Without a process group the list holds `value` only.
-
-    Args:
-        value: Value of this rank.
-        group: Process group. None means all ranks.
-    """
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def n_collectives() -> int:
