@@ -32,8 +32,8 @@ from gptrain import config
 from gptrain.core import locations, shell
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.ladder.options import LadderRun
-from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
-from gptrain.plan.__main__ import expand_hardware
+from gptrain.plan.options import DEFAULTS as OF_PLAN
+from gptrain.plan.options import expand_hardware
 from gptrain.runtime.process import this_process
 
 DEFAULTS = OF_PLAN | {

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat
 
 from gptrain.core.value_types import SEED_MAX, Count, Name, Section, between
-from gptrain.plan.__main__ import PlanRun
+from gptrain.plan.options import PlanRun
 
 
 class Options(Section):

@@ -27,7 +27,7 @@ from gptrain.data.samples import len_of
 from gptrain.ladder.law import count_parameters
 from gptrain.ladder.options import LadderRun, Options
 from gptrain.parallel.placement import build_on_meta_device
-from gptrain.plan.__main__ import PlanRun, find_machine
+from gptrain.plan.options import PlanRun, find_machine
 from gptrain.runtime.process import count_nodes
 
 D_FF_STEP = 8  # d_ff is a multiple of 8, for which 16-bit matrix multiplications are fast

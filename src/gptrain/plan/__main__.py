@@ -25,48 +25,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gptrain import config
 from gptrain.collectives.command import DEFAULTS as OPTIONS
 from gptrain.collectives.command import CollectivesRun, default_devices
 from gptrain.core import shell
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
-from gptrain.core.schema import RunConfig
-from gptrain.core.value_types import Section
 from gptrain.costs.choice import changed_overrides, compare
-from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.machine import DamagedMeasurementError, Machine, machine_of, this_machine
+from gptrain.costs.machine import Machine
 from gptrain.costs.speed import unit_of
-from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
+from gptrain.costs.topology import Topology
 from gptrain.plan.doctor import doctor
+from gptrain.plan.options import DEFAULTS, PlanRun, expand_hardware, find_machine, resolve_precision
 from gptrain.runs.table import align_columns
 from gptrain.runtime.process import count_devices, count_nodes
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 CHOSEN = ("strategy", "trainer.devices")  # keys by which the best strategy is selected
-DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
-
-
-class Hardware(Section):
-    """Options of the group `hardware`."""
-
-    name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
-    link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
-    network: Literal[tuple(LINKS)]  # ty: ignore[invalid-type-form]
-
-
-class PlanRun(RunConfig):
-    """Keys of the command: those of a run, `hardware` and `topology`."""
-
-    runs_here = False
-    hardware: Hardware
-    topology: str | None
 
 
 def main() -> None:
@@ -78,15 +55,6 @@ def main() -> None:
         config.main(measure, CollectivesRun, OPTIONS, usage=__doc__)
     sys.argv[1:] = words = expand_hardware(words)
     config.main(lambda cfg: plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
-
-
-def expand_hardware(words: Iterable[str]) -> list[str]:
-    """Return the overrides with hardware.name=… in place of hardware=…."""
-    prefix = "hardware="
-    return [
-        f"hardware.name={word.removeprefix(prefix)}" if word.startswith(prefix) else word
-        for word in words
-    ]
 
 
 def measure(cfg: CollectivesRun) -> None:
@@ -148,57 +116,6 @@ def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
         total = row["bytes_per_device"]["total"] * n_sharing_memory
         row["fits"] = total <= machine.memory_bytes
     return result | {"traced": True}
-
-
-def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
-    """Return the machine of a config and the topology of its nodes.
-
-    The machine is the one that `hardware.name` names, or this machine. The topology is None if the
-    key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
-
-    Raises:
-        ConfigError: If the number of devices is not known, or if machine.json or the topology
-            cannot be read.
-    """
-    hardware, trainer = cfg.hardware, cfg.trainer
-    local_gpus = []
-    device = DEVICES.get(hardware.name)
-    if not device and trainer.accelerator != "cpu":
-        local_gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        device = device_of(local_gpus[0]) if local_gpus else None
-    n_local = count_devices(trainer.devices) or len(local_gpus)
-    if not device:
-        try:
-            machine = this_machine(Path(cfg.output_dir), n_local or 1)
-        except DamagedMeasurementError as error:
-            raise ConfigError.of("output_dir", cfg.output_dir, str(error), code=BAD_DATA) from None
-    elif not n_local:
-        message = "devices of another machine cannot be counted"
-        raise ConfigError.of("trainer.devices", "auto", message, hint="trainer.devices=8")
-    else:
-        link, network = LINKS.get(hardware.link), LINKS[hardware.network]
-        machine = machine_of(device, n_local, link, network)
-    source = cfg.topology
-    try:
-        topology = read_topology(source) if source or local_gpus else None
-    except ValueError as error:
-        raise ConfigError.of("topology", source, str(error)) from error
-    except OSError as error:
-        message = str(error.strerror)
-        raise ConfigError.of("topology", source, message, code=INPUT_NOT_FOUND) from error
-    slowest = topology.slowest_ring_link if topology else None
-    if topology and slowest and speed(slowest) < 0:
-        # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
-        island = max(map(len, topology.tensor_groups))
-        machine = replace(machine, island=island, host=LINKS["pcie4"])
-    return machine, topology
-
-
-def resolve_precision(cfg: PlanRun, machine: Machine) -> PlanRun:
-    """Return the config with the precision that `auto` means on a machine."""
-    if cfg.trainer.precision != "auto":
-        return cfg
-    return cfg.changed({"trainer.precision": "bf16-mixed" if machine.has_bf16 else "32-true"})
 
 
 def planned_lines(topology: Topology | None, result: dict[str, Any]) -> list[str]:
