@@ -113,11 +113,18 @@ def test_a_validation_without_any_target_is_an_error(fit, module):
         assert run.errors == ["error: data.val: no target counts, all are -100"]
 
 
-def test_a_sanity_check_of_the_whole_validation_finds_that_it_has_no_target(fit):
-    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=ignored")
+@pytest.mark.parametrize("module", ["gptrain.lit.LanguageModel", f"{OWN}.modules.CrossEntropy"])
+def test_a_sanity_check_of_the_whole_validation_finds_that_it_has_no_target(fit, module):
+    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=ignored", f"module._target_={module}")
     run = fit(*words, "trainer.num_sanity_val_steps=-1", code=65)
     assert run.errors == ["error: data.val: no target counts, all are -100"]
     assert not (run.folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("module", ["gptrain.lit.LanguageModel", f"{OWN}.modules.CrossEntropy"])
+def test_a_sanity_check_of_a_part_may_have_no_target(fit, module):
+    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=last", f"module._target_={module}")
+    fit(*words, "trainer.num_sanity_val_steps=1", "trainer.max_steps=1")
 
 
 # Sample formats

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from gptrain.core.small_files import DataError
 from gptrain.lit.metrics import named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
-from gptrain.loss import IGNORED, PLAIN_CROSS_ENTROPY, LossOptions
+from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
 from gptrain.parallel.strategy import ParallelStrategy
@@ -202,10 +202,8 @@ class LanguageModel(pl.LightningModule):
         Raises:
             DataError: If no target was counted. The message names `data.<name>`.
         """
-        trainer = self.trainer
-        is_whole = trainer.num_sanity_val_batches == trainer.num_val_batches
-        if float(n_targets) == 0 and (is_whole or not trainer.sanity_checking):
-            raise DataError(f"data.{name}: no target counts, all are -100")
+        if float(n_targets) == 0 and not is_partial_check(self.trainer):
+            raise DataError(f"data.{name}: {NO_TARGET}")
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """Return name in a checkpoint -> parameter of the net; in a pipeline of this rank's part.
@@ -288,6 +286,11 @@ class LanguageModel(pl.LightningModule):
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
         return ParallelStrategy()
+
+
+def is_partial_check(trainer: pl.Trainer) -> bool:
+    """Return whether a sanity check runs that covers only a part of the validation."""
+    return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 
 def has_own_optimizer(module: pl.LightningModule) -> bool:

@@ -81,6 +81,7 @@ class Odd(Dataset):
             "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
             "ignored": (tokens, ignored),
             "some": (tokens, ignored if index % 4 else targets),
+            "last": (tokens, targets if index == len(self) - 1 else ignored),
         }[self.kind]
 
 

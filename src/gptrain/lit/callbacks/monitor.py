@@ -35,6 +35,7 @@ from gptrain.lit.module import (
     LanguageModel,
     describe_optimizer,
     has_own_optimizer,
+    is_partial_check,
     warn_of_ignored,
 )
 from gptrain.lit.nonfinite import find_first
@@ -310,7 +311,7 @@ class TrainingMonitor(Callback):
         if isinstance(pl_module, LanguageModel):
             # Not done in the module's own hook, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
-        if not values and not trainer.sanity_checking:
+        if not values and not is_partial_check(trainer):
             check_evaluated(trainer)
         # Log in the sanity check too: a value that cannot be logged then fails before training.
         step = trainer.global_step or self.evaluated_step

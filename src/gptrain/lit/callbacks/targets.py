@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from gptrain.checkpoints.status import shorten
 from gptrain.core.small_files import DataError
 from gptrain.lit.lightning import data_of
+from gptrain.loss import NO_TARGET
 
 log = logging.getLogger(__name__)
-NO_TARGET = "no target counts, all are -100"
 
 
 class MissingTargets:
