@@ -61,6 +61,15 @@ def test_every_combination_runs_in_its_own_folder(train):
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
 
 
+def test_loggers_and_profiler_write_into_the_folder_of_their_job(train):
+    words = ("optimizer.lr=1e-3,3e-4", "logger=[tensorboard,csv]", "profiler=simple")
+    sweep = train("-m", *words)
+    assert sweep.code == 0, sweep.err
+    for pattern in ("events.out.*", "metrics.csv", "fit-profile.txt"):
+        folders = sorted(path.parent.name for path in sweep.folder.rglob(pattern))
+        assert folders == ["0-lr_0.001", "1-lr_0.0003"], pattern
+
+
 def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_path):
     runs = {"0-best": {"val/loss": 1.0}, "1-other": {"val/loss": 2.0, "val/accuracy": 0.5}}
     for name, metrics in runs.items():

@@ -209,10 +209,13 @@ def typed_config(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunCo
     Args:
         cfg: Composed config of the job.
         schema: Type of the config.
-        folder: Folder that Hydra created for the job. It replaces the value of `run_dir`.
+        folder: Folder that Hydra created for the job. It replaces the value of `run_dir`, also in
+            the keys that refer to it: in a sweep each job has a folder of its own.
     """
+    cfg = cfg.copy()
+    cfg.run_dir = str(Path(folder))
     run, _ = read_config(plain(cfg, resolve=True), schema)
-    return run.changed({"run_dir": str(Path(folder))})
+    return run
 
 
 def check_environment() -> None:
