@@ -44,9 +44,6 @@ guard = watchdog.Guard(run_dir, run_dir + "/beats", StopFlag(), rank=rank, timeo
                        parent_pid=os.getppid() if what == "poll" else None).__enter__()
 heartbeat = guard.heartbeat
 print("ready", flush=True)
-if what == "lock":
-    import re
-    re.match("(a?){40}a{40}", "a" * 40)  # holds the interpreter lock for hours
 for step in range(10**6):
     if what == "hang alone" and step == 3:
         os.unlink(run_dir + "/beats/rank-00000")
@@ -149,13 +146,27 @@ def test_a_rank_does_not_outlive_a_killed_launcher(tmp_path, what):
     wait_until(lambda: not is_alive(rank), 30)
 
 
-def test_a_held_interpreter_lock_is_seen_from_outside_and_prints_its_stacks(tmp_path, start):
-    process = start(0, "lock")
-    watch = watch_over(tmp_path / "beats", HANG_S)
-    wait_until(watch.silent_ranks, 60)
-    time.sleep(HANG_S)
-    process.kill()
-    assert b"in match" in process.communicate()[1]  # by faulthandler's own thread
+def hold_the_interpreter_lock(run_dir, beats) -> None:
+    with Guard(run_dir, beats, StopFlag(), rank=0, timeout_s=HANG_S, parent_pid=os.getppid()):
+        re.match("(a?){40}a{40}", "a" * 40)  # takes hours, without the interpreter's byte code
+
+
+def test_a_rank_that_holds_the_interpreter_lock_prints_its_stacks_when_it_is_found_silent(
+    tmp_path, monkeypatch, capfd
+):
+    """The watchdog thread of the rank cannot run, so the supervisor asks for the stacks."""
+    monkeypatch.setattr(supervisor, "RANKS_FIRST_S", 0.0)
+    monkeypatch.setattr(supervisor, "PRINT_STACKS_S", 1.0)
+    monkeypatch.setattr(supervisor, "report_ending", lambda *_, **__: None)
+    cfg = OmegaConf.create({"launcher": {"timeout_s": HANG_S}, "run_dir": str(tmp_path)})
+    given = (tmp_path, tmp_path / "beats")
+    rank = FORK.Process(target=hold_the_interpreter_lock, args=given, daemon=True)
+    rank.start()
+    supervisor.watch(cfg, [rank], StopFlag(), tmp_path / "beats")
+    assert rank.is_alive()  # `run_once` kills it after the time for the stacks
+    rank.kill()
+    rank.join()
+    assert "in hold_the_interpreter_lock" in capfd.readouterr().err
 
 
 # The watch from outside, over ranks of this process

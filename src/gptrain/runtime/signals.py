@@ -29,7 +29,7 @@ class StopFlag:
 
     The flag is true after the first signal. Install it on the main thread, after all other code
     that installs signal handlers. While the main thread is in a C++ call that does not return, no
-    handler runs, and only SIGQUIT ends the process.
+    handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A rank then prints its stacks.
 
     Attributes:
         signal: Name of the first signal or another reason to stop. None before the first.

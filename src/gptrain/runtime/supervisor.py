@@ -45,6 +45,7 @@ from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.runtime.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.runtime.signals import StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import (
+    STACKS_SIGNAL,
     StallWatch,
     furthest_behind,
     hang_message,
@@ -247,6 +248,10 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
             last = furthest_behind(silent)
             line = f"error: {hang_message(silent, stalls.limit_s(last))}"
             report_ending(cfg, Ending(HUNG, "hang", line), last.rank, last.step, replace=True)
+            for progress in silent:  # a rank that still lives could not print its stacks itself
+                rank = ranks[progress.rank]
+                if rank.is_alive():
+                    os.kill(cast(int, rank.pid), STACKS_SIGNAL)
 
 
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:

@@ -9,14 +9,20 @@ ranks do not always reveal which rank was stopped.
 A thread in every rank ends the rank when there is nothing left to wait for: its parent process is
 gone, another rank has failed (the collective operations will never complete), or its own main
 thread is silent. It ends the rank by os._exit, because no exception reaches a main thread that is
-stuck in a collective operation. If this thread cannot run either, faulthandler's thread, which
-needs no interpreter lock, prints the stacks, and a supervisor with a `StallWatch` ends the process.
+stuck in a collective operation. If this thread cannot run either, because a C function keeps the
+interpreter lock, a supervisor with a `StallWatch` sends `STACKS_SIGNAL` and then ends the process.
+The handler of this signal prints the stacks without the interpreter lock. Without a supervisor a
+person can send it: Ctrl+backslash prints the stacks and ends the process.
+
+No timer prints the stacks. A timer would also expire while the process is stopped (Ctrl-Z), and
+would read the stacks of running threads after fg, which can crash Python.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
+import signal
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +36,7 @@ from gptrain.core.errors import FAILED, HUNG, exit_code
 from gptrain.runtime.signals import StopFlag
 
 GRACE_S = 5.0  # time for a rank to end by itself after another rank has failed
+STACKS_SIGNAL = signal.SIGQUIT  # a rank prints the stacks of its threads when it gets this signal
 POLL_S = 0.5  # interval at which a rank's guard checks its main thread
 _MAX_GAP_S = 2.0  # longest interval between two checks that counts as silence
 _RECORD_BYTES = 200  # fixed length of a record, so that each write replaces the record before
@@ -198,13 +205,15 @@ class Guard:
         self._old_status = read_status(run_dir)  # status of the previous start
 
     def __enter__(self) -> "Guard":
+        # SIGQUIT still ends a process that a person has started. The supervisor ends its own ranks.
+        faulthandler.register(STACKS_SIGNAL, file=2, chain=self._parent_pid is None)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACKS_SIGNAL)
         self.heartbeat.close()
 
     def leave_if_asked(self) -> None:
@@ -234,9 +243,7 @@ class Guard:
         """Watch this rank until it is done, and end it when there is nothing left to wait for."""
         own = StallWatch(lambda: [self.heartbeat.progress], self._timeout_s)
         while True:
-            # Print the stacks unless this call is repeated in time, interpreter lock or not.
             limit_s = own.limit_s(self.heartbeat.progress)
-            faulthandler.dump_traceback_later(limit_s, file=2)
             if self._done.wait(POLL_S):
                 return
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
