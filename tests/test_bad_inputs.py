@@ -8,7 +8,7 @@ import torch
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
-from gptrain.config.preflight import check_visible
+from gptrain.config.preflight.devices import check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias
 from gptrain.core.errors import INPUT_NOT_FOUND
 from tests.command_line import accepted, answer, refused

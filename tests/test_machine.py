@@ -14,7 +14,7 @@ from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.base import LightningMultiRank, LightningSingleDevice
+from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning

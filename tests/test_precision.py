@@ -57,7 +57,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
-    from gptrain.lit.strategies.base import LightningSingleDevice
+    from gptrain.lit.strategies.replicated import LightningSingleDevice
     from gptrain.models import SimpleGPT
     from gptrain.parallel.strategy import ParallelStrategy
 

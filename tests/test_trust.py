@@ -35,7 +35,7 @@ REFUSED = [
     ("model", "torch.os.system"),
     ("model", "torch.load"),
     ("model", "torchmetrics.text.BERTScore"),
-    ("model", "gptrain.config.preflight.os.system"),
+    ("model", "gptrain.config.preflight.devices.os.system"),
     ("model", "torch.optim.SGD"),
     ("model", "outputs.stranger.Net"),
     ("model", 5),

@@ -221,7 +221,7 @@ class Strategy:
     is_exact: bool = True
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
-    lightning: str = "gptrain.lit.strategies.base:LightningMultiRank"
+    lightning: str = "gptrain.lit.strategies.replicated:LightningMultiRank"
     costs: str = "gptrain.costs.strategies:StrategyCosts"
     defaults: Path = DEFAULTS
 
@@ -231,7 +231,7 @@ _LIGHTNING = "gptrain.lit.strategies"
 _COSTS = "gptrain.costs.strategies"
 _PIPELINE: dict[str, Any] = {
     "made": f"{_PARALLEL}.pipeline:Pipeline",
-    "lightning": f"{_LIGHTNING}.base:LightningPartitioned",
+    "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
     "costs": f"{_COSTS}:PipelineCosts",
     "check": f"{_PARALLEL}.pipeline:check_pipeline",
     "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
@@ -239,7 +239,7 @@ _PIPELINE: dict[str, Any] = {
 }
 _TENSOR: dict[str, Any] = {
     "made": f"{_PARALLEL}.sharded:TensorParallel",
-    "lightning": f"{_LIGHTNING}.base:LightningPartitioned",
+    "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
     "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
     "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
     "each a layer of its own, in tensor_plan every parameter that works on a shard of the "
@@ -253,7 +253,7 @@ STRATEGIES: dict[str, Strategy] = {
         (),
         (),
         f"{_PARALLEL}.strategy:ParallelStrategy",
-        lightning=f"{_LIGHTNING}.base:LightningSingleDevice",
+        lightning=f"{_LIGHTNING}.replicated:LightningSingleDevice",
     ),
     "ddp": Strategy(
         (DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions, costs=f"{_COSTS}:DDPCosts"
@@ -263,7 +263,7 @@ STRATEGIES: dict[str, Strategy] = {
         ("blocks",),
         f"{_PARALLEL}.sharded:Sharded",
         options=FSDPOptions,
-        lightning=f"{_LIGHTNING}.base:LightningPartitioned",
+        lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
         costs=f"{_COSTS}:ShardedCosts",
     ),
     "tensor_parallel": Strategy(

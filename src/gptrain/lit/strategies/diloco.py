@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.safe_load import load_file
-from gptrain.lit.strategies.base import LightningMultiRank
+from gptrain.lit.strategies.replicated import LightningMultiRank
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.parallel import diloco
 

@@ -1,0 +1,152 @@
+"""Check that each `_target_` of a config can be imported, fits its group and takes its keys."""
+
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.utils import get_class, get_method
+
+from gptrain.config.check import CheckedConfig
+from gptrain.config.values import HYDRA_KEYS, targets
+from gptrain.core.data_schema import DATA
+from gptrain.core.errors import ConfigIssue, first_line
+from gptrain.core.schema import (
+    SHIPPED,
+    ModelConfig,
+    ModuleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+
+DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # dotted keys of datasets
+# Number of positional arguments that gptrain passes to the `_target_` in addition to the keys.
+POSITIONAL = {"optimizer": 1, "scheduler": 1, "module": 0}
+# Keys that gptrain reads, and that the `_target_` gets only if its signature has them.
+GPTRAIN_KEYS = {
+    "model": ModelConfig.OWN_KEYS,
+    "module": ModuleConfig.OWN_KEYS,
+    "optimizer": OptimizerConfig.model_fields.keys(),
+    "scheduler": SchedulerConfig.model_fields.keys(),
+}
+
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
+# Base class of the objects of each group. A class in the data group needs no base class.
+BASE_CLASSES = {
+    "model": "torch.nn.Module",
+    "module": "lightning.pytorch.LightningModule",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "trainer": "lightning.pytorch.Trainer",
+    "callbacks": "lightning.pytorch.Callback",
+    "logger": "lightning.pytorch.loggers.Logger",
+    "profiler": "lightning.pytorch.profilers.Profiler",
+}
+
+
+def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
+    """Check that each `_target_` can be imported, fits its group, and takes its keyword arguments.
+
+    Classes whose keys are all typed are skipped. Modules of the user are imported.
+    """
+    # get_method logs every exception that it raises; the issue below reports the exception itself.
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
+    for place, node in targets(checked.values):
+        target = node["_target_"]
+        section = SHIPPED.get(target)
+        arguments = {k: v for k, v in node.items() if k not in HYDRA_KEYS and k != "_target_"}
+        if target in DATA:
+            continue
+        if section is not None and arguments.keys() <= section.model_fields.keys():
+            continue
+        try:
+            target_object = get_method(target)
+        except Exception as error:  # the import of a user's module may raise anything
+            yield ConfigIssue(f"{place}._target_", target, first_line(error))
+            continue
+        group, *below = place.split(".")
+        depth = 1 if group in ("callbacks", "logger") else 0
+        is_part = bool(re.fullmatch(DATASET, place)) if group == "data" else len(below) == depth
+        if message := type_mismatch(target_object, group) if is_part else "":
+            yield ConfigIssue(f"{place}._target_", target, message)
+        else:
+            yield from _check_arguments(target_object, place, arguments, node)
+
+
+def _check_arguments(
+    target_object: Any, place: str, arguments: dict[str, Any], node: dict[str, Any]
+) -> Iterator[ConfigIssue]:
+    """Check keyword arguments against the signature of a class or function.
+
+    Does nothing if the object has no signature, because it is written in C.
+
+    Args:
+        target_object: Class or function that `_target_` names.
+        place: Dotted key of the node.
+        arguments: Keys of the node, without those of Hydra.
+        node: The complete node.
+    """
+    try:
+        signature = inspect.signature(target_object)
+    except (ValueError, TypeError):
+        return
+    unused = GPTRAIN_KEYS.get(place, set()) - signature.parameters.keys()
+    arguments = {key: value for key, value in arguments.items() if key not in unused}
+    is_complete = place not in POSITIONAL and not node.get("_partial_") and not node.get("_args_")
+    try:
+        bind = signature.bind if is_complete else signature.bind_partial
+        bind(*[None] * POSITIONAL.get(place, 0), **arguments)
+    except TypeError as error:
+        target = node["_target_"]
+        hint = ""
+        if place in BASE_CLASSES and target not in SHIPPED:
+            # The override `<group>._target_=` keeps the keys of the class that it replaces.
+            hint = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys"
+        allowed = ", ".join(signature.parameters)
+        yield ConfigIssue(f"{place}._target_", target, str(error), allowed, hint)
+
+
+def type_mismatch(target_object: Any, group: str) -> str:
+    """Return why a `_target_` cannot build an object of a group, or an empty string if it can.
+
+    A function of the user is accepted in every group, because its return type is unknown. A
+    function of torch or Lightning is accepted as a scheduler only.
+
+    Args:
+        target_object: Class, class method or function that the `_target_` names.
+        group: `data`, or a key of BASE_CLASSES.
+    """
+    if inspect.isfunction(target_object):
+        is_own = target_object.__module__.split(".")[0] not in LIBRARIES
+        if is_own or group == "scheduler":
+            return ""
+    owner = target_object.__self__ if inspect.ismethod(target_object) else target_object
+    if group == "data":
+        if message := indexing_problem(owner):
+            return message
+        kind = "dataset"
+        fits = inspect.isclass(owner) and hasattr(owner, "__getitem__")
+    else:
+        base = get_class(BASE_CLASSES[group])
+        kind = base.__name__
+        fits = inspect.isclass(owner) and issubclass(owner, base)
+    return "" if fits else f"not of type {kind}, which the {group} group needs"
+
+
+def indexing_problem(owner: Any) -> str:
+    """Return why a class cannot be a dataset with samples by index, or an empty string if it can.
+
+    Refused are subclasses of IterableDataset and LightningDataModule. Functions are accepted.
+
+    Args:
+        owner: Class that the `_target_` of a dataset names, or a function.
+    """
+    needed = "needed: a torch.utils.data.Dataset with __len__ and __getitem__(index)"
+    if not inspect.isclass(owner):
+        return ""
+    if issubclass(owner, get_class("torch.utils.data.IterableDataset")):
+        return f"an IterableDataset, whose samples have no index; {needed}"
+    if issubclass(owner, get_class("lightning.pytorch.LightningDataModule")):
+        return f"a LightningDataModule; {needed}, one for data.train and one for data.val"
+    return ""

@@ -1,0 +1,250 @@
+"""Saving and loading of checkpoints, as a mixin for Lightning's strategies.
+
+A checkpoint file names the net's tensors as the bare net does, and a tensor of the module outside
+`net` with the prefix `module.`. Inside of Lightning's hooks a checkpoint has Lightning's own names
+instead, so that callbacks that copy a module (EMA) work as in any Lightning project.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+from gptrain.checkpoints import amendment
+from gptrain.checkpoints.manifest import STATE_NAME
+from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
+from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
+from gptrain.parallel import state as states
+from gptrain.parallel.strategy import ParallelStrategy
+
+INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in sharded checkpoints only
+
+
+class SavingStrategy(Strategy):
+    """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
+
+    A save is either unsharded or sharded. An unsharded save is one file, which rank 0 writes. In a
+    sharded save every rank writes its shards of the net and of the optimizer state to files of its
+    own; the one file of rank 0 then holds what is left, such as counters and options. Every
+    strategy can load both kinds.
+
+    Args:
+        parallel: Object that partitions and trains the net.
+        arguments: Positional arguments of Lightning's strategy.
+        keywords: Keyword arguments of Lightning's strategy.
+
+    Attributes:
+        saves_to_store: True while a checkpoint of gptrain is saved, and not a file of Lightning's
+            ModelCheckpoint.
+        saved: Fingerprints of the newest save's tensors: of rank 0's state file, and of the files
+            that only this rank writes. None if no validation will amend this save.
+        fresh_options: Options of each parameter group as the config gives them, before a checkpoint
+            replaced them. They are known after a checkpoint was loaded.
+        has_replicas: True if a save contains files of several replicas of the net (DiLoCo).
+    """
+
+    saves_to_store = False
+    saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
+    has_replicas = False
+    fresh_options: list[dict[str, Any]]
+    _loaded: Path  # file or folder of the checkpoint that was loaded last
+
+    def __init__(self, parallel: ParallelStrategy, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.parallel = parallel
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """LightningModule of the run, without a DDP wrapper."""
+        return cast(pl.LightningModule, self.lightning_module)
+
+    @property
+    def net(self) -> nn.Module:
+        """Net of the LightningModule."""
+        return self.module.get_submodule("net")
+
+    @property
+    def _writes_shards(self) -> bool:
+        """True if the current save is sharded, so that `ShardWriter` writes the net's tensors."""
+        return self.parallel.is_partitioned and self.saves_to_store
+
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """Return name in a checkpoint -> parameter of the module. Tied weights appear once.
+
+        In a pipeline these are the parameters of this rank's stages.
+        """
+        return states.saved_parameters(self.module, self.parallel.stages)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict, as far as it belongs in the state file of rank 0.
+
+        All ranks must call this method. In a sharded save the result has no tensors of the net. In
+        an unsharded save of a partitioned net only rank 0 gets the net's tensors, on the CPU.
+        """
+        state = super().lightning_module_state_dict()
+        if not self.parallel.is_partitioned:
+            return state
+        extra = _without_net(state)
+        if self._writes_shards:
+            return extra
+        net = states.full_net_state(self.net, self.parallel.stages)
+        return {f"{NET}{name}": tensor for name, tensor in net.items()} | extra
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state dict with parameter names in place of numbers.
+
+        All ranks must call this method. In a sharded save the result has only the options of the
+        parameter groups. In an unsharded save only rank 0 gets the tensors, on the CPU.
+        """
+        parameters = self.saved_parameters()
+        stages = self.parallel.stages
+        if self._writes_shards:
+            groups = states.named_groups(parameters, optimizer, stages)
+            return {"state": {}, "param_groups": groups}
+        return states.full_optimizer_state(parameters, optimizer, stages)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint. All ranks must call this method; it changes `checkpoint` in place.
+
+        Args:
+            checkpoint: State dict that Lightning has collected. Its tensors get their names in a
+                checkpoint file.
+            filepath: Path for Lightning's own file. Other saves ignore it.
+            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
+                newest one after its validation: rank 0 puts the bytes of the small file
+                `amendment.NAME` into the dict. None writes Lightning's own file.
+        """
+        is_amendment = self.saves_to_store and isinstance(storage_options, dict)
+        if self._writes_shards and not is_amendment:
+            dcp.save(self.own_state(), storage_writer=ShardWriter(storage_options))
+        checkpoint["state_dict"] = to_saved_names(checkpoint["state_dict"])
+        if storage_options is None:
+            super().save_checkpoint(checkpoint, filepath)
+            return
+        if is_amendment and self.saved is not None:
+            if self.is_global_zero:
+                storage_options[amendment.NAME] = amendment.amend(checkpoint, self.saved[0])
+            return
+        if self.is_global_zero:
+            with storage_options.open(STATE_NAME) as file:
+                torch.save(checkpoint, file)
+        self.saved = None
+        if not checkpoint["validated"]:
+            self.take_fingerprints(checkpoint)
+
+    def own_state(self) -> Any:
+        """Return the state that only this rank saves: its shards of the net and the optimizer.
+
+        Returns:
+            An empty dict if the net is not partitioned.
+        """
+        if not self.parallel.is_partitioned:
+            return {}
+        parameters = self.saved_parameters()
+        return states.sharded_state(self.net, parameters, self.optimizers[0], self.parallel.stages)
+
+    def take_fingerprints(self, checkpoint: Any) -> None:
+        """Set `saved` to the fingerprints of a save that a validation may amend.
+
+        Args:
+            checkpoint: Content of rank 0's state file. Other ranks ignore it.
+        """
+        of_state_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
+        self.saved = (of_state_file, amendment.fingerprints(self.own_state()))
+
+    def is_unchanged_since_save(self) -> bool:
+        """Return whether the tensors of this rank's own files are those of the newest save.
+
+        The newest checkpoint can be amended, instead of saved again, only if all ranks return True.
+        """
+        if self.saved is None:
+            return False
+        return amendment.is_unchanged(self.own_state(), self.saved[1])
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
+        """Load a checkpoint of gptrain, or a file of Lightning's, on the CPU.
+
+        Tensors in the ranks' own files of a sharded checkpoint are read later, by
+        `load_model_state_dict` and `load_optimizer_state_dict`.
+
+        Args:
+            checkpoint_path: Folder of a checkpoint, or path of a file.
+            weights_only: Ignored. Only tensors and plain values are ever loaded.
+
+        Returns:
+            The checkpoint with Lightning's names of the tensors.
+        """
+        path = Path(checkpoint_path)
+        self._loaded = path
+        checkpoint = amendment.load_state(path) if path.is_dir() else load_file(path)
+        checkpoint["state_dict"] = from_saved_names(checkpoint["state_dict"])
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy this rank's part of a checkpoint into the module. All ranks must call this method.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+            strict: Whether names outside `net` must be equal. Names of the net always must.
+
+        Raises:
+            ValueError: If the checkpoint does not fit the module.
+        """
+        reader = self._shard_reader()
+        state = checkpoint["state_dict"]
+        if reader is None and not self.parallel.is_partitioned:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
+        states.load_net_state(self.net, reader or net, stages=self.parallel.stages)
+        missing, unexpected = self.module.load_state_dict(_without_net(state), strict=False)
+        unmatched = [name for name in missing if not name.startswith(NET)] + list(unexpected)
+        if unmatched and strict:
+            raise ValueError(
+                f"{self._loaded}: does not fit the module outside its net; missing or unexpected: "
+                f"{', '.join(unmatched)}"
+            )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizer state, and set `fresh_options`.
+
+        All ranks must call this method. It adapts the states of the learning rate schedules in
+        `checkpoint` if the optimizer has another number of parameter groups here.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+        """
+        optimizer = self.optimizers[0]
+        state = checkpoint["optimizer_states"][0]
+        self.fresh_options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        source = self._shard_reader() or state["state"]
+        parameters = self.saved_parameters()
+        states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
+        groups = optimizer.param_groups  # a pipeline stage may have fewer groups than were saved
+        for schedule in checkpoint["lr_schedulers"]:
+            if len(schedule.get("base_lrs", groups)) != len(groups):
+                schedule["base_lrs"] = [group["initial_lr"] for group in groups]
+                schedule["_last_lr"] = [group["lr"] for group in groups]
+                if "lr_lambdas" in schedule:
+                    schedule["lr_lambdas"] = []
+
+    def _shard_reader(self) -> SafeFileSystemReader | None:
+        """Return a reader of the loaded checkpoint's shards, or None if it is unsharded."""
+        is_sharded = (self._loaded / INDEX_NAME).exists()
+        return SafeFileSystemReader(self._loaded) if is_sharded else None
+
+
+def _without_net(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a module's state dict that do not belong to its net."""
+    return {name: value for name, value in state.items() if not name.startswith(NET)}
