@@ -252,6 +252,8 @@ def test_an_external_library_is_a_requirement(run, tmp_path):
         (["torch", "--to", "new"], "error: name=torch: not a name that Python can import, or the"),
         (["another", "--to", "."], "error: --to=.: already exists"),
         (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: not a"),
+        (["another", "--to", "new", "recipes=[x]"], "error: recipes=x: no recipe of this name"),
+        (["--check", "recipes=[x]"], "error: recipes=[x]: only a new project gets recipes"),
         (["another"], "error: --to: needed: the folder"),
         ([], "error: name: one name is needed"),
         (["--upgrade"], "error: --to: no project here"),
@@ -272,6 +274,13 @@ def test_a_project_is_not_made_inside_another(run):
 
 
 def test_the_template_leads_to_the_files_of_this_checkout():
-    for name in ("train.py", "conf", "src/project", "tests/test_project.py"):
+    for name in (
+        "train.py",
+        "conf",
+        "src/project",
+        "src/recipes",
+        "tests/recipes",
+        "tests/test_project.py",
+    ):
         assert (TEMPLATE / name).resolve() == ROOT / name
     assert (LIBRARY / "constraints.txt").resolve() == ROOT / ".ci" / "constraints.txt"

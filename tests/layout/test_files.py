@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.conftest import ROOT
+from tests.layout.test_packages import count_code_lines
 from tests.test_choices import CONFS
 
 FOUND = sorted(path for conf in CONFS for path in conf.glob("*/*.yaml"))
@@ -25,3 +28,18 @@ def test_an_experiment_is_a_diff_of_at_most_twenty_lines():
 
 def test_the_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+
+
+RECIPES = sorted(path for path in (ROOT / "src" / "recipes").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_short_and_has_a_choice_a_test_and_its_size_in_the_readme(recipe):
+    n_lines = count_code_lines(recipe)
+    assert n_lines <= 120
+    yaml = [path for path in FOUND if f"recipes.{recipe.stem}." in path.read_text()]
+    assert recipe.stem in [path.stem for path in yaml]
+    assert (ROOT / "tests" / "recipes" / f"test_{recipe.stem}.py").is_file()
+    readme = (ROOT / "src" / "recipes" / "README.md").read_text()
+    assert f"## {recipe.stem}\n" in readme
+    assert re.search(rf"^\| `{recipe.stem}\.py` .*\| {n_lines} \|$", readme, re.MULTILINE), n_lines

@@ -2,6 +2,7 @@
 
 python -m gptrain.adopt my_project --to ../my_project       with the library in src/gptrain
 python -m gptrain.adopt my_project --to ../my_project library=git+https://github.com/me/gptrain
+python -m gptrain.adopt my_project --to ../my_project recipes=[chat,lora]     with recipes in it
 python -m gptrain.adopt --upgrade library=../gptrain        in a project: a newer library
 python -m gptrain.adopt --check                             in a project: is its conf/ still valid
 

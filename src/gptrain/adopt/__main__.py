@@ -33,6 +33,7 @@ from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Pars
 from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
 from gptrain.runtime.streams import prepare_streams
 
+OPTIONS = ("library=", "recipes=")
 CHECK = ("-m", "gptrain.adopt", "--check")
 MISSING = "???"  # Hydra's mark for a value that has to be typed
 TO_BE_TYPED = "<to be typed>"  # placeholder for a missing value while the other values are checked
@@ -44,7 +45,9 @@ def main() -> NoReturn:
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.adopt", allow_abbrev=False, **head)
-    parser.add_argument("words", nargs="*", metavar="name", help="name of the package; library=...")
+    parser.add_argument(
+        "words", nargs="*", metavar="name", help="name of the package; library=... recipes=[...]"
+    )
     parser.add_argument(
         "--to",
         type=Path,
@@ -73,23 +76,28 @@ def answer(args: argparse.Namespace) -> int:
         ConfigError: If the words do not fit together.
         OSError: If a file cannot be read or written.
     """
-    libraries = [word.partition("=")[2] for word in args.words if word.startswith("library=")]
-    names = [word for word in args.words if not word.startswith("library=")]
-    library = libraries[-1] if libraries else VENDORED
+    options = {"library": VENDORED, "recipes": ""}
+    options |= dict(word.split("=", 1) for word in args.words if word.startswith(OPTIONS))
+    names = [word for word in args.words if not word.startswith(OPTIONS)]
+    library = options["library"]
+    recipes = [word for word in re.split(r"[\[\],\s]+", options["recipes"]) if word]
     is_new = not (args.upgrade or args.check)
     if len(names) != (1 if is_new else 0):
         given = " ".join(names) or None
         message = "one name is needed" if is_new else "no name is needed"
         raise ConfigError.of("name", given, message, hint="python -m gptrain.adopt --help")
     if is_new:
-        return adopt(names[0], args.to, library)
+        return adopt(names[0], args.to, library, recipes)
+    if recipes:
+        message = "only a new project gets recipes"
+        raise ConfigError.of("recipes", options["recipes"], message, hint="copy the recipe's files")
     folder = args.to or find_project()
     if folder is None or not (folder / "conf").is_dir():
         raise ConfigError.of("--to", args.to, "no project here, a folder with train.py and conf/")
     return upgrade(folder, library) if args.upgrade else check(folder / "conf")
 
 
-def adopt(name: str, to: Path | None, library: str) -> int:
+def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> int:
     """Make a new project, print what was copied, and return the exit code."""
     if to is None:
         raise ConfigError.of(
@@ -97,7 +105,7 @@ def adopt(name: str, to: Path | None, library: str) -> int:
         )
     needed = requirement(library)
     source = find_project() or TEMPLATE
-    copied = make(source, to, name, needed)
+    copied = make(source, to, name, needed, recipes)
     if needed is None:
         put(LIBRARY, to)
     print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")

@@ -7,7 +7,7 @@ import keyword
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from gptrain.adopt.library import IN_PROJECT
@@ -26,19 +26,23 @@ BLOCK = r"(?s)(?<=```bash\n).*?(?=```)"
 PRIVATE = {"__init__.py", "__pycache__"}
 NAME = "my_project"  # name of the project in the templates
 TEST = "tests/test_project.py"
+RECIPES = "recipes"  # package of the recipes, in src/ of the library's checkout and in TEMPLATE
 
 
-def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
-    """Write a project without its library and return the copied files, relative to `source`.
+def make(
+    source: Path, to: Path, name: str, needed: str | None, recipes: Collection[str] = ()
+) -> list[Path]:
+    """Write a project without its library and return the copied files, relative to their project.
 
     Args:
         source: Folder of the project whose files are copied.
         to: Folder of the new project.
         name: Name of the new project's package.
         needed: Requirement for pip. None if the library is copied into the project.
+        recipes: Names of the recipes to copy into the new project's package.
 
     Raises:
-        ConfigError: If the name or the folder cannot be used.
+        ConfigError: If the name, the folder or a recipe cannot be used.
         OSError: If a file cannot be read or written.
     """
     old = own_package(source)
@@ -48,12 +52,21 @@ def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
     copied = [path.relative_to(source) for path in [source / "train.py", source / TEST, *files]]
     copied = [path for path in copied if path.parts[:2] != ("conf", "local")]
     copied = [path for path in copied if "__pycache__" not in path.parts]
-    for path in copied:
+    copied = [path for path in copied if not recipes_named_in(source / path)]
+    origins = dict.fromkeys(copied, source)
+    # A project that was made by this command has no recipes. Those of the library are copied.
+    origin = source if (source / "src" / RECIPES).is_dir() else TEMPLATE
+    for path in recipe_files(origin, recipes):
+        if path in origins or (source / "src" / old / path.name).exists():
+            message = f"the project has a file {path.name} of its own"
+            raise ConfigError.of(RECIPES, path.stem, message, hint="rename it")
+        origins[path] = origin
+    for path, folder in origins.items():
         target = to / (Path("src", name, *path.parts[2:]) if path.parts[0] == "src" else path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / path, target)
+        shutil.copy2(folder / path, target)
         if path.suffix in (".py", ".yaml"):
-            target.write_text(renamed(target.read_text(), old, name))
+            target.write_text(renamed(renamed(target.read_text(), RECIPES, name), old, name))
     templates = WRITTEN if needed else WRITTEN | {REQUIREMENTS: REQUIREMENTS}
     for file, text in templates.items():
         target = to / file
@@ -63,9 +76,41 @@ def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
     readme.write_text(named_there(readme.read_text(), to, name))
     if not needed and (source / REQUIREMENTS).is_file():
         shutil.copy2(source / REQUIREMENTS, to / REQUIREMENTS)
-        copied.append(Path(REQUIREMENTS))
+        origins[Path(REQUIREMENTS)] = source
     (to / ".ci" / "run").chmod(0o755)
-    return copied
+    return [*origins]
+
+
+def recipe_files(origin: Path, recipes: Collection[str]) -> list[Path]:
+    """Return the files of some recipes, relative to `origin`: code, test and yaml files.
+
+    A yaml file belongs to the recipes whose classes it names. It is copied with all of them only.
+
+    Args:
+        origin: Folder with `src/recipes`.
+        recipes: Names of the recipes.
+
+    Raises:
+        ConfigError: If there is no such recipe.
+    """
+    known = {path.stem for path in (origin / "src" / RECIPES).glob("*.py")} - {"__init__"}
+    if unknown := sorted(set(recipes) - known):
+        allowed = ", ".join(sorted(known))
+        raise ConfigError.of(RECIPES, unknown[0], "no recipe of this name", allowed=allowed)
+    if not recipes:
+        return []
+    code = [Path("src", RECIPES, f"{recipe}.py") for recipe in sorted(recipes)]
+    tests = [Path("tests", RECIPES, f"test_{recipe}.py") for recipe in sorted(recipes)]
+    choices = sorted((origin / "conf").glob("*/*.yaml"))
+    chosen = [path for path in choices if set() < recipes_named_in(path) <= set(recipes)]
+    return [*code, *tests, *(path.relative_to(origin) for path in chosen)]
+
+
+def recipes_named_in(file: Path) -> set[str]:
+    """Return the names of the recipes to whose classes a yaml file refers."""
+    if file.suffix != ".yaml":
+        return set()
+    return set(re.findall(rf"\b{RECIPES}\.(\w+)\.", file.read_text()))
 
 
 def own_package(source: Path) -> str:
@@ -75,7 +120,7 @@ def own_package(source: Path) -> str:
         ConfigError: If `src` does not hold exactly one package other than the library.
     """
     packages = {path.parent.name for path in (source / "src").glob("*/__init__.py")}
-    own = sorted(packages - {Path(IN_PROJECT).name})
+    own = sorted(packages - {Path(IN_PROJECT).name, RECIPES})
     if len(own) == 1:
         return own[0]
     raise ConfigError.of("", None, f"{source / 'src'}: must hold one package of yours, not {own}")

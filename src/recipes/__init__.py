@@ -1,0 +1,1 @@
+"""Recipes: short files that a user copies into a project and edits. See README.md."""
