@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gptrain.adopt.__main__ import main
-from gptrain.adopt.library import put
+from gptrain.adopt.library import check_paths, put
 from gptrain.adopt.project import TEMPLATE
 from gptrain.core.locations import LIBRARY, VARIABLE
 from tests.conftest import ROOT
@@ -204,6 +204,11 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     code, lines = run(*upgrade, cwd=tmp_path)
     assert code == 2 and lines[0] == "replaced  src/gptrain"
     assert any(line.startswith("conf/experiment/gpt2_124m.yaml: error: ") for line in lines)
+    assert not any(line.startswith(".ci/run: ") for line in lines)
+    script = project / ".ci" / "run"  # an older library had this file at another path
+    script.write_text(script.read_text().replace("adopt/files/constraints", "constraints"))
+    (line,) = check_paths(project)
+    assert line.startswith(".ci/run: error: src/gptrain/constraints.txt: no such file")
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 
@@ -283,4 +288,6 @@ def test_the_template_leads_to_the_files_of_this_checkout():
         "tests/test_project.py",
     ):
         assert (TEMPLATE / name).resolve() == ROOT / name
-    assert (LIBRARY / "constraints.txt").resolve() == ROOT / ".ci" / "constraints.txt"
+    assert (
+        LIBRARY / "adopt" / "files" / "constraints.txt"
+    ).resolve() == ROOT / ".ci" / "constraints.txt"

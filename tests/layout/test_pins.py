@@ -26,7 +26,9 @@ def asked() -> list[Requirement]:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [text for texts in extras["optional-dependencies"].values() for text in texts]
-    found = [Requirement(text) for text in [*extras, *lines("src/gptrain/requirements.txt")]]
+    found = [
+        Requirement(text) for text in [*extras, *lines("src/gptrain/adopt/files/requirements.txt")]
+    ]
     return [one for one in found if one.name != "gptrain"]  # an extra made of others
 
 

@@ -18,6 +18,7 @@ from gptrain import adopt as package
 from gptrain.adopt.library import (
     IN_PROJECT,
     VENDORED,
+    check_paths,
     package_in,
     put,
     require,
@@ -159,7 +160,8 @@ def check(conf: Path) -> int:
             continue
         for problem in problems:
             files_of_lines.setdefault(problem.line, f"conf/{file.relative_to(conf)}")
-    lines = [f"{file}: {line}" for line, file in files_of_lines.items()]
+    lines = check_paths(conf.parent)
+    lines += [f"{file}: {line}" for line, file in files_of_lines.items()]
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
 

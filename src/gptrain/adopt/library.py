@@ -97,6 +97,22 @@ def put(library: Path, project: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def check_paths(project: Path) -> list[str]:
+    """Return a line for each file of the library that the project names and that does not exist.
+
+    An older library may have had it at another path.
+    """
+    lines = []
+    for name in ("pyproject.toml", "README.md", ".ci/run"):
+        file = project / name
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        for path in re.findall(rf"{IN_PROJECT}/[\w/]+\.txt", text):
+            if not (project / path).exists():
+                hint = f"{IN_PROJECT}/adopt/files/{Path(path).name}"
+                lines.append(f"{name}: error: {path}: no such file in the library; try: {hint}")
+    return lines
+
+
 def require(project: Path, needed: str | None) -> None:
     """Replace the requirement for the library in a project's pyproject.toml.
 

@@ -67,7 +67,7 @@ def make(
         shutil.copy2(folder / path, target)
         if path.suffix in (".py", ".yaml"):
             target.write_text(renamed(renamed(target.read_text(), RECIPES, name), old, name))
-    templates = WRITTEN if needed else WRITTEN | {REQUIREMENTS: REQUIREMENTS}
+    templates = WRITTEN if needed else WRITTEN | {REQUIREMENTS: "own_requirements.txt"}
     for file, text in templates.items():
         target = to / file
         target.parent.mkdir(parents=True, exist_ok=True)
