@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gptrain.adopt.__main__ import main
-from gptrain.adopt.library import check_paths, put
+from gptrain.adopt.library import check_paths, copy_library
 from gptrain.adopt.project import TEMPLATE
 from gptrain.core.locations import LIBRARY, VARIABLE
 from tests.conftest import ROOT
@@ -216,7 +216,7 @@ def test_the_files_of_an_interrupted_upgrade_are_replaced(project, tmp_path):
     for name in (".gptrain-old", ".gptrain-new"):
         (project / "src" / name).mkdir()
         (project / "src" / name / "loss.py").touch()
-    put(LIBRARY, project)
+    copy_library(LIBRARY, project)
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gptrain.assemble.companion_files import keep_around
+from gptrain.assemble.companion_files import copy_tokenizer_files
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
@@ -207,7 +207,7 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     (source / "special_tokens_map.json").write_text(json.dumps(names))
     theirs = {"eos_token_id": [2, 0], "bos_token_id": 50256, "pad_token_id": None}
     (source / "config.json").write_text(json.dumps(theirs))  # 50256: a default of GPT2Config
-    keep_around([tmp_path / "nothing.json", source], run)
+    copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
     copy_companion_files(run, folder)
     write_special_ids(folder, load_tokenizer(run), has_end=False)

@@ -25,7 +25,7 @@ from gptrain.config.compose import resolved
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
-from gptrain.runtime.supervisor import note_start
+from gptrain.runtime.supervisor import record_start
 from tests.command_line import compose_run
 
 RUN = "a" * 32
@@ -199,9 +199,9 @@ def test_damage_and_absence_have_codes_of_their_own(compose):
 
 def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
     steps = [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True), (5, True)]
-    counted = [note_start(tmp_path, step, again) for step, again in steps]
+    counted = [record_start(tmp_path, step, again) for step, again in steps]
     assert counted == [0, 1, 2, 0, 1, 2, 3]
-    assert note_start(tmp_path, 5, again=False) == 0  # a person's start
+    assert record_start(tmp_path, 5, again=False) == 0  # a person's start
     record = json.loads((tmp_path / ".restarts").read_text())
     assert (record["step"], record["fruitless"]) == (5, 0)
     assert [start["step"] for start in record["starts"]] == [step for step, _ in steps] + [5]

@@ -12,7 +12,7 @@ import yaml
 
 from gptrain.checkpoints.signature import read_key, read_signed_record
 from gptrain.config import ConfigError
-from gptrain.config.from_run import check_values, expand, typed_again
+from gptrain.config.from_run import check_values, expand, words_to_repeat
 from gptrain.core.errors import ConfigIssue
 from tests.untrusted import fill
 
@@ -152,7 +152,7 @@ def test_whatever_is_changed_in_a_signed_record_makes_the_run_untrusted(
     own_run, configuration, tmp_path
 ):
     moved = own_run.rename(tmp_path / "moved")  # a folder may move
-    assert read_signed_record(moved) and not typed_again(["data.path=/etc"], moved)
+    assert read_signed_record(moved) and not words_to_repeat(["data.path=/etc"], moved)
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml", "signature", "../.lock"):
         copy = shutil.copytree(moved, tmp_path / "copy")
         file = copy / ".hydra" / name
@@ -161,7 +161,7 @@ def test_whatever_is_changed_in_a_signed_record_makes_the_run_untrusted(
         else:
             file.write_bytes(file.read_bytes() + b"\n")
         assert read_signed_record(copy) is None, name
-        assert typed_again(["data.path=/etc"], copy) == ["data.path=/etc"]
+        assert words_to_repeat(["data.path=/etc"], copy) == ["data.path=/etc"]
         with pytest.raises(ConfigError, match="not started by you on this machine: was started"):
             expand([f"from_run={copy}"])
         shutil.rmtree(copy)

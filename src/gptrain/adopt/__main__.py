@@ -19,13 +19,13 @@ from gptrain.adopt.library import (
     IN_PROJECT,
     VENDORED,
     check_paths,
+    copy_library,
     package_in,
-    put,
     require,
     requirement,
     restore,
 )
-from gptrain.adopt.project import TEMPLATE, left_behind, make
+from gptrain.adopt.project import TEMPLATE, make, uncopied_files
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain, resolved
 from gptrain.config.values import walk
@@ -108,9 +108,9 @@ def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> i
     source = find_project() or TEMPLATE
     copied = make(source, to, name, needed, recipes)
     if needed is None:
-        put(LIBRARY, to)
+        copy_library(LIBRARY, to)
     print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
-    for path in left_behind(source, copied, needed is None):
+    for path in uncopied_files(source, copied, needed is None):
         print(f"left      {path}")
     print(f"next      {enter_folder(to)} && git init && .ci/run")
     return DONE
@@ -129,7 +129,7 @@ def upgrade(project: Path, library: str) -> int:
         print(f"required  {needed}\nnext      {enter_folder(project)} && {check_it}")
         return DONE
     with tempfile.TemporaryDirectory() as temporary:
-        put(package_in(library, Path(temporary)), project)
+        copy_library(package_in(library, Path(temporary)), project)
     print(f"replaced  {IN_PROJECT}", flush=True)
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     environment["PYTHONPATH"] = str((project / IN_PROJECT).parent.resolve())

@@ -68,7 +68,7 @@ def restore(project: Path) -> None:
         old.rename(target)
 
 
-def put(library: Path, project: Path) -> None:
+def copy_library(library: Path, project: Path) -> None:
     """Copy the package into a project, in place of the copy that the project has.
 
     Raises:

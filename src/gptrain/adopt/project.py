@@ -66,14 +66,16 @@ def make(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / path, target)
         if path.suffix in (".py", ".yaml"):
-            target.write_text(renamed(renamed(target.read_text(), RECIPES, name), old, name))
+            text = rename_package(target.read_text(), RECIPES, name)
+            target.write_text(rename_package(text, old, name))
     templates = WRITTEN if needed else WRITTEN | {REQUIREMENTS: "own_requirements.txt"}
-    for file, text in templates.items():
+    for file, template in templates.items():
         target = to / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(written((LIBRARY / "adopt" / "files" / text).read_text(), name, needed))
+        text = (LIBRARY / "adopt" / "files" / template).read_text()
+        target.write_text(fill_template(text, name, needed))
     readme = to / "README.md"
-    readme.write_text(named_there(readme.read_text(), to, name))
+    readme.write_text(fill_readme(readme.read_text(), to, name))
     if not needed and (source / REQUIREMENTS).is_file():
         shutil.copy2(source / REQUIREMENTS, to / REQUIREMENTS)
         origins[Path(REQUIREMENTS)] = source
@@ -145,14 +147,14 @@ def check(source: Path, to: Path, name: str, old: str) -> None:
         raise ConfigError(issues)
 
 
-def renamed(text: str, old: str, new: str) -> str:
+def rename_package(text: str, old: str, new: str) -> str:
     """Return the text of a file with the package renamed in imports, `_target_` nodes and paths."""
     text = re.sub(rf"(?m)^(\s*(?:from|import) ){old}\b", rf"\g<1>{new}", text)
     text = re.sub(rf"(_target_: *[\"']?){old}\.", rf"\g<1>{new}.", text)
     return re.sub(rf"\bsrc/{old}\b", f"src/{new}", text)
 
 
-def written(text: str, name: str, needed: str | None) -> str:
+def fill_template(text: str, name: str, needed: str | None) -> str:
     """Return a template of files/ for this project.
 
     Lines marked `<vendored>` or `<required>` are kept only if the project has its library that way.
@@ -163,7 +165,7 @@ def written(text: str, name: str, needed: str | None) -> str:
     return text.replace("<needed>", needed or "").replace(NAME, name)
 
 
-def named_there(readme: str, project: Path, name: str) -> str:
+def fill_readme(readme: str, project: Path, name: str) -> str:
     """Return the README with the names of the project's files and without unusable commands."""
     package, conf = project / "src" / name, project / "conf"
     parts = [path for path in sorted(package.iterdir()) if path.name not in PRIVATE]
@@ -190,7 +192,7 @@ def _found_commands(block: str, conf: Path) -> str:
     return "".join(kept)
 
 
-def left_behind(source: Path, copied: Iterable[Path], is_vendored: bool) -> list[str]:
+def uncopied_files(source: Path, copied: Iterable[Path], is_vendored: bool) -> list[str]:
     """Return the files that git does not track and that were not copied.
 
     The list is empty if git is not installed or the project is no git repository.

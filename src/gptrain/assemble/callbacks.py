@@ -63,7 +63,7 @@ def build_callbacks(
         guard=guard,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
-        typed=typed_of_optimizer(cfg),
+        typed=typed_optimizer_keys(cfg),
     )
     if checkpoints is None:
         return [monitor, *own]
@@ -126,7 +126,7 @@ def build_checkpoints(
     )
 
 
-def typed_of_optimizer(cfg: RunConfig) -> dict[str, Any]:
+def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
     """Return the typed keys of the optimizer and the scheduler group with their values.
 
     A key whose value is also an argument of the module is left out, because the module's yaml may

@@ -25,7 +25,7 @@ ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 
 
-def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
+def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     """Copy the files of a run's tokenizer from each source that has this tokenizer.
 
     Older folders of transformers have the ids of special tokens only in config.json. The ids are
@@ -39,11 +39,14 @@ def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
     if own is None:
-        next(filter(None, (copy_around(folder, run_dir, TOKENIZER) for folder in folders)), None)
+        next(
+            filter(None, (copy_existing_files(folder, run_dir, TOKENIZER) for folder in folders)),
+            None,
+        )
         own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
-            copy_around(folder, run_dir, COMPANIONS)
+            copy_existing_files(folder, run_dir, COMPANIONS)
             generation = read_facts(folder / GENERATION)
             ids = read_ids(read_facts(folder / "config.json")) | read_ids(generation)
             if ids.keys() - generation.keys():
@@ -71,7 +74,7 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
     return special_ids
 
 
-def copy_around(folder: Path, to: Path, names: Iterable[str] = COMPANIONS) -> list[str]:
+def copy_existing_files(folder: Path, to: Path, names: Iterable[str] = COMPANIONS) -> list[str]:
     """Copy those of the named files that exist, and return their names.
 
     Raises:

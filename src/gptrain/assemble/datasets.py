@@ -51,12 +51,12 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
     if cfg.data.test is None:
         return train, val, None
-    if not tests(cfg):  # the run does not read its samples
+    if not reads_test_set(cfg):  # the run does not read its samples
         return train, val, build_target(cfg.data.test.node())
     return train, val, build_dataset(cfg, "test")
 
 
-def tests(cfg: RunConfig) -> bool:
+def reads_test_set(cfg: RunConfig) -> bool:
     """Return whether the run reads the test set."""
     return cfg.task == "test" or bool(cfg.trainer.fast_dev_run)
 
@@ -82,7 +82,7 @@ def check_samples(
     read = {
         "train": (cfg.task == "fit", train),
         "val": (cfg.task in ("fit", "validate"), val),
-        "test": (tests(cfg), test),
+        "test": (reads_test_set(cfg), test),
     }
     for name, (is_read, dataset) in read.items():
         if not is_read or getattr(cfg.trainer, f"limit_{name}_batches") == 0:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from gptrain.assemble.callbacks import check_callbacks
-from gptrain.assemble.companion_files import keep_around
+from gptrain.assemble.companion_files import copy_tokenizer_files
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     Datasets,
@@ -159,7 +159,9 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             # A run that was moved can then generate text without its data.
             tokenizer.save(Path(cfg.run_dir))
         sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
-        keep_around([Path(source).expanduser() for source in sources if source], Path(cfg.run_dir))
+        copy_tokenizer_files(
+            [Path(source).expanduser() for source in sources if source], Path(cfg.run_dir)
+        )
     name = strategy_name(cfg.strategy.name, devices.world_size)
     module_type = module_class(cfg, name)
     check_samples(cfg, module_type, (train, val, test), dims.data)

@@ -21,7 +21,7 @@ OWN_KEYS = {
 OWN_KEYS |= {"start_factor", "min_factor"}
 
 
-def asked_steps(cfg: RunConfig, phase: str, step_tokens: int) -> float | None:
+def configured_length(cfg: RunConfig, phase: str, step_tokens: int) -> float | None:
     """Return the length of a phase that the config asks for, in steps or as a fraction of the run.
 
     Args:
@@ -51,8 +51,8 @@ def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
     """
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
-    asked = asked_steps(cfg, "warmup", lengths.step_tokens)
-    total = asked_steps(cfg, "total", lengths.step_tokens)
+    asked = configured_length(cfg, "warmup", lengths.step_tokens)
+    total = configured_length(cfg, "total", lengths.step_tokens)
     with as_config_errors(cfg, "scheduler.warmup_steps"):
         return warmup_steps(asked, int(total) if total else lengths.n_steps)
 
@@ -70,13 +70,13 @@ def build_schedule(
         ConfigError: If the length of a phase cannot be computed.
     """
     options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
-    total = asked_steps(cfg, "total", lengths.step_tokens)
+    total = configured_length(cfg, "total", lengths.step_tokens)
     total_steps = int(total) if total else lengths.n_steps
     options["total_steps"] = total_steps
     options["warmup_steps"] = warmup_of(cfg, lengths)
     parameters = inspect.signature(schedule).parameters
     if "decay_steps" in parameters:
-        decay = asked_steps(cfg, "decay", lengths.step_tokens)
+        decay = configured_length(cfg, "decay", lengths.step_tokens)
         with as_config_errors(cfg, "scheduler.decay_steps"):
             options["decay_steps"] = phase_steps(
                 DEFAULT_DECAY if decay is None else decay, total_steps

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.module import takes_net
 from gptrain.assemble.optimizer import peak_lr
-from gptrain.config.from_run import NOT_TAKEN, typed_again
+from gptrain.config.from_run import NOT_TAKEN, words_to_repeat
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.costs.machine import DamagedMeasurementError
@@ -86,7 +86,7 @@ def build_report(
     repeated_overrides = []
     if trainer.is_global_zero and HydraConfig.initialized():  # the benchmark has no Hydra
         typed = HydraConfig.get().overrides
-        repeated_overrides = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
+        repeated_overrides = words_to_repeat([*typed.hydra, *typed.task], cfg.run_dir)
     return Report(lines, options, facts, planned, repeated_overrides)
 
 

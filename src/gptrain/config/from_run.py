@@ -111,7 +111,7 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     return [*map(line_of, kept), *(line for line in typed if line not in done)]
 
 
-def typed_again(words: Sequence[str], run_dir: str | Path) -> list[str]:
+def words_to_repeat(words: Sequence[str], run_dir: str | Path) -> list[str]:
     """Return the overrides of a run that a command with `from_run=<run_dir>` has to repeat.
 
     For a trusted run there are none. For an untrusted run they are the permissions (allowed

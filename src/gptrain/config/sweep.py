@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from gptrain.checkpoints import fileops
-from gptrain.config.from_run import is_left_out, typed_again
+from gptrain.config.from_run import is_left_out, words_to_repeat
 from gptrain.config.overrides import line_of, parse
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
@@ -133,7 +133,7 @@ def report_sweep(folder: Path, search_path: Sequence[str] = ()) -> None:
             best = runs[0]
             words = [override(key, best.path) for key in ("from_run", "run_dir")]
             words += ["ckpt_path=last", twice_as_long(best)]
-            words += typed_again([*search_path, *best.overrides], best.path)
+            words += words_to_repeat([*search_path, *best.overrides], best.path)
             text = f"resume the best job: {train_command(*words)}"
             print(labels.line("next", text), flush=True)
 

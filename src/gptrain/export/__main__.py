@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 
 from gptrain import config
 from gptrain.checkpoints import fileops
-from gptrain.config.from_run import typed_again
+from gptrain.config.from_run import words_to_repeat
 from gptrain.config.values import walk
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
@@ -95,7 +95,7 @@ def export(cfg: ExportRun) -> None:
     log.info(labels.line("folder", folder))
     words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]
     typed = HydraConfig.get().overrides
-    words += typed_again([*typed.hydra, *typed.task], cfg.from_run)
+    words += words_to_repeat([*typed.hydra, *typed.task], cfg.from_run)
     log.info(labels.line("next", shell.train_command(*words)))
 
 

@@ -19,7 +19,7 @@ from gptrain.assemble.companion_files import (
     GENERATION,
     ID_KEYS,
     TOKENIZER,
-    copy_around,
+    copy_existing_files,
     read_ids,
 )
 from gptrain.checkpoints import fileops
@@ -129,7 +129,7 @@ def copy_companion_files(run: Path, folder: Path) -> None:
     names = [name for name in (*TOKENIZER, *COMPANIONS) if not (run / name).is_symlink()]
     if (folder / TOKENIZER[0]).exists():
         names = [name for name in names if name != TOKENIZER[0]]
-    copy_around(run, folder, names)
+    copy_existing_files(run, folder, names)
 
 
 def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) -> None:

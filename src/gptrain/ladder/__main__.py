@@ -67,7 +67,7 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     """
     # Imported late: a wrong command line is reported without the import of torch.
     from gptrain.ladder import report, runs
-    from gptrain.ladder.sizes import find_phases, find_sizes, merged, warn
+    from gptrain.ladder.sizes import find_phases, find_sizes, replace_overrides, warn
 
     options = cfg.ladder
     folder = Path(cfg.run_dir)
@@ -98,10 +98,12 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
         point
         for size, parts in zip(sizes, phases, strict=True)
         for seed in seeds
-        for point in runs.climb(folder, script, typed, cfg.objective, size, parts, seed, counts)
+        for point in runs.train_size(
+            folder, script, typed, cfg.objective, size, parts, seed, counts
+        )
     ]
     schedule = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
-    words = merged(typed, [*target.words, *schedule])
+    words = replace_overrides(typed, [*target.words, *schedule])
     facts = report.conclude(options, points, sizes, target, tokens)
     facts["target"] |= {"place": place, "command": shell.train_command(*words)}
     report.write(folder, facts)

@@ -16,7 +16,7 @@ from gptrain.config.from_run import expand
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
 from gptrain.core.shell import override
-from gptrain.ladder.sizes import Phases, Size, merged
+from gptrain.ladder.sizes import Phases, Size, replace_overrides
 from gptrain.runs.folder import OVERRIDES, read_run
 from gptrain.runs.table import is_same_value
 
@@ -35,7 +35,7 @@ ENDS_BY_STEPS = {
 }  # fmt: skip
 
 
-def climb(
+def train_size(
     folder: Path, script: Path, typed: Sequence[str], objective: str, size: Size, phases: Phases,
     seed: int, counts: Sequence[float],
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -77,7 +77,9 @@ def climb(
             "checkpoint": "default",
             "checkpoint.keep": total // phases.every + 2,
         }
-        words = merged(typed, [*size.words, *(f"{key}={value}" for key, value in keys.items())])
+        words = replace_overrides(
+            typed, [*size.words, *(f"{key}={value}" for key, value in keys.items())]
+        )
         if (run_dir / OVERRIDES).exists():
             check_same(folder, run_dir, words)
         if not (run_dir / OVERRIDES).exists() or not read_run(run_dir).is_done:

@@ -132,7 +132,7 @@ def make_size(
     Raises:
         ConfigError: If the config is not valid, or if the net cannot be built.
     """
-    checked = check_config(resolved(compose_command(merged(typed, words))))
+    checked = check_config(resolved(compose_command(replace_overrides(typed, words))))
     if checked.errors:
         raise ConfigError(checked.errors)
     cfg = checked.run
@@ -220,7 +220,7 @@ def scaled(cfg: RunConfig, factor: float) -> list[str]:
     return [f"model.{key}={value}" for key, value in values.items() if key in model]
 
 
-def merged(typed: Sequence[str], words: Sequence[str]) -> list[str]:
+def replace_overrides(typed: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return the typed overrides, with those in `words` replacing earlier values of a key."""
     keys = set(map(key_of, words))
     return [*(word for word in typed if key_of(word) not in keys), *words]

@@ -47,7 +47,7 @@ DEFAULTS = {
 }
 
 
-def made_of(characters: str) -> Any:
+def safe_text(characters: str) -> Any:
     """Return the pydantic field of a text that is safe in a shell script.
 
     Values of an untrusted run are written into the script, where `$(command)` would be executed.
@@ -59,7 +59,7 @@ def made_of(characters: str) -> Any:
     return Field(pattern=rf"^[\w{characters}]+$", description=description)
 
 
-Word = Annotated[str, made_of(".,:+@%/_-")]
+Word = Annotated[str, safe_text(".,:+@%/_-")]
 
 
 class Slurm(Section):
@@ -83,7 +83,7 @@ class LaunchRun(RunConfig):
     """Keys of a run and of one engine."""
 
     runs_here = False
-    run_dir: Annotated[LocalPath, made_of(" .,:+@=/_-")]
+    run_dir: Annotated[LocalPath, safe_text(" .,:+@=/_-")]
     slurm: Slurm | None = None
     kubernetes: Kubernetes | None = None
 

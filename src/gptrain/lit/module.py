@@ -308,7 +308,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} · lr {shown} · from the module's configure_optimizers"
 
 
-def warn_of_ignored(module: pl.LightningModule, typed: Mapping[str, Any]) -> None:
+def warn_about_ignored_options(module: pl.LightningModule, typed: Mapping[str, Any]) -> None:
     """Log a warning that names the typed options which the module's own optimizer ignores.
 
     Does nothing if the module has read the groups of all of these options.

@@ -117,7 +117,7 @@ def prepare_start(
     checkpoint = find(cfg, lock, world_size)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     step = read_manifest(checkpoint)["step"] if checkpoint else 0
-    if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
+    if cfg.task == "fit" and record_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
         message = f"{FRUITLESS_STARTS} starts in a row made no progress"
         raise ConfigError.of("", None, message, code=FAILED)
     clear_status(cfg.run_dir)
@@ -129,7 +129,7 @@ def is_restart() -> bool:
     return any(int(os.environ.get(name) or 0) > 0 for name in RESTART_COUNTS)
 
 
-def note_start(run_dir: str | Path, step: int, again: bool) -> int:
+def record_start(run_dir: str | Path, step: int, again: bool) -> int:
     """Record a start and return the number of starts in a row without a newer checkpoint.
 
     Args:
@@ -156,7 +156,7 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
     """Start all ranks once, wait until they have ended, and return the job's exit code."""
     context = multiprocessing.get_context(START_METHOD)
     function: Any = train
-    job = (function.__code__.co_filename, function.__name__, cfg, plain_hydra())
+    job = (function.__code__.co_filename, function.__name__, cfg, picklable_hydra())
     ranks: list[BaseProcess] = []
     attempt = uuid.uuid4().hex
     folder = Path(cfg.run_dir) / ATTEMPTS_NAME / attempt
@@ -185,7 +185,7 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
     return job_code(cfg, ranks)
 
 
-def plain_hydra() -> DictConfig:
+def picklable_hydra() -> DictConfig:
     """Return Hydra's node for a rank, without classes of plugins, which cannot be pickled.
 
     References in the log's config and in the overrides are resolved here, where all keys and

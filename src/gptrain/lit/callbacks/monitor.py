@@ -36,7 +36,7 @@ from gptrain.lit.module import (
     describe_optimizer,
     has_own_optimizer,
     is_partial_check,
-    warn_of_ignored,
+    warn_about_ignored_options,
 )
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
@@ -146,7 +146,7 @@ class TrainingMonitor(Callback):
         check_optimization(pl_module)  # a second check, because hooks may have changed the module
         if trainer.is_global_zero and has_own_optimizer(pl_module):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
-            warn_of_ignored(pl_module, self.typed)
+            warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
