@@ -1,7 +1,8 @@
 """The mutation campaign finds what the tests of a small package do not notice."""
 
-from tests.mutants.__main__ import Records, record, try_mutant
-from tests.mutants.plant import find_mutants
+from pathlib import Path
+
+import pytest
 
 MODULE = """
 def is_adult(age):
@@ -37,22 +38,27 @@ def test_a_line_that_only_a_forked_process_runs():
 """
 
 
+@pytest.mark.engine("coverage")
 def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
+    from tests.mutants.__main__ import Records, record, try_mutant
+    from tests.mutants.plant import find_mutants
+
     checkout, path = tmp_path / "checkout", "src/gptrain/small.py"
     for folder in ("src/gptrain", "tests"):
         (checkout / folder).mkdir(parents=True)
     (checkout / "src/gptrain/__init__.py").touch()
     (checkout / path).write_text(MODULE)
     (checkout / "tests/test_small.py").write_text(TESTS)
-    record("tests/test_small.py", checkout, tmp_path / "records")
-    records = Records(tmp_path / "records")
+    record(checkout, Path("tests/test_small.py"), tmp_path / "tests:test_small.py")
+    records = Records(tmp_path)
     verdicts = {
-        mutant.plant(checkout)[1].partition("\n")[2]: try_mutant(mutant, checkout, records)
-        for mutant in find_mutants(checkout, path)
+        str(mutant).partition(": ")[2]: try_mutant(mutant, checkout, records)
+        for mutant in find_mutants(path, MODULE)
     }
-    caught = {planted for planted, verdict in verdicts.items() if verdict.startswith("caught")}
-    assert caught == {"+    return 3 * number"}
-    assert "forked" in verdicts["+    return 3 * number"]
-    survivors = {"+    return age > 18", "+    return age >= 19", "+    return 2"}
-    assert verdicts.keys() - caught == survivors
+    assert verdicts == {
+        "comparison flipped: age >= 18": "survived",
+        "constant changed: 18": "survived",
+        "constant changed: 2": "caught",
+        "constant changed: 1": "survived",
+    }
     assert (checkout / path).read_text() == MODULE

@@ -3,11 +3,12 @@
     python -m tests.mutants [FILES] --n 150 --seed 1
 
 A mutant is a flipped comparison, a negated condition, a dropped keyword argument, a changed
-constant, a removed statement or two swapped arguments. All work is done in a copy of the checkout.
-First every file of tests runs once by itself, and it is recorded which test runs which line, also
-in forked ranks and in commands. Then each mutant is tried with the tests that run its line, the
-quickest first. Records and results lie in --folder, for each commit by itself: the same command
-continues after a stop. Nothing that is not committed is tried.
+constant, a removed statement or two swapped arguments. All work is done in a clone of the checkout,
+so that only what is committed is tried. First, every file of tests runs once by itself, and
+coverage.py records which test runs which line, also in forked ranks and in commands. Then each
+mutant is tried with the tests that run its line, the shortest first, until one fails or the time is
+over. Records and verdicts of a commit are kept in outputs/mutants: type the same command again to
+continue an interrupted campaign.
 """
 
 import argparse
@@ -16,147 +17,132 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
-from itertools import accumulate, count
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired, check_output
+
+from coverage import CoverageData
 
 from tests.mutants.plant import Mutant, find_mutants
 
-ROOT, RECORDER = Path(__file__).parents[2], Path(__file__).parent / "recorder"
-TESTS_S = 90  # what the recorded tests of one mutant may take together
-LIMIT_S = 60  # limit of a run of pytest; three times what its tests took in the record is added
+ROOT = Path(__file__).parents[2]
+PYTEST = ("-m", "pytest", "-n", "0", "-x", "--timeout=60")  # the time limit holds for each test
+SETTINGS = str(Path(__file__).with_name("coverage.ini"))
+LIMIT_S = 150  # time limit of all tests of a mutant
 
 
-def copy_checkout(folder: Path) -> None:
-    """Copy what is committed into an empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    archive = subprocess.run(
-        ("git", "archive", "HEAD"), cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    subprocess.run(("tar", "-x", "-C", folder), input=archive.stdout, check=True)
+def run(checkout: Path, *words: object, limit_s: float = 1200) -> int:
+    """Run Python with these words in the checkout, and return the exit code, 0 after the limit."""
+    command = (sys.executable, *map(str, words))
+    env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "COVERAGE_RCFILE": SETTINGS}
+    process = Popen(command, cwd=checkout, env=env, stdout=DEVNULL, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except TimeoutExpired:
+        return 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # kill the processes that tests have left
 
 
-def run_tests(checkout: Path, words: list[str], limit_s: float, notes: str = "") -> str:
-    """Run tests in a copy of the checkout and return pytest's output, "" where the time ran out.
-
-    Args:
-        words: Files and tests, as typed for pytest.
-        notes: File for the notes of the recorder; "": record nothing, and stop at a failure.
-    """
-    typed, said = checkout.with_suffix(".words"), checkout.with_suffix(".said")
-    typed.write_text("\n".join(words))
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--tb=no"]
-    command += [f"@{typed}", *(("-p", "sitecustomize") if notes else ("-x",))]
-    path = f"{RECORDER}{os.pathsep}{checkout / 'src'}"
-    changed = {"PYTHONPATH": path, "MUTANTS_CHECKOUT": str(checkout), "MUTANTS_NOTES": notes}
-    where = {"cwd": checkout, "env": os.environ | changed, "start_new_session": True}
-    with open(said, "w") as file, subprocess.Popen(command, stdout=file, **where) as process:
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return ""
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and processes that tests have left
-    return said.read_text(errors="replace")
-
-
-def record(test_file: str, checkout: Path, folder: Path) -> None:
-    """Run a file of tests, and note which of its tests runs which lines of src/gptrain."""
-    notes = folder / f"{test_file.replace('/', '.')}.notes"
-    if not notes.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        begun = notes.with_suffix(".begun")
-        begun.write_text("")
-        run_tests(checkout, [test_file], 1200, str(begun))
-        begun.rename(notes)
-        print(f"recorded {test_file}", flush=True)
+def record(checkout: Path, tests: Path, data: Path) -> None:
+    """Run a file of tests, and record which of its tests runs which lines, if all tests pass."""
+    code = run(checkout, "-m", "coverage", "run", *PYTEST, tests)
+    if run(checkout, "-m", "coverage", "combine") == 0 and code == 0:
+        (checkout / "outputs" / "coverage" / "data").rename(data)
 
 
 class Records:
-    """Which tests run which lines, and how long they take; tests that failed are left out.
+    """Tests that run each line, and the number of lines that each test runs.
+
+    The process that a test starts does not know the name of the test. For the lines of such a
+    process, all tests of the file are one test.
 
     Args:
-        folder: The folder of the notes.
+        folder: Folder of the records, one for each file of tests.
     """
 
     def __init__(self, folder: Path):
-        self.seconds, self.of_line = defaultdict(float), defaultdict(set)
-        for path in folder.glob("*.notes"):
-            notes = [line.split("\t") for line in path.read_text().splitlines()]
-            failed = {name for name, words in notes if words == "failed:1"}
-            for name, words in notes:
-                place, _, number = words.rpartition(":")
-                if place == "seconds":
-                    self.seconds[name] += float(number)
-                elif name not in failed:
-                    self.of_line[place, int(number)].add(name)
+        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.n_lines: Counter[str] = Counter()
+        for path in folder.glob("tests:*"):
+            tests = Path(path.name.replace(":", "/"))
+            data = CoverageData(str(path))
+            data.read()
+            for file in data.measured_files():
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    for context in contexts:
+                        module, _, name = context.rpartition(".")
+                        test = f"{tests}::{name}" if module == tests.stem else str(tests)
+                        self.tests[file, line].add(test)
+                        self.n_lines[test] += 1
 
-    def choose(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Return the quickest tests that run a mutant's line, and their seconds together.
+    def choose(self, file: Path, line: int) -> list[str]:
+        """Return the tests that run a line of a file, those first that run few lines in all.
 
-        Where no test runs the line, for it is part of an expression or runs at import, they are
-        those of the nearest line before it. The first test may take any time.
+        Python does not report every line of an expression, and no test runs what runs at import.
+        For such a line, the nearest line before it that a test runs is used.
         """
-        lines = ((mutant.path, line) for line in range(mutant.line, 0, -1))
-        names = next((self.of_line[line] for line in lines if line in self.of_line), ())
-        names = sorted(names, key=self.seconds.__getitem__)
-        until = list(accumulate(self.seconds[name] for name in names))
-        n_chosen = max(1, sum(total_s <= TESTS_S for total_s in until))
-        return names[:n_chosen], sum(until[n_chosen - 1 : n_chosen])
+        while line > 1 and (str(file), line) not in self.tests:
+            line -= 1
+        return sorted(self.tests[str(file), line], key=lambda test: self.n_lines[test])
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
-    """Plant a mutant in a copy of the checkout and return the verdict."""
-    target, (tests, expected_s) = checkout / mutant.path, records.choose(mutant)
-    code = target.read_text()
-    for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
-        compiled.unlink()  # Python compares seconds and sizes, which may be equal
-    target.write_text(mutant.plant(checkout)[0])
-    said = run_tests(checkout, tests, LIMIT_S + 3 * expected_s) if tests else " passed"
-    target.write_text(code)
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if failed or " passed" not in said:
-        return f"caught: {failed[0] if failed else said[-200:] or 'time limit'}"
-    return f"survived: {len(tests)} tests, {expected_s:.0f} s"
+    """Plant a mutant, and return whether a test of its line catches it."""
+    file = checkout / mutant.path
+    tests = records.choose(file, mutant.code.lineno)
+    source = file.read_text()
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+    file.write_text(mutant.source())
+    code = run(checkout, *PYTEST, *tests, limit_s=LIMIT_S) if tests else 0
+    file.write_text(source)
+    return "caught" if code else "survived"
+
+
+def draw(checkout: Path, paths: list[str], n: int, seed: int) -> list[Mutant]:
+    """Return random mutants: one of every file in random order, then a second one, and so on."""
+    chance = random.Random(seed)
+    drawn = []
+    for path in sorted(paths):
+        mutants = find_mutants(path, (checkout / path).read_text())
+        mutants = sorted(mutants, key=lambda mutant: chance.random())
+        drawn += [(turn, chance.random(), mutant) for turn, mutant in enumerate(mutants)]
+    return [mutant for _, _, mutant in sorted(drawn)[:n]]
 
 
 def main() -> None:
-    how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tests.mutants", None, __doc__, formatter_class=how)
+    """Record the tests, try the mutants, and print the survivors."""
+    parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
     parser.add_argument("files", nargs="*", help="files of src/gptrain; default: all")
     parser.add_argument("--n", type=int, default=150, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1, help="another seed plants other mutants")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "mutants")
-    asked = parser.parse_args()
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
-    folder = asked.folder.resolve() / commit.strip()  # records and results hold for this commit
-    checkout, results = folder / "copy", folder / "results.json"
-    copy_checkout(checkout)
+    typed = parser.parse_args()
+    commit = check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    folder = ROOT / "outputs" / "mutants" / commit.strip()
+    checkout, results = folder / "checkout", folder / "verdicts.json"
+    shutil.rmtree(checkout, ignore_errors=True)  # an interrupted campaign may have left a mutant
+    check_output(("git", "clone", "-q", ROOT, checkout))
     for path in sorted(checkout.glob("tests/**/test_*.py")):
-        record(str(path.relative_to(checkout)), checkout, folder / "records")
-    records = Records(folder / "records")
-    library = [one for one in ROOT.glob("src/gptrain/**/*.py") if "template" not in one.parts]
-    paths = sorted(str(Path(one).resolve().relative_to(ROOT)) for one in asked.files or library)
-    mutants = [mutant for path in paths for mutant in find_mutants(checkout, path)]
-    random.Random(asked.seed).shuffle(mutants)
-    number = defaultdict(count)
-    mutants.sort(key=lambda one: next(number[one.path]))  # one of every file, then a second one
-    mutants = mutants[: asked.n]
+        tests = path.relative_to(checkout)
+        data = folder / str(tests).replace("/", ":")
+        if not data.exists():
+            record(checkout, tests, data)
+    records = Records(folder)
+
+    library = [path for path in ROOT.glob("src/gptrain/**/*.py") if "template" not in path.parts]
+    paths = [str(Path(path).resolve().relative_to(ROOT)) for path in typed.files or library]
+    mutants = draw(checkout, paths, typed.n, typed.seed)
     verdicts = json.loads(results.read_text()) if results.exists() else {}
     for mutant in mutants:
         if str(mutant) not in verdicts:
             verdicts[str(mutant)] = try_mutant(mutant, checkout, records)
             results.write_text(json.dumps(verdicts, indent=1))
-        print(f"{mutant.path}:{mutant.line}: {verdicts[str(mutant)]}", flush=True)
-    survivors = [one for one in mutants if verdicts[str(one)].startswith("survived")]
-    for mutant in survivors:
-        print(f"\n{mutant.path}:{mutant.line}: {mutant.kind}\n{mutant.plant(checkout)[1]}")
-    print(f"\n{len(survivors)} of {len(mutants)} survived: {len(survivors) / len(mutants):.1%}")
+        print(verdicts[str(mutant)], mutant, flush=True)
+    survivors = [mutant for mutant in mutants if verdicts[str(mutant)] == "survived"]
+    print(f"{len(survivors)} of {len(mutants)} survived:", *survivors, sep="\n")
 
 
 if __name__ == "__main__":
