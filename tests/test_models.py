@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 
@@ -14,6 +15,12 @@ from gptrain.assemble.load import build_net
 from gptrain.costs.shape import find_shape
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama, SimpleGPT
+from gptrain.models.attention import (
+    FLEX_MIN_D_HEAD,
+    SequenceLayout,
+    attend,
+    document_block_mask,
+)
 from gptrain.models.rms_norm import RMSNorm
 from gptrain.parallel.activation import apply_activation_checkpointing
 from tests.command_line import compose_run
@@ -78,6 +85,24 @@ def test_forward_is_head_of_norm_of_blocks_of_embed(net):
         x = block(x)
     assert torch.equal(net(tokens), net.head(net.norm(x))) and net(tokens).shape == (3, 16, 97)
     assert net.hidden(tokens).shape == net.embed(tokens).shape == (3, 16, 32)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_logits_of_a_packed_document_are_those_of_the_document_alone(net):
+    """The block mask of FlexAttention gives the same as the dense one."""
+    tokens = random_tokens(batch=2)
+    lengths = [[5, 1, 10], [9, 7]]
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    layout = SequenceLayout.of_documents(torch.stack(numbers))
+    packed = net(tokens, layout=layout)
+    for row, row_lengths in enumerate(lengths):
+        parts = zip(tokens[row].split(row_lengths), packed[row].split(row_lengths), strict=True)
+        for document, logits in parts:
+            torch.testing.assert_close(logits, net(document[None])[0], **CLOSE)
+    flex = replace(layout, block_mask=document_block_mask(layout.documents))
+    q, k, v = torch.randn(3, 2, 4, 16, FLEX_MIN_D_HEAD)  # (B, H, T, K)
+    made = [attend(q, k[:, :2], v[:, :2], layout=chosen) for chosen in (layout, flex)]
+    torch.testing.assert_close(*made)
 
 
 def test_future_tokens_do_not_change_past_logits(net):

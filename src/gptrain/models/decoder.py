@@ -1,15 +1,15 @@
-"""Base class of gptrain's decoder-only transformers, their block, attention and initialization."""
+"""Base class of gptrain's decoder-only transformers, their block and initialization."""
 
-# B batch, T time, D d_model, H heads, G heads of k and v, K d_head, V vocab
+# B batch, T time, D d_model, V vocab
 
 import hashlib
 import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptrain.models.attention import SequenceLayout
 from gptrain.models.cache import KVCache, LayerCache
 
 INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in GPT-2
@@ -70,40 +70,49 @@ class Decoder(nn.Module):
         self.max_seq_len = max_seq_len
         self.tie_head = tie_head
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None
+    ) -> Tensor:
         """Compute the logits (B, T, V) of the token that follows each of the tokens.
 
         Args:
             tokens: Token ids, (B, T).
             cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
                 are appended to the cache.
+            layout: Positions and documents of the tokens. By default all tokens of a sequence
+                belong to one document, and their positions follow those of the cache.
         """
-        return self.head(self.hidden(tokens, cache))
+        return self.head(self.hidden(tokens, cache, layout))
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None
+    ) -> Tensor:
         """Compute the hidden states (B, T, D) after the final norm: `forward` without the head."""
-        x = self.embed(tokens, 0 if cache is None else cache.length)
+        x = self.embed(tokens, 0 if cache is None else cache.length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
+        options = {} if layout is None else {"layout": layout}
         if cache is None:
             for block in blocks:
-                x = block(x)
+                x = block(x, **options)
         else:
             for block, layer in zip(blocks, cache.layers, strict=True):
-                x = block(x, layer)
+                x = block(x, layer, **options)
         return self.norm(x)
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
         """Compute the embeddings (B, T, D) of tokens (B, T), the input of the first block.
 
         Args:
             tokens: Token ids, (B, T).
-            start: Position of the first token.
+            start: Position of the first token, if there is no layout.
+            layout: Positions of the tokens, if they are not consecutive.
 
         Raises:
-            ValueError: If the last position is not below `max_seq_len`.
+            ValueError: If the last position is not below `max_seq_len`. The positions of a layout
+                are not checked.
         """
         n_tokens = start + tokens.shape[-1]
-        if n_tokens > self.max_seq_len:
+        if layout is None and n_tokens > self.max_seq_len:
             message = f"longer than max_seq_len={self.max_seq_len}"
             hint = "shorten the sequence or raise max_seq_len"
             raise ValueError(f"sequence of {n_tokens} tokens: {message}; {hint}")
@@ -169,7 +178,7 @@ class Block(nn.Module):
 
     Args:
         norm_1: Norm before attention.
-        attention: Attention, called with x and a `LayerCache` or None.
+        attention: Attention, called with x, a `LayerCache` or None, and a `SequenceLayout` or None.
         norm_2: Norm before the MLP.
         mlp: MLP, (B, T, D) -> (B, T, D).
         dropout: Dropout probability of the outputs of attention and MLP.
@@ -183,60 +192,12 @@ class Block(nn.Module):
         self.norm_1, self.attention, self.norm_2, self.mlp = norm_1, attention, norm_2, mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None
+    ) -> Tensor:
         """Compute the block; with a cache, `x` holds the new positions only."""
-        x = x + self.dropout(self.attention(self.norm_1(x), cache))
+        x = x + self.dropout(self.attention(self.norm_1(x), cache, layout))
         return x + self.dropout(self.mlp(self.norm_2(x)))
-
-
-class CausalSelfAttention(nn.Module):
-    """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
-
-    Args:
-        d_model: Width D of the input and the output.
-        n_heads: Number of heads of q, a divisor of `d_model`.
-        n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
-        bias: True if the four projections have a bias.
-        dropout: Dropout probability of the attention weights.
-    """
-
-    def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
-    ):
-        super().__init__()
-        self.d_head = d_model // n_heads
-        self.dropout = dropout
-        self.q_proj = nn.Linear(d_model, d_model, bias)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias)
-
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Compute attention; with a cache, `x` holds the new positions only."""
-        # H and G follow from the width: under tensor parallelism a rank has only some heads.
-        q = self.q_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, H, K)
-        k = self.k_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, G, K)
-        v = self.v_proj(x).unflatten(-1, (-1, self.d_head))
-        q, k = self.apply_positions(q, k, 0 if cache is None else cache.length)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
-        mask = None
-        if cache is not None:
-            k, v, mask = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
-
-    def apply_positions(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Apply position information to q and k; return both unchanged unless overridden.
-
-        Args:
-            q: Queries, (B, T, H, K).
-            k: Keys, (B, T, G, K).
-            start: Position of the first of the T tokens.
-        """
-        return q, k
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import llama_layout
-from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
+from gptrain.models.attention import CausalSelfAttention
+from gptrain.models.decoder import Block, Decoder, make_embedding
 from gptrain.models.rms_norm import RMSNorm
 
 
@@ -121,7 +122,9 @@ class RotaryAttention(CausalSelfAttention):
         self.norm_q = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None
         self.norm_k = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None
 
-    def apply_positions(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    def apply_positions(
+        self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normalize q and k if `qk_norm` is set, then rotate each pair of values in fp32 or above.
 
         The angle of a pair is proportional to the position, so that the product of q and k depends
@@ -131,27 +134,29 @@ class RotaryAttention(CausalSelfAttention):
         Args:
             q: Queries, (B, T, H, K).
             k: Keys, (B, T, G, K).
-            start: Position of the first of the T tokens.
+            start: Position of the first of the T tokens, if `positions` is None.
+            positions: Position of each token, (T,) or (B, T), if they are not consecutive.
         """
         input_dtype = q.dtype
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self.norm_q(q), self.norm_k(k)
         # Positions need fp32: under trainer.precision=bf16-true, torch's default dtype is bf16.
         dtype = torch.promote_types(input_dtype, torch.float32)
-        positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
-        cos, sin = self.angles(positions)
+        if positions is None:
+            positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
+        cos, sin = self.angles(positions.to(dtype))
         half = self.d_head // 2
         q, k = (torch.addcmul(x * cos, x.roll(half, -1), sin).to(input_dtype) for x in (q, k))
         return q, k
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the signed sines of the rotations, each (T, 1, K).
+        """Return the cosines and the signed sines of the rotations, each (..., T, 1, K).
 
         Value i of a head's first half, a, and value i of its second half, b, form a pair. The pair
         becomes a cos - b sin and b cos + a sin: the sines of the first half have a minus sign.
 
         Args:
-            positions: Positions of the tokens, (T,), in the dtype of the result.
+            positions: Positions of the tokens, (T,) or (B, T), in the dtype of the result.
         """
         half = self.d_head // 2
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
@@ -162,7 +167,7 @@ class RotaryAttention(CausalSelfAttention):
             turns = speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi)
             unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
             speeds = speeds * (unscaled + (1 - unscaled) / self.rope_scaling)
-        angles = torch.outer(positions, speeds)[:, None]  # radians, (T, 1, K/2)
+        angles = positions[..., None, None] * speeds  # radians, (..., T, 1, K/2)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.models import gpt2_layout
-from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
+from gptrain.models.attention import CausalSelfAttention, SequenceLayout
+from gptrain.models.decoder import Block, Decoder, make_embedding
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # GPT-2 was trained with gelu_tanh
 
@@ -81,18 +82,23 @@ class SimpleGPT(Decoder):
 
         self.initialize()
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
         """Compute the sum of token and position embeddings (B, T, D), with dropout.
 
         Args:
             tokens: Token ids, (B, T).
-            start: Position of the first token.
+            start: Position of the first token, if there is no layout.
+            layout: Positions of the tokens, if they are not consecutive.
 
         Raises:
-            ValueError: If the last position is not below `max_seq_len`.
+            ValueError: If the last position is not below `max_seq_len`. The positions of a layout
+                are not checked.
         """
-        x = super().embed(tokens, start)
-        positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        x = super().embed(tokens, start, layout)
+        if layout is None:
+            positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        else:
+            positions = layout.positions
         return self.dropout(x + self.position_embedding(positions))
 
     to_hugging_face = gpt2_layout.to_gpt2

@@ -1,0 +1,176 @@
+"""Causal self-attention, the layout of a batch of sequences, and the choice of the kernel."""
+
+# B batch, T time, D d_model, H heads, G heads of k and v, K d_head, S positions of k and v
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptrain.models.cache import LayerCache
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLEX_MIN_D_HEAD = 16  # smallest size of a head in FlexAttention's CUDA kernels
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Positions of the tokens of a batch, and the documents to which the tokens belong.
+
+    A layout is an explicit argument of every function between the net and its attention, so that a
+    block which runs twice under activation checkpointing gets the same layout both times.
+
+    Attributes:
+        positions: Position of each token of `tokens`, (T,) or (B, T), int64.
+        documents: Number of the document of each position of the sequence, (B, S), int64. A token
+            attends to the tokens of its own document only. None puts all into one document.
+        block_mask: Mask of `documents` for FlexAttention, or None.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    block_mask: BlockMask | None = None
+
+    @classmethod
+    def of_documents(cls, documents: Tensor) -> SequenceLayout:
+        """Return the layout of packed documents, in each of which the positions start at 0.
+
+        Args:
+            documents: Number of the document of each token, (B, T), int64. The tokens of a
+                document are neighbors.
+        """
+        index = torch.arange(documents.shape[1], device=documents.device)  # (T,)
+        is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0  # (B, T)
+        positions = index - torch.where(is_first, index, 0).cummax(1).values
+        block_mask = document_block_mask(documents) if documents.is_cuda else None
+        return cls(positions, documents, block_mask)
+
+
+class CausalSelfAttention(nn.Module):
+    """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
+
+    Args:
+        d_model: Width D of the input and the output.
+        n_heads: Number of heads of q, a divisor of `d_model`.
+        n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
+        bias: True if the four projections have a bias.
+        dropout: Dropout probability of the attention weights.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.d_head = d_model // n_heads
+        self.dropout = dropout
+        self.q_proj = nn.Linear(d_model, d_model, bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
+        self.out_proj = nn.Linear(d_model, d_model, bias)
+
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None
+    ) -> Tensor:
+        """Compute attention.
+
+        Args:
+            x: Input, (B, T, D). With a cache, it holds the new positions only.
+            cache: Keys and values of the preceding positions, to which new ones are appended.
+            layout: Positions and documents of the tokens. By default the positions follow those of
+                the cache. A layout with documents cannot be combined with a cache.
+        """
+        # H and G follow from the width: under tensor parallelism a rank has only some heads.
+        q = self.q_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, H, K)
+        k = self.k_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, G, K)
+        v = self.v_proj(x).unflatten(-1, (-1, self.d_head))
+        start = 0 if cache is None else cache.length
+        q, k = self.apply_positions(q, k, start, None if layout is None else layout.positions)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
+        mask = None
+        if cache is not None:
+            k, v, mask = cache.extend(k, v)
+        y = attend(q, k, v, mask, layout, self.dropout if self.training else 0.0)
+        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
+
+    def apply_positions(
+        self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Apply position information to q and k; return both unchanged unless overridden.
+
+        Args:
+            q: Queries, (B, T, H, K).
+            k: Keys, (B, T, G, K).
+            start: Position of the first of the T tokens, if `positions` is None.
+            positions: Position of each token, (T,) or (B, T), if they are not consecutive.
+        """
+        return q, k
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    layout: SequenceLayout | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute softmax(q k / sqrt(K)) v, (B, H, T, K), with the kernel for this mask and device.
+
+    Args:
+        q: Queries, (B, H, T, K).
+        k: Keys, (B, G, S, K).
+        v: Values, (B, G, S, K).
+        mask: Boolean mask (T, S) of the positions to which each query attends. None attends to all
+            preceding positions and itself.
+        layout: Layout of the sequence, whose documents replace the mask.
+        dropout: Dropout probability of the attention weights.
+    """
+    is_grouped = q.shape[1] != k.shape[1]
+    if layout is not None and layout.documents is not None:
+        # FlexAttention skips the blocks of other documents. It has no dropout.
+        if layout.block_mask is not None and not dropout and q.shape[-1] >= FLEX_MIN_D_HEAD:
+            return flex_attend(q, k, v, layout.block_mask, is_grouped)
+        mask = document_mask(layout.documents)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=is_grouped
+    )
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return a boolean mask (B, 1, T, T): a token attends to its document up to itself.
+
+    Args:
+        documents: Number of the document of each token, (B, T).
+    """
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
+def document_block_mask(documents: Tensor) -> BlockMask:
+    """Return the mask of `document_mask` for FlexAttention.
+
+    Args:
+        documents: Number of the document of each token, (B, T).
+    """
+    # This import loads torch's compiler, which takes seconds.
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[batch, query] == documents[batch, key])
+
+    n_samples, n_tokens = documents.shape
+    return create_block_mask(is_seen, n_samples, None, n_tokens, n_tokens, documents.device.type)
+
+
+def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_grouped: bool) -> Tensor:
+    """Compute attention by FlexAttention, which must be compiled to be fast on CUDA."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # torch.compile returns at once if this function runs inside a compiled block.
+    attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
+    return attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped)
