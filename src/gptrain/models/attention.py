@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -173,4 +173,4 @@ def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_group
 
     # torch.compile returns at once if this function runs inside a compiled block.
     attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
-    return attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped)
+    return cast(Tensor, attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped))
