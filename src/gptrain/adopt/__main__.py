@@ -99,7 +99,18 @@ def answer(args: argparse.Namespace) -> int:
 
 
 def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> int:
-    """Make a new project, print what was copied, and return the exit code."""
+    """Make a new project, print what was copied, and return the exit code.
+
+    Args:
+        name: Name of the project's package.
+        to: Folder of the project, which must not exist.
+        library: "vendored", or the place of the library that the project requires.
+        recipes: Names of the recipes to copy.
+
+    Raises:
+        ConfigError: If an argument cannot be used.
+        OSError: If a file cannot be read or written.
+    """
     if to is None:
         raise ConfigError.of(
             "--to", None, "needed: the folder in which the project is made", hint="--to ../mine"
@@ -196,7 +207,7 @@ def fits_with_another(
     the groups that the problems name are tried.
 
     Args:
-        problems: What the library refuses in the overrides alone.
+        problems: Issues of the overrides alone.
     """
     taken = {word.partition("=")[0] for word in words} | UNCHECKED | {"experiment"}
     named = {group for issue in problems for group in re.findall(r"\b(\w+)\.\w", issue.line)}

@@ -116,6 +116,10 @@ def check_paths(project: Path) -> list[str]:
 def require(project: Path, needed: str | None) -> None:
     """Replace the requirement for the library in a project's pyproject.toml.
 
+    Args:
+        project: Folder of the project.
+        needed: New requirement for pip. None stands for a copy in the project, which is refused.
+
     Raises:
         ConfigError: If the project does not require the library by an address.
         OSError: If the file cannot be read or written.

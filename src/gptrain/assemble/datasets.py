@@ -95,7 +95,7 @@ def check_samples(
 
 
 def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
-    """Return which of "train", "val" and "test" are read by a step of LanguageModel itself."""
+    """Return for which of "train", "val" and "test" the module inherits LanguageModel's step."""
     return {
         name
         for name, step in STEPS.items()
@@ -166,12 +166,17 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
 
 
 def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:
-    """Return the tokens (T,) on which a user's net is compared with its plain form.
+    """Return the tokens (T,) of a sample, on which the strategy is tried before the training.
 
-    See `gptrain.lit.strategies.build_strategy`.
+    `build_strategy` runs a user's net on these tokens, plain and partitioned, and compares them.
+
+    Args:
+        strategy: Name of the strategy.
+        sample: First training sample, in any form that the module accepts.
 
     Returns:
-        None for a module that computes its loss itself, or a sample without a sequence of tokens.
+        The first sequence of integers in the sample. None if there is none, or if the module
+        computes its loss itself.
     """
     if not issubclass(module_class(cfg, strategy), LanguageModel):
         return None

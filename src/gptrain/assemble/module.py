@@ -55,7 +55,10 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
 
 
 def takes_net(module_type: type[pl.LightningModule]) -> bool:
-    """Return whether a module gets the net of the model group. Others make their own layers."""
+    """Return whether a module is built with the net of the model group.
+
+    A module without an argument `net` makes its own layers.
+    """
     is_ours = issubclass(module_type, LanguageModel)
     return is_ours or "net" in inspect.signature(module_type).parameters
 

@@ -24,7 +24,7 @@ def create(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Write the folder's list of file names to the disk (fsync), and wait until it is there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

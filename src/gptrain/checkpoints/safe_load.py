@@ -210,7 +210,7 @@ class _PlainValues:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Load a value with weights_only=True and pass it on."""
+        """Load a value that is no tensor with weights_only=True, and pass it to the planner."""
         safe_value = io.BytesIO()
         torch.save(_load(value), safe_value)
         safe_value.seek(0)

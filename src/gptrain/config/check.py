@@ -66,7 +66,7 @@ class CheckedConfig:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """Value of each dotted key, including the keys of groups."""
+        """Value of each dotted key. The value of a group's own key is its dict."""
         return dict(walk(self.values))
 
     def add(self, problems: Iterable[ConfigIssue]) -> None:

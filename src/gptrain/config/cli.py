@@ -384,7 +384,7 @@ def _run(
 
 
 def _continue_study(cfg: DictConfig) -> list[str]:
-    """Return the overrides by which a search continues its study, see `continue_study`."""
+    """Return the overrides that make an Optuna search continue the study that it has stored."""
     storage, study_name, seed = (
         OmegaConf.select(cfg, f"hydra.sweeper.{key}", throw_on_missing=False)
         for key in ("storage", "study_name", "sampler.seed")

@@ -163,7 +163,8 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
         total_steps: Steps of the run, or None if only a time limit ends the run.
 
     Raises:
-        ValueError: As in `phase_steps`.
+        ValueError: If `asked` is neither an integer number of steps nor a fraction from 0 to 1, or
+            is a fraction and `total_steps` is None.
     """
     if asked is not None:
         return phase_steps(asked, total_steps)

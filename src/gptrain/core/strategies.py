@@ -118,7 +118,10 @@ class DiLoCoOptions(StrategyOptions, extra="forbid"):
         return self.replicas or 1
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
-        """Return the options with the number of replicas filled in."""
+        """Return the options with `replicas` as a number.
+
+        None becomes the number of machines or, on one machine, the number of ranks.
+        """
         n_replicas = count_replicas(self.replicas, n_nodes, world_size)
         return self.model_copy(update={"replicas": n_replicas})
 
@@ -169,7 +172,7 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
     tensor_parallel_size: Count | None
 
     def axis_size(self, axis: str) -> int | None:
-        """Return `tensor_parallel_size` for the tensor axis."""
+        """Return `tensor_parallel_size` for the tensor axis, and None for any other axis."""
         return self.tensor_parallel_size if axis == TENSOR else super().axis_size(axis)
 
 
@@ -192,7 +195,7 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
     def axis_size(self, axis: str) -> int | None:
-        """Return `pipeline_parallel_size` for the pipeline axis."""
+        """Return `pipeline_parallel_size` for the pipeline axis, None for any other axis."""
         return self.pipeline_parallel_size if axis == PIPELINE else super().axis_size(axis)
 
 

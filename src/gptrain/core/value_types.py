@@ -48,7 +48,11 @@ def _below(value: str) -> str:
 
 
 def _steps(value: float) -> float:
-    """Check that a value is an integer number of steps or a fraction of the run."""
+    """Check that a value is an integer number of steps or a fraction of the run, and return it.
+
+    Raises:
+        ValueError: If it is neither.
+    """
     warmup_steps(value, 1)  # raises ValueError for any other value; the length 1 has no effect
     return value
 
@@ -82,7 +86,7 @@ def _devices(value: Any) -> Any:
 
 
 def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
-    """Check a number and return it as it was given: an integer stays an integer."""
+    """Validate a number with `check`, but keep its type: an integer stays an integer."""
     check(value)
     return value
 

@@ -146,7 +146,7 @@ ADAM = OptimizerFacts()
 
 
 def _n_states(n_states: int) -> Callable[[Mapping[str, Any]], OptimizerFacts]:
-    """Return a function that states `n_states` values per parameter for any options."""
+    """Return a function from options to facts: `n_states` values per parameter, always."""
     return lambda options: OptimizerFacts(n_states)
 
 

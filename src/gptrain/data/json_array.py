@@ -58,14 +58,18 @@ class JsonText:
             self._read_more()
 
     def skip_char(self, char: str) -> bool:
-        """Pass the next character if it is `char`, and return whether it was."""
+        """Move behind the next character if it is `char`, and return whether it was."""
         if self.peek_char() != char:
             return False
         self._position += 1
         return True
 
     def read_value(self) -> object:
-        """Return the next JSON value and pass it."""
+        """Return the next JSON value, and move behind it.
+
+        Raises:
+            DataError: If the text is no JSON, or is nested too deeply.
+        """
         self.peek_char()  # passes white space
         while True:
             try:

@@ -175,7 +175,7 @@ def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]
 
 @contextmanager
 def _as_data_errors(path: Path) -> Generator[None, None, None]:
-    """Raise a DataError that names the file for errors of the libraries that decode it."""
+    """Turn an error of a decoding library inside the block into a DataError that names the file."""
     try:
         yield
     except Exception as error:

@@ -48,7 +48,7 @@ DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line of `python -m gptrain.export`, from `sys.argv` to the exit code."""
     config.main(export, ExportRun, DEFAULTS, usage=__doc__)
 
 

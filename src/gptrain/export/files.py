@@ -137,7 +137,8 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
 
     transformers reads the ids from these two files. Ids in a generation_config.json that was copied
     from the run take precedence over those of the tokenizer. The end token of the tokenizer is
-    always added to the end tokens.
+    added to the end tokens, unless `has_end` says that it is not in use. Does nothing if there are
+    no ids.
 
     Args:
         folder: Folder with a config.json and, possibly, a generation_config.json.

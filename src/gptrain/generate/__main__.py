@@ -66,7 +66,10 @@ class GenerateRun(RunConfig):
 
 
 def main() -> None:
-    """Run the command line. The text of `prompt` and `stop` needs no quotes for Hydra."""
+    """Run the command line of `python -m gptrain.generate`, from `sys.argv` to the exit code.
+
+    The text of `prompt` and `stop` needs no quotes for Hydra.
+    """
     sys.argv[1:] = [quote_text(word) for word in sys.argv[1:]]
     config.main(generate, GenerateRun, DEFAULTS, usage=__doc__)
 

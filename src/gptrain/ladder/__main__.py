@@ -45,7 +45,10 @@ OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.ladder`. hardware=… stands for hardware.name=…."""
+    """Run the command line of `python -m gptrain.ladder`, from `sys.argv` to the exit code.
+
+    `hardware=…` stands for `hardware.name=…`.
+    """
     only_plan = "--plan" in sys.argv
     words = expand_hardware(word for word in sys.argv[1:] if word != "--plan")
     typed = [word for word in words if not word.startswith(OWN)]

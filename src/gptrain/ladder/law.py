@@ -171,7 +171,7 @@ def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarra
 
 
 def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
-    """Return the law of runs, with bootstrap samples for its interval.
+    """Fit a scaling law to runs, and draw the bootstrap samples for its confidence interval.
 
     Args:
         count: Key of COUNTS, the meaning of N.

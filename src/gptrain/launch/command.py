@@ -89,7 +89,11 @@ class LaunchRun(RunConfig):
 
 
 def main() -> None:
-    """Parse the command line: an engine, then the overrides of train.py."""
+    """Run the command line of `python -m gptrain.launch`, from `sys.argv` to the exit code.
+
+    The first word is the engine, `slurm` or `kubernetes`. The other words are overrides of train.py
+    and flags. Prints a batch script or a TrainJob, or submits the script with `--submit`.
+    """
     engine, *typed = sys.argv[1:] or [""]
     if engine not in (*DEFAULTS, "--help", "-h"):
         problem = ConfigIssue("", None, f"{engine!r} is not an engine", ", ".join(DEFAULTS))

@@ -100,7 +100,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Prepare the training, see `ParallelStrategy.prepare`.
+        """Adapt the strategy and the optimizer to each other, as the base class does.
 
         The first stage counts tied parameters and `extra_parameters` in the gradient norm, so all
         other ranks of the pipeline leave them out.
@@ -215,7 +215,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             microbatches: Number of microbatches. It divides B.
             tokens: Token indices (B, T).
             targets: Next tokens (B, T).
-            loss: Function of a microbatch's hidden states and targets, see `Loss`.
+            loss: Function of a microbatch's hidden states and targets that returns a scalar.
         """
         # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))

@@ -139,7 +139,10 @@ class TensorParallel(Sharded):
 
     @cached_property
     def partial_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose gradients on this rank are sums over its shard of the activations."""
+        """Parameters whose full gradient is the sum of the gradients of all tensor ranks.
+
+        Each rank computes such a gradient from its own shard of the activations.
+        """
         return partial_parameters(self.net)
 
     def finish_gradients(self) -> None:

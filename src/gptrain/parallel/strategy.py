@@ -84,7 +84,7 @@ class StepMean:
         self._has_loss = False  # True once a loss of this step was computed, even of 0 targets
 
     def compute_divisor(self, n_targets: int, n_micro_batches: int) -> None:
-        """Compute the divisor of the next step. All data ranks must call this before the step.
+        """Set `divisor` for the next step. All data ranks must call this before the step.
 
         Args:
             n_targets: Number of targets in this rank's micro-batches of the step.
@@ -215,9 +215,10 @@ class ParallelStrategy(Generic[OptionsT]):
         """
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Prepare the training, once the module and its optimizer are complete.
+        """Adapt the strategy and the optimizer to each other, once both are built.
 
-        Sets `optimizer.replicas` if the optimizer has this attribute, as Muon has.
+        Sets `optimizer.replicas` if the optimizer has this attribute, as Muon has. A partitioning
+        strategy also records `extra_parameters`, those of the module outside `net`.
 
         Args:
             module: LightningModule, or any module with an attribute `net`.
@@ -236,11 +237,18 @@ class ParallelStrategy(Generic[OptionsT]):
         return None
 
     def extra_state(self) -> list[Tensor]:
-        """Return the tensors that the strategy stores in addition to parameters and optimizer."""
+        """Return the tensors that the strategy keeps, apart from parameters and optimizer state.
+
+        The planner counts their memory. The base class has none.
+        """
         return []
 
     def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
-        """Return functions that only some steps call, each with the fraction of these steps."""
+        """Return pairs of a function and the fraction of all steps that call it.
+
+        The planner adds the cost of these functions to that of an average step. The base class
+        has none.
+        """
         return []
 
     # Loss and logits

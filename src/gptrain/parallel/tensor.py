@@ -149,7 +149,13 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 
 
 def _without_padding(method, tokens: Tensor, *arguments) -> Tensor:
-    """Call a method of the net and remove the padding of the sequence from its result."""
+    """Call a method of the net and cut its result to the length of the tokens.
+
+    Args:
+        method: Method that pads its tokens and returns a tensor (B, T', ...) with T' >= T.
+        tokens: Token indices, (B, T).
+        arguments: Further arguments of the method.
+    """
     result = method(tokens, *arguments)  # (B, T', ...)
     n_tokens = tokens.shape[1]
     if result.shape[1] == n_tokens:

@@ -62,7 +62,7 @@ class Unmatched(NamedTuple):
 
 
 def _shorten(phrases: Iterable[str]) -> list[str]:
-    """Return the first phrases, and the number of the omitted ones."""
+    """Return the first `_SHOWN` phrases and, if there are more, `and N more` at the end."""
     phrases = list(phrases)
     n_omitted = len(phrases) - _SHOWN
     if n_omitted <= 0:

@@ -47,7 +47,10 @@ CHOSEN = ("strategy", "trainer.devices")  # keys by which the best strategy is s
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.plan`. hardware=… stands for hardware.name=…."""
+    """Run the command line of `python -m gptrain.plan`, from `sys.argv` to the exit code.
+
+    `hardware=…` stands for `hardware.name=…`.
+    """
     flags = set(FLAGS) & set(sys.argv)
     words = [word for word in sys.argv[1:] if word not in FLAGS]
     if "--measure" in flags:

@@ -19,7 +19,7 @@ from gptrain.runs.folder import RunRecord
 
 @dataclass(frozen=True)
 class Surplus:
-    """Checkpoints of one run that are deleted and kept.
+    """Checkpoints of one run that `prune` deletes, and those that it keeps.
 
     Attributes:
         run: Folder of the run.

@@ -151,7 +151,7 @@ def run_stamp() -> str:
 
 
 def launcher_start() -> float:
-    """Return the start of the launcher's process on this node, in seconds since the epoch.
+    """Return when the launcher's process on this node was started, in seconds since the epoch.
 
     The launcher is the nearest ancestor without a rank of its own: `mpirun bash script.sh` has a
     shell in between. Without /proc this is the start of this process.

@@ -241,7 +241,7 @@ class Checkpoints(Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Save the newest complete step if all ranks have failed after it, see `may_save`.
+        """Save the newest complete step, if every rank has failed after this step.
 
         An error of this save is logged and not raised, because the first error is to be reported.
         """

@@ -30,8 +30,8 @@ class MissingTargets:
     def check_step(self, trainer: Trainer, n_targets: float | None) -> None:
         """Check that the losses of this step have counted a target on any data-parallel rank.
 
-        The first step without a target is logged as a warning. Later ones are only counted. Does
-        nothing if `n_targets` is None.
+        An error stops the run if step 0 has no target. Of later steps the first without a target is
+        logged as a warning, and all are counted in `n_steps`. Does nothing if `n_targets` is None.
 
         Args:
             trainer: Trainer of the run.
@@ -39,7 +39,7 @@ class MissingTargets:
                 its loss without gptrain's loss functions.
 
         Raises:
-            DataError: If the first step of the run has no target.
+            DataError: If step 0 of the run has no target.
         """
         self.is_last = n_targets == 0
         if not self.is_last:

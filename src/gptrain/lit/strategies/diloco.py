@@ -99,7 +99,7 @@ class LightningDiLoCo(LightningMultiRank):
 
         Args:
             checkpoint_path: Folder of a checkpoint, or path of a file.
-            weights_only: Ignored, see `LightningStrategy.load_checkpoint`.
+            weights_only: Ignored. Only tensors and plain values are ever loaded.
         """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._outer_state = checkpoint.pop("replicas", None)

@@ -82,10 +82,11 @@ class SavingStrategy(Strategy):
         return states.saved_parameters(self.module, self.parallel.stages)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict, as far as it belongs in the state file of rank 0.
+        """Return the part of the module's state dict that rank 0 writes to its file.
 
-        All ranks must call this method. In a sharded save the result has no tensors of the net. In
-        an unsharded save of a partitioned net only rank 0 gets the net's tensors, on the CPU.
+        All ranks must call this method. If every rank holds the full net, the result is the whole
+        state dict. In a sharded save the result has no tensors of the net. In an unsharded save of
+        a partitioned net only rank 0 gets the net's tensors, on the CPU.
         """
         state = super().lightning_module_state_dict()
         if not self.parallel.is_partitioned:
