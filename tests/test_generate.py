@@ -240,6 +240,7 @@ class Screen(io.StringIO):
 def on_a_terminal(monkeypatch) -> tuple[Writer, Screen]:
     options = dict.fromkeys(("top_k", "top_p"))
     cfg = SimpleNamespace(**options, n_tokens=6, temperature=0, stop=[], cache=True, seed=0)
+    cfg.chat = cfg.interactive = None
     net = Successor()
     screen = Screen(net)
     monkeypatch.setattr("sys.stdout", screen)

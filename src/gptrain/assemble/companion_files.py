@@ -53,6 +53,23 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
                 fileops.replace(run_dir / GENERATION, to_json(generation | ids))
 
 
+def write_end_token(run_dir: Path, end_id: int) -> None:
+    """Write the end token of a run's data to its generation_config.json, before other end tokens.
+
+    Generation from this run stops at these tokens.
+    """
+    generation = read_facts(run_dir / GENERATION)
+    others = [token_id for token_id in read_ends(generation) if token_id != end_id]
+    ends = {"eos_token_id": [end_id, *others] if others else end_id}
+    fileops.replace(run_dir / GENERATION, to_json(generation | ends))
+
+
+def read_ends(generation: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the end tokens in a generation_config.json."""
+    ends = read_ids(generation).get("eos_token_id", [])
+    return ends if isinstance(ends, list) else [ends]
+
+
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
     """Return the ids of special tokens in a configuration of transformers, each a number or a list.
 

@@ -11,12 +11,13 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
 
+from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.weights import BestBy, find_weights, load_weights
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.config.from_run import check_values
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.schema import ModelConfig
-from gptrain.core.small_files import read_yaml
+from gptrain.core.small_files import read_facts, read_yaml
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
 
 CHOICES = ("best", "last")
@@ -98,13 +99,18 @@ def build_net(model: ModelConfig) -> nn.Module:
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in the folder of a run or an export, or None.
 
+    Its `stop_ids` are the end tokens in the generation_config.json of the folder.
+
     Raises:
         DataError: If the tokenizer's file cannot be used.
     """
     try:
-        return load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except FileNotFoundError:
         return None
+    file = folder / GENERATION
+    tokenizer.stop_ids = read_ends({} if file.is_symlink() else read_facts(file))
+    return tokenizer
 
 
 def _read_config(source: Path) -> tuple[dict[str, Any], Path]:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from gptrain.assemble.callbacks import check_callbacks
-from gptrain.assemble.companion_files import copy_tokenizer_files
+from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     Datasets,
@@ -162,6 +162,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         copy_tokenizer_files(
             [Path(source).expanduser() for source in sources if source], Path(cfg.run_dir)
         )
+        if (end_id := getattr(train, "end_id", None)) is not None:
+            write_end_token(Path(cfg.run_dir), end_id)
     name = strategy_name(cfg.strategy.name, devices.world_size)
     module_type = module_class(cfg, name)
     check_samples(cfg, module_type, (train, val, test), dims.data)

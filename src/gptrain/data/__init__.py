@@ -10,6 +10,7 @@ A dataset may have these attributes and methods in addition:
 - `fingerprint`: String that identifies the content. A resumed run must find the same string.
 - `tokenizer`: Tokenizer that is copied into the run folder and decodes the text that is generated
   at the end of training.
+- `end_id`: Id of the token that ends a document or an answer. Generation from the run stops at it.
 - `describe(n_samples) -> str`: Description of the data that a run of `n_samples` samples sees. The
   run prints the description when training starts.
 

@@ -16,7 +16,7 @@ from gptrain.loss import IGNORED
 
 REQUIRED_KEYS = {"input_ids", "labels"}
 # Optional attributes and methods of a dataset, see gptrain.data.
-OPTIONAL_ATTRIBUTES = ("describe", "fingerprint", "token_bytes", "tokenizer")
+OPTIONAL_ATTRIBUTES = ("describe", "end_id", "fingerprint", "token_bytes", "tokenizer")
 
 
 class HuggingFacePairs(Dataset):

@@ -70,6 +70,8 @@ class Mixture(BatchDataset):
         tables: list[Any] = [getattr(part, "token_bytes", None) for part in self.parts.values()]
         is_same = all(table is not None and np.array_equal(table, tables[0]) for table in tables)
         self.token_bytes = tables[0] if is_same else None
+        ends = {getattr(part, "end_id", None) for part in self.parts.values()}
+        self.end_id = ends.pop() if len(ends) == 1 else None
 
     def _find_tokenizer(self) -> Any:
         """Return the tokenizer that all parts with a tokenizer share, or None.

@@ -73,6 +73,9 @@ class TextDataset(TokenDataset):
         keep_tail = split == "val" or documents == "separate"
         super().__init__(file.path, seq_len, file.dtype, n_vocab, keep_tail)
         self.token_bytes = self.tokenizer.token_bytes
+        # The first token of a file is the end token, if the corpus was prepared with end tokens.
+        first = np.fromfile(self.files[0].path, self.files[0].dtype, 1)
+        self.end_id = self.tokenizer.end_id if first == self.tokenizer.end_id else None
         self.fingerprint = folder.name
         if documents == "separate":
             n_samples = -(-np.diff(self.ends) // seq_len)
@@ -172,7 +175,7 @@ class TextDataset(TokenDataset):
             n_samples: Number of samples that the run reads. 0 leaves out the epochs.
         """
         ends = "nothing between them"
-        if np.fromfile(self.files[0].path, self.files[0].dtype, 1) == self.tokenizer.end_id:
+        if self.end_id is not None:
             ends = f"each ended by {self.tokenizer.end_token}"
         words = [f"{len(self.ends) - 1:,} documents, {ends}, {self.documents}"]
         if self._samples is not None:

@@ -5,7 +5,10 @@ Both classes have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `tok
 
 - `identity`: String that is a part of the key of a cached corpus.
 - `end_token`, `end_id`: Name and id of the token that may end a document, or None. No text is
-  encoded to this token.
+  encoded to this token, unless `encode(text, special=True)` is called.
+- `stop_ids`: Ids of the tokens at which generation ends. Empty, unless the tokenizer comes from the
+  folder of a run that was trained with an end token.
+- `chat_template`: Jinja template of a conversation, or None. See `gptrain.text.chat`.
 
 Nothing is downloaded. Every tokenizer except bytes needs the package `tokenizers`, which is
 imported only when such a tokenizer is used.
@@ -16,7 +19,8 @@ imported only when such a tokenizer is used.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +37,7 @@ SPECIAL = ("bos_token", "eos_token", "pad_token")
 # End tokens of GPT-2, Llama 2, Llama 3, Gemma and models like BERT. They are tried in this order if
 # no configuration file names the end token.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+TEMPLATE_NAME = "chat_template.jinja"
 _BYTES_JSON = b'{"type": "bytes"}\n'
 
 
@@ -44,15 +49,49 @@ class ByteTokenizer:
     end_token = "the byte 255"
     end_id = 255  # UTF-8 text never contains the byte 255
     token_bytes = np.array([1] * 255 + [0])  # (V,) int64
+    # UTF-8 text never contains the bytes 254 and 255, which therefore can be control tokens.
+    control_tokens: Mapping[str, int] = {"<|im_start|>": 254, "<|im_end|>": 255}
+    special_tokens: Mapping[str, str] = {}
+    stop_ids: Sequence[int] = ()
+    chat_template: str | None = None
 
     def special_ids(self) -> dict[str, int]:
         """Return an empty dict, because a byte is a special token only if the data use it so."""
         return {}
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Return the token ids of a text, (N,) int64."""
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a control token or of a character of one byte, or None."""
+        if token in self.control_tokens:
+            return self.control_tokens[token]
+        return ord(token) if len(token) == 1 and token.isascii() else None
+
+    def encode(self, text: str | bytes, special: bool = False) -> np.ndarray:
+        """Return the token ids of a text, (N,) int64.
+
+        Args:
+            text: Text to encode.
+            special: Whether the names of `control_tokens` in the text become these tokens.
+        """
+        if special:
+            return self.encode_special(text if isinstance(text, str) else text.decode())[0]
         text = text.encode() if isinstance(text, str) else text
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text and the names of control tokens in it.
+
+        Returns:
+            Token ids (N,), and for each token the position of its first character in the text (N,).
+        """
+        tokens: list[int] = []
+        starts: list[int] = []
+        names = "|".join(map(re.escape, self.control_tokens))
+        for match in re.finditer(f"({names})|(?s:.)", text):
+            control = self.control_tokens.get(match[0])
+            added = match[0].encode() if control is None else [control]
+            tokens += added
+            starts += [match.start()] * len(added)
+        return np.array(tokens, dtype=np.int64), np.array(starts, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Return the token ids of each text, (N,) int64 each."""
@@ -68,6 +107,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write a tokenizer.json that `load_tokenizer` can load, and return its path."""
+        _write_template(folder, self.chat_template)
         return _write(folder, _BYTES_JSON)
 
 
@@ -75,7 +115,8 @@ class JsonTokenizer:
     """Tokenizer of the package `tokenizers`, from a tokenizer.json file.
 
     The name of a special token in a text is encoded as ordinary text, so that no text of a corpus
-    can be mistaken for the end of a document. No special token is added to a text.
+    can be mistaken for the end of a document. With `special=True` it becomes the token. No special
+    token is added to a text.
 
     Args:
         path: Path of the tokenizer.json. A tokenizer_config.json and a special_tokens_map.json in
@@ -84,6 +125,7 @@ class JsonTokenizer:
     Attributes:
         special_tokens: Special tokens of the vocabulary, by their names in transformers:
             bos_token, eos_token, pad_token.
+        control_tokens: Ids of all special tokens of the vocabulary, by their names.
 
     Raises:
         FileNotFoundError: If the file does not exist.
@@ -109,6 +151,10 @@ class JsonTokenizer:
         self._config = _read_companion(Path(path).with_name(CONFIG_NAME))
         named = _read_companion(Path(path).with_name(MAP_NAME)) | self._config
         self.special_tokens = self._find_special(named)
+        self.stop_ids: Sequence[int] = ()
+        self.chat_template = read_chat_template(Path(path).parent)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.control_tokens = {token.content: i for i, token in added if token.special}
         self.end_token = self._find_end()
         self.end_id = self.end_token and self._tokenizer.token_to_id(self.end_token)
         if self.end_token:
@@ -130,9 +176,34 @@ class JsonTokenizer:
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Return the token ids of a text, (N,) int64."""
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str | bytes, special: bool = False) -> np.ndarray:
+        """Return the token ids of a text, (N,) int64.
+
+        Args:
+            text: Text to encode.
+            special: Whether the names of special tokens in the text become these tokens.
+        """
+        if special:
+            return self.encode_special(text if isinstance(text, str) else text.decode())[0]
         return self.encode_batch([text])[0]
+
+    def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text and the names of special tokens in it.
+
+        Returns:
+            Token ids (N,), and for each token the position of its first character in the text (N,).
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=np.int64), starts
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Return the token ids of each text, (N,) int64 each. The texts are encoded in parallel.
@@ -162,6 +233,7 @@ class JsonTokenizer:
         """Write the bytes of the file that was read, and its configuration; return the path."""
         if self._config:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
+        _write_template(folder, self.chat_template)
         return _write(folder, self._json)
 
     def special_ids(self) -> dict[str, int]:
@@ -186,10 +258,8 @@ class JsonTokenizer:
 
         Only a special token of the vocabulary counts. None if there is no such token.
         """
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
         names = (self.special_tokens.get("eos_token"), *END_TOKENS)
-        return next((name for name in names if name in special), None)
+        return next((name for name in names if name in self.control_tokens), None)
 
 
 def train_bpe(
@@ -254,13 +324,37 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / FILE_NAME
-    is_bytes = read_bytes(path) == _BYTES_JSON
-    return ByteTokenizer() if is_bytes else JsonTokenizer(path)
+    if read_bytes(path) != _BYTES_JSON:
+        return JsonTokenizer(path)
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = read_chat_template(path.parent)
+    return tokenizer
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """Return the chat template in the folder of a tokenizer or a run, or None if there is none.
+
+    A file chat_template.jinja takes precedence over the template in tokenizer_config.json. If that
+    has several templates, the one with the name `default` is returned.
+    """
+    file = folder / TEMPLATE_NAME
+    if file.is_file() and not file.is_symlink():
+        return read_bytes(file).decode()
+    template = _read_companion(folder / CONFIG_NAME).get("chat_template")
+    if isinstance(template, list):
+        named = [item for item in template if isinstance(item, dict)]
+        template = {item.get("name"): item.get("template") for item in named}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _read_companion(file: Path) -> dict:
     """Return the values of a JSON file, or an empty dict if it is a link or cannot be read."""
     return {} if file.is_symlink() else read_facts(file)
+
+
+def _write_template(folder: Path, template: str | None) -> None:
+    if template is not None:
+        _write(folder, template.encode(), TEMPLATE_NAME)
 
 
 def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:

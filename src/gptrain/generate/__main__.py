@@ -8,7 +8,9 @@ r"""Generate text with a trained net and print each prompt with its continuation
     ckpt_path    best or last checkpoint of the run (best)
     prompt       text, or a list of texts
     interactive  true: read prompts from the terminal, one per line (false)
-    n_tokens     largest number of tokens to generate (256)
+    chat         true: a prompt is a message of a conversation, which the run's chat template
+                 renders; by default only if interactive, and if the run has a chat template
+    n_tokens     largest number of tokens to generate (256); the run's end token ends it earlier
     stop         text, or a list of texts, before which the continuation ends
     temperature  divisor of the logits; 0 takes the most probable token (0.7)
     top_k        draw only from this number of the most probable tokens
@@ -36,7 +38,7 @@ from gptrain.core.value_types import Count, LocalPath, Name
 
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None
 DEFAULTS = {
-    **dict.fromkeys(("prompt", "top_k", "top_p"), "null"),
+    **dict.fromkeys(("chat", "prompt", "top_k", "top_p"), "null"),
     **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
 }
 RUN_KEYS = {  # keys of a run that have an effect on the command
@@ -63,6 +65,7 @@ class GenerateRun(RunConfig):
     stop: Name | list[Name]
     cache: bool
     interactive: bool
+    chat: bool | None
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 # B sequences, T tokens so far, V vocab
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,7 @@ def generate(
     sampling: Sampling,
     generator: torch.Generator,
     cache: bool = False,
+    stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
     """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
@@ -70,6 +71,7 @@ def generate(
         generator: Generator of the random numbers, on the device of the net.
         cache: True to compute each position only once, if the net has `new_cache` and while the
             sequence has at most `max_seq_len` tokens. The drawn tokens are the same.
+        stop_ids: Ids of the tokens that end the text. They are not yielded.
     """
     tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)
     limit = getattr(net, "max_seq_len", None) or 2**40  # no limit: longer than any text
@@ -82,6 +84,8 @@ def generate(
             uses_cache = kv_cache is not None and length <= limit
             logits = net(new, kv_cache) if uses_cache else net(tokens[:, -limit:])
             new = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
+            if int(new) in stop_ids:
+                return
             tokens = torch.cat([tokens, new], 1)
             yield int(new)
     finally:

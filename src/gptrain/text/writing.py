@@ -14,6 +14,7 @@ from torch import nn
 from gptrain.core.errors import ConfigError
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
+from gptrain.text.chat import ChatFormat
 from gptrain.text.sampling import Sampling, printable
 
 # Text of bytes that are not UTF-8, such as the first bytes of a character of several tokens
@@ -33,6 +34,9 @@ def generate(
     seed: int = 0,
 ) -> list[str]:
     """Generate the text that follows each prompt, on the device of the net.
+
+    A continuation ends after `n_tokens`, at one of the tokenizer's `stop_ids` or before a text of
+    `stop`.
 
     Args:
         net: The net, with the contract of `gptrain.models`.
@@ -60,7 +64,9 @@ def generate(
         tokens = [int(token) for token in tokenizer.encode(prompt)]
         if not tokens:
             raise ValueError(f"prompt {prompt!r}: has no tokens")
-        drawn = sampling.generate(net, tokens, n_tokens, settings, generator, cache=True)
+        drawn = sampling.generate(
+            net, tokens, n_tokens, settings, generator, cache=True, stop_ids=tokenizer.stop_ids
+        )
         pieces = decode_incrementally(tokenizer, tokens, drawn)
         next(pieces)  # skip the prompt
         texts.append("".join(cut_at_stop(stop, pieces)))
@@ -77,6 +83,8 @@ class GenerationOptions(Protocol):
     top_p: float | None
     stop: str | list[str]
     cache: bool
+    chat: bool | None
+    interactive: bool
 
 
 class Writer:
@@ -101,28 +109,49 @@ class Writer:
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
         self.generator = torch.Generator(device).manual_seed(cfg.seed)
         self.cache = cfg.cache
+        has_template = tokenizer is not None and tokenizer.chat_template is not None
+        if cfg.chat and not has_template:
+            message = "the run's folder has no chat template"
+            raise ConfigError.of("chat", cfg.chat, message, hint="chat=false")
+        is_chat = (cfg.chat is None and cfg.interactive) or cfg.chat
+        self.format = ChatFormat(tokenizer) if tokenizer and has_template and is_chat else None
+        self.messages: list[dict[str, str]] = []  # conversation so far
 
     def write(self, prompt: str) -> None:
         """Print a prompt and its continuation, and then the speed to stderr.
+
+        In a chat the prompt is the user's next message, and only the answer is printed.
 
         Raises:
             ConfigError: If the prompt has no token, or a token that the net does not know.
         """
         start_s = time.perf_counter()
-        tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+        if self.format:
+            question = {"role": "user", "content": prompt}
+            chat = self.format.encode([*self.messages, question], add_generation_prompt=True)
+            tokens = chat.tokens.tolist()
+            stop_ids = {self.format.end_id, *self.tokenizer.stop_ids}
+        else:
+            tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+            stop_ids = self.tokenizer.stop_ids
         n_prompt = len(tokens)
         vocab_size = getattr(self.net, "vocab_size", sys.maxsize)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             message = f"must be one or more tokens of the net, whose ids are 0 to {vocab_size - 1}"
             raise ConfigError.of("prompt", prompt, message)
         drawn = sampling.generate(
-            self.net, tokens, self.n_tokens, self.sampling, self.generator, self.cache
+            self.net, tokens, self.n_tokens, self.sampling, self.generator, self.cache, stop_ids
         )
         pieces = decode_incrementally(self.tokenizer, tokens, drawn)
         prompt_text = next(pieces)  # stop texts in the prompt have no effect
-        for piece in chain([prompt_text], cut_at_stop(self.stop, pieces)):
+        shown = [] if self.format else [prompt_text]
+        answer = ""
+        for piece in chain(shown, cut_at_stop(self.stop, pieces)):
             print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+            answer += piece
         print(flush=True)
+        if self.format:
+            self.messages += [question, {"role": "assistant", "content": answer}]
         seconds = time.perf_counter() - start_s
         n_drawn = len(tokens) - n_prompt
         speed = f"{n_drawn} tokens in {seconds:.2f} s, {n_drawn / seconds:.0f} tokens/s"
@@ -149,6 +178,8 @@ class Writer:
 
 class TokenIds:
     """Stand-in for a tokenizer: the text is token ids, separated by spaces or commas."""
+
+    stop_ids: Sequence[int] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids that a text lists.
