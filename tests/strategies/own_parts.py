@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
-from gptrain.optim import muon
+from gptrain.optim import decay_groups, muon
 from gptrain.plan.counters import Sent
 
 IGNORED = -100
@@ -76,6 +76,16 @@ class MasksMore(LanguageModel):
     def training_step(self, batch):
         tokens, targets = batch
         return self.loss(tokens, targets.masked_fill(tokens % 3 == 0, IGNORED))
+
+
+class FirstBlockAdamW(torch.optim.AdamW):
+    """AdamW with another learning rate for the parameters of the first block."""
+
+    @classmethod
+    def parameter_groups(cls, net, parameters, names, *, first_block_lr: float):
+        first = set(net.blocks[0].parameters())
+        rest = decay_groups(p for p in parameters if p not in first)
+        return rest + [group | {"lr": first_block_lr} for group in decay_groups(first)]
 
 
 class Counted(Metric):

@@ -17,6 +17,7 @@ class Recipe:
     """Options of the training, named like the paper's symbols or torch's arguments."""
 
     lr: float
+    first_block_lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -27,15 +28,13 @@ class Recipe:
     start_factor: float
     min_factor: float
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step: a linear warm-up, then half a cosine."""
+    def factor_at(self, step: int) -> float:
+        """Return the factor of the learning rates of a step: a linear warm-up, half a cosine."""
         if step < self.warmup_steps:
-            factor = self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
-        else:
-            done = (step - self.warmup_steps) / (self.total_steps - 1 - self.warmup_steps)
-            cosine = (1 + math.cos(math.pi * done)) / 2
-            factor = self.min_factor + (1 - self.min_factor) * cosine
-        return self.lr * factor
+            return self.start_factor + (1 - self.start_factor) * step / self.warmup_steps
+        done = (step - self.warmup_steps) / (self.total_steps - 1 - self.warmup_steps)
+        cosine = (1 + math.cos(math.pi * done)) / 2
+        return self.min_factor + (1 - self.min_factor) * cosine
 
 
 @dataclass
@@ -52,21 +51,21 @@ def train(net: nn.Module, batches: list[tuple[Tensor, Tensor]], recipe: Recipe) 
     """Train `net` in place with one optimizer step per batch.
 
     Args:
-        net: The model, tokens (B, T) -> logits (B, T, V).
+        net: The model, tokens (B, T) -> logits (B, T, V), with a list `blocks`.
         batches: Tokens and targets (B, T) of every step. A target of -100 does not count.
         recipe: Options of the loss, the optimizer and the schedule.
     """
-    matrices = [p for p in net.parameters() if p.ndim >= 2]
-    vectors = [p for p in net.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    first = set(net.blocks[0].parameters())
+    groups = []
+    for p in net.parameters():
+        decay = recipe.weight_decay if p.ndim >= 2 else 0.0
+        peak_lr = recipe.first_block_lr if p in first else recipe.lr
+        groups.append({"params": [p], "weight_decay": decay, "peak_lr": peak_lr})
     optimizer = torch.optim.AdamW(groups, betas=recipe.betas, eps=recipe.eps)
     history = History()
     for step, (tokens, targets) in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr_at(step)
+            group["lr"] = recipe.factor_at(step) * group["peak_lr"]
         logits = net(tokens).flatten(0, 1)  # (B, T, V) -> (B * T, V)
         smoothing = recipe.label_smoothing
         loss = F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing)
@@ -76,6 +75,6 @@ def train(net: nn.Module, batches: list[tuple[Tensor, Tensor]], recipe: Recipe) 
         optimizer.step()
         history.losses.append(loss.item())
         history.gradient_norms.append(norm.item())
-        history.lrs.append(recipe.lr_at(step))
+        history.lrs.append(recipe.factor_at(step) * recipe.lr)
         history.weights.append({name: w.detach().clone() for name, w in net.state_dict().items()})
     return history

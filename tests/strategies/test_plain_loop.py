@@ -20,12 +20,13 @@ SIZES = {
 MODEL = ("model=llama_nano", *(f"model.{key}={value}" for key, value in SIZES.items()))
 # A warm-up of 0.15 * 20 = 3 steps. The run ends in the middle of its schedule.
 RECIPE = Recipe(
-    lr=5e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3, max_norm=0.88, label_smoothing=0.1,
-    warmup_steps=3, total_steps=20, start_factor=0.2, min_factor=0.05,
+    lr=5e-3, first_block_lr=2e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.3, max_norm=0.88,
+    label_smoothing=0.1, warmup_steps=3, total_steps=20, start_factor=0.2, min_factor=0.05,
 )  # fmt: skip
 WORDS = (
     "seed=7", "data.global_batch_size=12", "module._target_=own_parts.MasksMore",
     "module.loss.label_smoothing=0.1",
+    "optimizer._target_=own_parts.FirstBlockAdamW", "+optimizer.first_block_lr=2e-3",
     "optimizer.lr=5e-3", "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.3",
     "trainer.gradient_clip_val=0.88", "scheduler.warmup_steps=0.15", "scheduler.total_steps=20",
     "scheduler.start_factor=0.2", "scheduler.min_factor=0.05", "trainer.val_check_interval=5",

@@ -91,7 +91,8 @@ def _check_arguments(
         signature = inspect.signature(target_object)
     except (ValueError, TypeError):
         return
-    unused = GPTRAIN_KEYS.get(place, set()) - signature.parameters.keys()
+    group_options = _group_options(target_object) if place == "optimizer" else []
+    unused = {*GPTRAIN_KEYS.get(place, ()), *group_options} - signature.parameters.keys()
     arguments = {key: value for key, value in arguments.items() if key not in unused}
     is_complete = place not in POSITIONAL and not node.get("_partial_") and not node.get("_args_")
     try:
@@ -103,8 +104,17 @@ def _check_arguments(
         if place in BASE_CLASSES and target not in SHIPPED:
             # The override `<group>._target_=` keeps the keys of the class that it replaces.
             hint = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys"
-        allowed = ", ".join(signature.parameters)
+        allowed = ", ".join((*signature.parameters, *group_options))
         yield ConfigIssue(f"{place}._target_", target, str(error), allowed, hint)
+
+
+def _group_options(optimizer_class: Any) -> list[str]:
+    """Return the options that an optimizer class uses to make its parameter groups itself."""
+    make_groups = getattr(optimizer_class, "parameter_groups", None)
+    if make_groups is None:
+        return []
+    _net, _parameters, _names, *options = inspect.signature(make_groups).parameters
+    return options
 
 
 def type_mismatch(target_object: Any, group: str) -> str:
