@@ -259,7 +259,9 @@ def speaker(train, tmp_path, tmp_path_factory) -> Path:
         text = tmp_path_factory.mktemp("elsewhere") / "corpus.txt"
         text.write_text(CORPUS)
         run = train(
-            "data=text", f"data.path={text}", "data.val_fraction=0.5", "logger=none",
+            "model=llama_nano", "model.n_heads=4", "model.n_kv_heads=2", "model.d_ff=64",
+            "model.vocab_size=270", "data=text", f"data.path={text}", "data.tokenizer=bpe",
+            "data.val_fraction=0.5", "logger=none",
             "callbacks=none", "trainer.max_steps=2", f"output_dir={tmp_path / 'cache'}",
         )  # fmt: skip
         assert run.code == 0, run.err
@@ -281,7 +283,8 @@ def saved_twice(train, tmp_path, tmp_path_factory) -> Finished:
         return Finished(0, "", "", shutil.copytree(kept, tmp_path / "run"))
     run = train(
         "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
-        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
+        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001", "data.batch_size=2",
+        "trainer.accumulate_grad_batches=2",
     )  # fmt: skip
     assert run.code == 0, run.err
     shutil.copytree(run.folder, kept)

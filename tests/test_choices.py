@@ -43,8 +43,8 @@ def test_a_choice_composes_and_every_reference_in_it_resolves(words):
 
 def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path):
     text = "".join(f"the {n}th fox jumps over the lazy dog\n" for n in range(1000))
-    for name in ("fox.txt", "fox.md"):
-        (tmp_path / name).write_text(text)
+    for name, part in (("fox.txt", text[:5000]), ("rest.txt", text[5000:]), ("fox.md", text)):
+        (tmp_path / name).write_text(part)
     cfg = compose_run(
         "model.vocab_size=280", "data=text", f"data.path={tmp_path}", "data.pattern=*.txt",
         "data.tokenizer=bpe", "data.val_fraction=0.25", "data.seq_len=16",

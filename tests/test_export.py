@@ -92,7 +92,8 @@ def test_an_export_generates_the_same_text_as_its_run(speaker, export_run, capfd
     expected = spoken(speaker)
     _, folder, said = export_run(f"from_run={speaker}", f"format={form}")
     if form == "hf":
-        assert AutoTokenizer.from_pretrained(folder)("é")["input_ids"] == list("é".encode())
+        tokens = AutoTokenizer.from_pretrained(folder)("naïve café")["input_ids"]
+        assert tokens == list(load_tokenizer(speaker).encode("naïve café")) and len(tokens) < 12
     shutil.rmtree(speaker)
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert spoken(elsewhere) == expected and expected.startswith("def é"), said
@@ -216,10 +217,18 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     assert json.loads((folder / "generation_config.json").read_text()) == ids
 
 
-def test_bytes_have_no_end_token_unless_the_data_use_one(speaker, export_run):
+def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
+    speaker, export_run, tmp_path
+):
     _, folder, said = export_run(f"from_run={speaker}", "format=hf")
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None, said
-    assert not (folder / "generation_config.json").exists()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == 269, said
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    write_special_ids(tmp_path, ByteTokenizer(), has_end=False)
+    assert (tmp_path / "config.json").read_text() == '{"eos_token_id": null}'
+    assert not (tmp_path / "generation_config.json").exists()
+    write_special_ids(tmp_path, ByteTokenizer(), has_end=True)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 255
 
 
 def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):

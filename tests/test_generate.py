@@ -143,7 +143,7 @@ def test_a_missing_or_damaged_run_has_its_exit_code(write, saved_twice, tmp_path
 
 def test_a_moved_run_generates_text_without_its_data(write, speaker):
     net, tokenizer = gptrain.load(speaker, with_tokenizer=True)
-    tokens = list(BYTES.encode("é x"))
+    tokens = list(tokenizer.encode("é x"))
     with torch.no_grad():
         for _ in range(12):
             tokens.append(int(net(torch.tensor([tokens]))[0, -1].argmax()))
@@ -183,7 +183,7 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
         "error: prompt=hello: the run's folder has no tokenizer; try: token ids, as in '1 2 3'\n"
     )
     code, _, err = write(saved_twice.folder, "prompt=5 256")
-    assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 255" in err
+    assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 269" in err
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):
@@ -198,7 +198,7 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
     assert write(speaker, "prompt=")[2] == (
-        "error: prompt=: must be one or more tokens of the net, whose ids are 0 to 255\n"
+        "error: prompt=: must be one or more tokens of the net, whose ids are 0 to 269\n"
     )
 
 

@@ -77,4 +77,4 @@ def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker):
     run = gptrain.FinishedRun(speaker, ROOT / "conf")
     tokens = run.tokenizer.encode("café")
     assert run.tokenizer.decode(tokens) == "café"
-    assert not run.net.training and run.net(torch.tensor([[*tokens]])).shape[-1] == 256
+    assert not run.net.training and run.net(torch.tensor([[*tokens]])).shape[-1] == 270

@@ -73,7 +73,10 @@ def count(batches):
 def make_optimizer(net):
     decayed = [p for p in net.parameters() if p.ndim > 1]
     rest = [p for p in net.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr": 3e-3},
+    ]
     # eps is above the rounding error of near-zero gradients, which Adam would amplify.
     return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6, foreach=True)
 
