@@ -241,8 +241,8 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
     half = 4 * GPT2.n_parameters / 2
     assert sent == {
         "gradients": 2 * half,
-        "what replicas moved": half / 8,
-        "what all moved": half / 8,
+        "parameter changes": half / 8,
+        "averaged changes": half / 8,
     }
 
 

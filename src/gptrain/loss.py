@@ -257,9 +257,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
                 elif wants_weight:
                     grad_weight += (grad_logits.T @ hidden_cast)[: len(weight)]
-                del (
-                    grad_logits
-                )  # free its memory, if cross_entropy allocated any, before the next chunk
+                # Free the memory, if cross_entropy allocated any, before the next chunk.
+                del grad_logits
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype

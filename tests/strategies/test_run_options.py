@@ -207,7 +207,7 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
     assert compiled.call_count == 4
     assert guard.call_args.kwargs["timeout_s"] == 77
     phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
-    assert phases == ["import", "meeting", "data", "build", "train", "validate", "train", "end"]
+    assert phases == ["import", "connect", "data", "build", "train", "validate", "train", "end"]
     allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
     assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
     assert allowed["data"] > allowed["build"] > 0

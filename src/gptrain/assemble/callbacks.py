@@ -22,6 +22,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import by_key
 from gptrain.costs.optimizers import facts_of
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
@@ -135,8 +136,7 @@ def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
     if not HydraConfig.initialized():  # a process of the benchmark
         return {}
     arguments, typed = list(cfg.module.arguments.values()), {}
-    for line in HydraConfig.get().overrides.task:
-        key, _, text = line.lstrip("+").partition("=")
+    for key, text in by_key(HydraConfig.get().overrides.task).items():
         is_key = "." in key  # the choice of a group has no dot
         value = cfg.value_of(key) if is_key else text
         if key.split(".")[0] in ("optimizer", "scheduler") and value not in arguments:

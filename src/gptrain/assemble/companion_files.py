@@ -39,10 +39,9 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
     if own is None:
-        next(
-            filter(None, (copy_existing_files(folder, run_dir, TOKENIZER) for folder in folders)),
-            None,
-        )
+        for folder in folders:
+            if copy_existing_files(folder, run_dir, TOKENIZER):
+                break
         own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:

@@ -77,9 +77,8 @@ class FinishedRun:
     def _loaded(self) -> Any:
         from gptrain.assemble.load import load  # imports torch
 
-        locations.enter(
-            self.conf
-        )  # classes of the project's src/ may be loaded, and can be imported
+        # Classes of the project's src/ may be loaded, and can be imported.
+        locations.enter(self.conf)
         return load(self.folder, with_tokenizer=True)
 
 

@@ -21,7 +21,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
-from gptrain.core.shell import command, option
+from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import STRATEGIES, parallel_dims
 
@@ -188,7 +188,7 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
     """
     now = identity(cfg, global_batch_size)
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    typed = [word.lstrip("+").partition("=")[0] for word in words]
+    typed = by_key(words)
     part = "" if cfg.task == "fit" else "model."
     return [
         _changed(key, saved.get(key), now.get(key))
@@ -237,9 +237,8 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
     changed = (
         key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
     )
-    return tuple(
-        "lr" if key.endswith("_lr") else key for key in changed
-    )  # embedding_lr is the `lr` of its parameter group
+    # embedding_lr is the `lr` of its parameter group.
+    return tuple("lr" if key.endswith("_lr") else key for key in changed)
 
 
 def covers(names: Iterable[str], key: str) -> bool:

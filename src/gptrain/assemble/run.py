@@ -58,9 +58,7 @@ from gptrain.runtime.watchdog import Guard
 # Timeouts in seconds, by phase of the start.
 PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
-MEETING_S = (
-    60.0  # time beyond the timeout of the process group, in which ranks report who is missing
-)
+CONNECTING_S = 60.0  # after the timeout of the process group, ranks report who is missing
 STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
 
 
@@ -98,9 +96,8 @@ class TrainingRun:
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
             if cfg.task == "test" or cfg.trainer.fast_dev_run:
-                fitted = dict(
-                    trainer.callback_metrics
-                )  # keep the metrics of the fit under fast_dev_run
+                # Keep the metrics of the fit under fast_dev_run.
+                fitted = dict(trainer.callback_metrics)
                 trainer.test(self.module, **parts, verbose=False)
                 trainer.callback_metrics.update(fitted)
         return self.report.end(trainer)
@@ -148,7 +145,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     dims = parallel_dims(cfg.strategy, devices.world_size)
     device = devices.device(process.local_rank)
     if guard is not None:
-        guard.heartbeat.beat(phase="meeting", allow_s=cfg.strategy.timeout_s + MEETING_S)
+        guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
     start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)

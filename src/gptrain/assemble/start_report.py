@@ -15,10 +15,9 @@ from gptrain.assemble.optimizer import peak_lr
 from gptrain.config.from_run import NOT_TAKEN, words_to_repeat
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import by_key
 from gptrain.costs.machine import DamagedMeasurementError
-from gptrain.lit.lightning import (
-    strategy_of,
-)
+from gptrain.lit.lightning import strategy_of
 from gptrain.lit.module import has_own_optimizer
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
@@ -109,8 +108,7 @@ def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         return {}
     typed: dict[str, Any] = {}
     shared = HydraConfig.get().job.config.override_dirname.exclude_keys
-    for line in facts["overrides"]:
-        key, _, text = line.lstrip("+").partition("=")
+    for key, text in by_key(facts["overrides"]).items():
         if not {re.split("[./]", key)[0], key} & {*NOT_TAKEN, *shared} and key[0] != "~":
             value = cfg.value_of(key)
             typed[key] = value if isinstance(value, int | float | str) else text

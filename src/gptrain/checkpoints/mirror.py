@@ -138,9 +138,8 @@ class Mirror:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones."""
         try:
             for step in reversed(store.steps()):
-                with suppress(
-                    FileNotFoundError, DamagedCheckpointError
-                ):  # the run has pruned the checkpoint meanwhile
+                # The run may prune a checkpoint meanwhile.
+                with suppress(FileNotFoundError, DamagedCheckpointError):
                     self._put(store.folder / folder_name(step))
             kept = store.steps()
             for step in self._steps():

@@ -115,7 +115,11 @@ def one_line_errors(path: str | Path) -> Generator[None, None, None]:
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """Reader of torch.distributed.checkpoint for untrusted folders."""
+    """Reader of torch.distributed.checkpoint that executes no code from the files that it reads.
+
+    The base class unpickles the index and the values that are no tensors, which may call any
+    function.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`, the index of the shards, with an unpickler that allows few names.

@@ -265,7 +265,7 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
         hint = "trainer.devices=2"
         yield ConfigIssue("strategy", name, "no effect on one device", hint=hint, code=DONE)
     if isinstance(run.model, DecoderConfig):
-        yield from _check_split(checked, dims.tensor, dims.pipeline)
+        yield from _check_split(checked, run.model, dims.tensor, dims.pipeline)
     if dims.data % dims.replicas:
         message = f"does not divide the {dims.data} data-parallel ranks"
         yield checked.error("strategy.replicas", message, allowed=divisors(dims.data))
@@ -280,14 +280,14 @@ def divisors(number: int) -> str:
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
-def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator[ConfigIssue]:
+def _check_split(
+    checked: CheckedConfig, model: DecoderConfig, tensor: int, pipeline: int
+) -> Iterator[ConfigIssue]:
     """Check that heads and layers of a decoder can be divided over so many ranks per axis."""
-    model, options = checked.run.model, checked.run.strategy
-    heads = {}
+    options = checked.run.strategy
+    heads = {"model.n_heads": model.n_heads}
     if isinstance(model, LlamaConfig):
-        heads["model.n_kv_heads"] = model.n_kv_heads
-    if isinstance(model, DecoderConfig):
-        heads["model.n_heads"] = model.n_heads
+        heads = {"model.n_kv_heads": model.n_kv_heads, **heads}
     for key, n_heads in heads.items():
         if n_heads and n_heads % tensor:
             message = f"does not divide {key}={n_heads}; a head is not split over ranks"
@@ -296,9 +296,8 @@ def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator
     n_stages = pipeline
     if isinstance(options, PipelineOptions):
         n_stages *= STAGES_PER_RANK[options.schedule]
-    n_layers = model.n_layers if isinstance(model, DecoderConfig) else None
-    if n_layers and n_stages > n_layers:
-        message = f"{n_stages} stages, but model.n_layers={n_layers}: a stage needs a layer"
+    if model.n_layers and n_stages > model.n_layers:
+        message = f"{n_stages} stages, but model.n_layers={model.n_layers}: a stage needs a layer"
         yield checked.error("strategy.pipeline_parallel_size", message)
 
 

@@ -163,9 +163,7 @@ def asks_for_tracebacks(words: Iterable[str]) -> bool:
 
     The words are read as text, because the config may be what cannot be composed.
     """
-    pairs = [word.lstrip("+").partition("=") for word in words]
-    values = [value.lower() for key, _, value in pairs if key == "debug"]
-    return values[-1:] == ["true"]
+    return shell.by_key(words).get("debug", "").lower() == "true"
 
 
 def check(

@@ -17,7 +17,7 @@ from gptrain.checkpoints import fileops
 from gptrain.config.from_run import is_left_out, words_to_repeat
 from gptrain.config.overrides import line_of, parse
 from gptrain.core import labels
-from gptrain.core.shell import override, train_command
+from gptrain.core.shell import by_key, override, train_command
 from gptrain.runs.folder import MALFORMED_FILE_ERRORS, OVERRIDES, RunRecord, read_run, read_runs
 from gptrain.runs.table import is_same_value, rank_runs, table, text_table
 
@@ -81,9 +81,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
 def _identity(words: Sequence[str]) -> dict[str, str]:
     """Return key and value of the overrides that do not merely name folders or a checkpoint."""
     parsed, _ = parse(list(words))
-    lines = (line_of(override) for override in parsed if not is_left_out(override))
-    pairs = (line.partition("=") for line in lines)
-    return {key.lstrip("+"): value for key, _, value in pairs}
+    return by_key(line_of(override) for override in parsed if not is_left_out(override))
 
 
 def _reaches(length: str | None, needed: str | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable
 
 from gptrain.core import locations
 from gptrain.core.errors import quoted, show
@@ -34,6 +35,15 @@ def override(key: str, value: object) -> str:
     text = str(value)
     is_plain = re.fullmatch(PLAIN, text, re.ASCII) and text.lower() not in CONSTANTS
     return f"{key}={text if is_plain else quoted(text)}"
+
+
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the value of each override by its key, without the `+` of a new key.
+
+    The last override of a key counts. `~key`, which has no value, gets "" as its value.
+    """
+    pairs = (word.partition("=") for word in overrides)
+    return {key.lstrip("+"): value for key, _, value in pairs}
 
 
 def command(*words: str) -> str:

@@ -9,13 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
 
 from gptrain.core.lengths import warmup_steps
 
@@ -31,7 +25,11 @@ def between(low: int, high: int = INT32_MAX) -> Any:
 
 
 def _local(value: str | list[str]) -> Any:
-    """Check that a value is a local path or a list of local paths, and return the value."""
+    """Check that a value is a local path or a list of local paths, and return the value.
+
+    Raises:
+        ValueError: If a path is empty, begins or ends with white space, or is a URL.
+    """
     for path in [value] if isinstance(value, str) else value or [""]:
         if not path or path != path.strip() or "\0" in path:
             raise ValueError("not a path")

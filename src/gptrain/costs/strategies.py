@@ -214,9 +214,9 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
         calls = per_step * (work.shape.n_layers * len(work.shape.matrices) + 3)
         sent = per_step * all_reduce_bytes(n_parameters * value_bytes, n_replicas) / replica_ranks
         hops = 2 * (n_replicas - 1)
-        yield Traffic("what replicas moved", DATA, sent, calls / replica_ranks, hops)
+        yield Traffic("parameter changes", DATA, sent, calls / replica_ranks, hops)
         sent = per_step * gather_bytes(n_parameters * work.weight_bytes, replica_ranks)
-        yield Traffic("what all moved", DATA, sent, calls, replica_ranks - 1)
+        yield Traffic("averaged changes", DATA, sent, calls, replica_ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,12 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         return StepMemory(copies, early, blocks / n_blocks * full_gradient, last)
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield the weights, gathered in every pass, and the gradients, reduce-scattered.
+        """Yield the all-gathers of weights and the reduce-scatters of gradients in a step.
 
-        Gradients are reduced in the last micro-step, with `accumulate_shards` in every micro-step.
-        The root's weights stay from forward to backward, a block's only without resharding. Copies
-        of the shards all-reduce their gradients.
+        Every micro-step gathers the weights outside of blocks once. It gathers the weights of each
+        block once, or twice with `reshard_after_forward`: forward and backward. Gradients are
+        reduced in the last micro-step, or in every micro-step with `accumulate_shards`. With
+        several replicas the gradients of equal shards are then all-reduced.
 
         Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
         """
@@ -343,10 +344,10 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         boundaries = work.accumulate * (2 * self.stages_per_rank - n_missing)
         row_bytes = work.shape.d_model * max(work.matmul_bytes, work.weight_bytes)
         sent = boundaries * work.tokens * row_bytes
-        yield Traffic("passed on", PIPELINE, sent, boundaries)
+        yield Traffic("activations", PIPELINE, sent, boundaries)
         if self.dims.pipeline > 1 and work.shape.is_tied and (is_first or is_last):
             sent = all_reduce_bytes(work.shape.table * work.weight_bytes, 2)
-            yield Traffic("the tied gradient", PIPELINE, sent, 1, 2)
+            yield Traffic("gradient of the tied weight", PIPELINE, sent, 1, 2)
         yield from super().traffic(work)
 
 

@@ -92,6 +92,9 @@ class JsonText:
         """Drop the text that was passed and read more.
 
         As much text is read as is kept, so that the time for a long value is linear in its length.
+
+        Raises:
+            DataError: If the file is not UTF-8.
         """
         self._text = self._text[self._position :]
         self._position = 0

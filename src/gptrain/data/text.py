@@ -222,9 +222,8 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     if index.keys() != {"sha256", "not_utf8"}:  # the file is missing, damaged or old
         index = _make_index(sources, [scan_source(source, text_key) for source in sources])
         index_file.parent.mkdir(parents=True, exist_ok=True)
-        draft = index_file.with_name(
-            f".{uuid.uuid4().hex}"
-        )  # process ids are not unique across containers
+        # Process ids are not unique across containers.
+        draft = index_file.with_name(f".{uuid.uuid4().hex}")
         draft.write_text(json.dumps(index))
         draft.replace(index_file)
     left_out = dict(index["not_utf8"])

@@ -153,9 +153,8 @@ class Decoder(nn.Module):
         elif module.rpartition(".")[2].startswith("norm"):
             tensor.fill_(1.0)
         else:
-            if (
-                module == "head" and self.tie_head
-            ):  # both names of the shared parameter give one seed
+            # Both names of the shared parameter give one seed.
+            if module == "head" and self.tie_head:
                 name = "token_embedding.weight"
             writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
             std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD

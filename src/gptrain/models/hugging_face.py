@@ -111,9 +111,8 @@ class HuggingFace(nn.Module):
             return False
         head_input = inputs[head][0].untyped_storage()
         hidden = outputs[decoder][0].untyped_storage()
-        return (
-            head_input._cdata == hidden._cdata
-        )  # a view of the hidden states shares their storage
+        # A view of the hidden states shares their storage.
+        return head_input._cdata == hidden._cdata
 
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the model's config and its tensors; a tied tensor has the first of its names."""

@@ -229,9 +229,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)
-    wide = (matrices.mT if is_tall else matrices).to(
-        dtype
-    )  # the Gram matrix is then the smaller one
+    # The Gram matrix of a wide matrix is the smaller one.
+    wide = (matrices.mT if is_tall else matrices).to(dtype)
     # The Frobenius norm is at least the largest singular value, which becomes at most 1.
     wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
     for _ in range(NEWTON_SCHULZ_STEPS):

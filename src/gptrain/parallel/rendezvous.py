@@ -79,6 +79,9 @@ def _open_network_store(
     """Open the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves.
 
     `settings` are the variables as `describe_variables` returns them, for error messages.
+
+    Raises:
+        MissingRanksError: If the address cannot be used, or if rank 0 does not serve it in time.
     """
     host = os.environ.get("MASTER_ADDR", "")
     port_text = os.environ.get("MASTER_PORT", "")
@@ -106,6 +109,9 @@ def _wait_for_name(host: str, timeout_s: float, end_s: float, settings: str) -> 
     """Wait until a host name can be resolved.
 
     A cluster may publish the name of a new host some seconds after the ranks have started.
+
+    Raises:
+        MissingRanksError: If the name cannot be resolved before `end_s`.
     """
     while True:
         try:
@@ -140,6 +146,9 @@ def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, setti
     """Wait until rank 0 listens at its address.
 
     torch's TCPStore would also wait, but it prints each failed attempt.
+
+    Raises:
+        MissingRanksError: If rank 0 does not listen before `end_s`, or if there is no such port.
     """
     while True:
         try:
@@ -161,6 +170,9 @@ def _wait_for_all(
     """Set the key of this rank in the store, and wait until the keys of all ranks are set.
 
     The keys are polled, because `store.wait` prints a C++ warning at a timeout.
+
+    Raises:
+        MissingRanksError: If the keys of some ranks are not set before `end_s`.
     """
     keys = [f"rank {number} is here" for number in range(world_size)]
     missing = [number for number in range(world_size) if number != rank]

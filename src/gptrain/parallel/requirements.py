@@ -5,12 +5,7 @@ from pkgutil import resolve_name
 
 from torch import Tensor, nn
 
-from gptrain.core.strategies import (
-    STRATEGIES,
-    ParallelDims,
-    StrategyOptions,
-    strategy_name,
-)
+from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
 
 
 class Net(nn.Module):

@@ -31,11 +31,7 @@ from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.strategy import ParallelStrategy
-from gptrain.parallel.tensor import (
-    apply_tensor_parallel,
-    partial_parameters,
-    vocab_parallel_loss,
-)
+from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters, vocab_parallel_loss
 
 
 class Sharded(ParallelStrategy[StrategyOptions]):

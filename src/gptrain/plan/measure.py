@@ -11,12 +11,7 @@ import torch.distributed as dist
 
 from gptrain.checkpoints import fileops
 from gptrain.collectives.command import CollectivesRun
-from gptrain.collectives.operations import (
-    COLLECTIVES,
-    print_on_rank_0,
-    process_group,
-    time_calls,
-)
+from gptrain.collectives.operations import COLLECTIVES, print_on_rank_0, process_group, time_calls
 from gptrain.costs.machine import MACHINE_NAME, DamagedMeasurementError, read_measurement
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.measure import measure_matmul

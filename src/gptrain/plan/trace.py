@@ -38,13 +38,7 @@ from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, module_class
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import (
-    PIPELINE,
-    STRATEGIES,
-    ParallelDims,
-    parallel_dims,
-    strategy_name,
-)
+from gptrain.core.strategies import PIPELINE, STRATEGIES, ParallelDims, parallel_dims, strategy_name
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
 from gptrain.parallel.placement import (
@@ -136,7 +130,12 @@ def extrapolate(few: Any, more: Any, times: float) -> Any:
 
 
 def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
-    """Trace a step with all layers of a net. Arguments and result are those of `trace`."""
+    """Trace a step with all layers of a net. Arguments and result are those of `trace`.
+
+    Raises:
+        ConfigError: If the strategy is a pipeline, the ranks do not divide, or the step needs the
+            values of tensors.
+    """
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:
         message = f"not traced; traced: {', '.join(TRACED)}"
@@ -208,7 +207,11 @@ class Step:
             self.reduce_as_ddp()
 
     def make_net(self) -> nn.Module:
-        """Build the net: on the meta device if the strategy can allocate it, else as fakes."""
+        """Build the net without memory for its values.
+
+        It is on the meta device if each parameter can be initialized alone. Otherwise its
+        parameters are fake tensors on the CPU.
+        """
         with unset_fake_temporarily():
             net = build_on_meta_device(partial(build_net, self.cfg.model))
             net.to(WEIGHT_DTYPES.get(self.precision))
@@ -220,7 +223,7 @@ class Step:
         return net
 
     def make_extra_parameters_fake(self, net: nn.Module) -> None:
-        """Replace the module's parameters outside of `net` with fakes of equal shape."""
+        """Replace the module's parameters outside of `net` with fake tensors of equal shape."""
         for child in self.module.children():
             if child is not net and any(True for _ in child.parameters()):
                 child.to_empty(device=CPU)

@@ -19,6 +19,7 @@ from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import DONE, ConfigIssue
+from gptrain.core.shell import by_key
 from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
 
 # Errors that a file of another form than gptrain's may cause while it is read.
@@ -53,8 +54,7 @@ class RunRecord:
     @property
     def typed(self) -> dict[str, str]:
         """Values of the overrides by key, without the `+` of new keys."""
-        pairs = (override.partition("=") for override in self.overrides)
-        return {key.lstrip("+"): value for key, _, value in pairs}
+        return by_key(self.overrides)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -91,9 +91,8 @@ def keep_config(cfg: RunConfig) -> None:
     would overwrite the record of the run in that folder. A run that takes its overrides from an
     untrusted run is not signed, because this user has not typed them.
     """
-    from hydra.core.hydra_config import (
-        HydraConfig,
-    )  # a lazy import, so that `gptrain.runs` starts fast
+    # Imported late, so that `gptrain.runs` starts fast.
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)

@@ -91,9 +91,8 @@ def this_process() -> Process:
 
 def rank_variables() -> tuple[str, ...]:
     """Return the names of the variables with rank and world size, or () without a launcher."""
-    launcher = this_process().launcher.replace(
-        "gptrain", "torchrun"
-    )  # gptrain's supervisor sets torchrun's variables
+    # gptrain's supervisor sets torchrun's variables.
+    launcher = this_process().launcher.replace("gptrain", "torchrun")
     return LAUNCHERS.get(launcher, ())[:2]
 
 

@@ -264,6 +264,5 @@ def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
     if not codes:
         return DONE
     reported: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
-    return reported or next(
-        (code for code in codes if code > 1), FAILED
-    )  # 1 is Python's code of an exception
+    # 1 is Python's code of an exception.
+    return reported or next((code for code in codes if code > 1), FAILED)

@@ -12,13 +12,7 @@ from gptrain.config.check import CheckedConfig
 from gptrain.config.values import HYDRA_KEYS, targets
 from gptrain.core.data_schema import DATA
 from gptrain.core.errors import ConfigIssue, first_line
-from gptrain.core.schema import (
-    SHIPPED,
-    ModelConfig,
-    ModuleConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-)
+from gptrain.core.schema import SHIPPED, ModelConfig, ModuleConfig, OptimizerConfig, SchedulerConfig
 
 DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # dotted keys of datasets
 # Number of positional arguments that gptrain passes to the `_target_` in addition to the keys.

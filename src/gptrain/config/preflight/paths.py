@@ -7,13 +7,7 @@ from pathlib import Path
 
 from gptrain.config.check import CheckedConfig
 from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig, PartConfig
-from gptrain.core.errors import (
-    BAD_DATA,
-    FOLDER_UNUSABLE,
-    INPUT_NOT_FOUND,
-    ConfigIssue,
-    first_line,
-)
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigIssue, first_line
 from gptrain.core.schema import RunConfig
 
 NOT_FILES = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}

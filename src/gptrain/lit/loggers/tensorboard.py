@@ -72,9 +72,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         """
         self._config = yaml.safe_dump(params, sort_keys=False)
         names = (params["objective"], *COMPARED)
-        metrics = {
-            TAGS.get(name, name): 0.0 for name in names
-        }  # columns only: no step, so no point
+        # These values only name the columns. Without a step they draw no point.
+        metrics = {TAGS.get(name, name): 0.0 for name in names}
         super().log_hyperparams(params["typed"], metrics)
 
     @rank_zero_only

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gptrain.checkpoints import rng
-from gptrain.core.strategies import (
-    STRATEGIES,
-    ParallelDims,
-    StrategyOptions,
-    strategy_name,
-)
+from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import LightningStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
