@@ -66,6 +66,7 @@ def test_a_project_is_small_and_the_library_in_it_as_it_is(project):
     for name, text in files.items():
         assert not re.search("<(vendored|required|needed)>", text), name
         assert not re.search(r"_target_: project|(from|import) project|src/project", text), name
+        assert "recipes." not in text, name
     for path in LIBRARY.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
             copy = project / "src" / "gptrain" / path.relative_to(LIBRARY)
@@ -164,7 +165,8 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     (project / "conf" / "local" / "default.yaml").write_text("seed: 1\n")
     (project / "notes.txt").touch()
     subprocess.run(["git", "init", "-q"], cwd=project, check=True)
-    code, lines = run("other", "--to", f"{tmp_path}/b;c d", cwd=project / "conf")
+    recipe = ("recipes=[chat]", "--to", f"{tmp_path}/b;c d")
+    code, lines = run("other", *recipe, cwd=project / "conf")
     assert code == 0 and shlex.split(lines[-1])[:4] == ["next", "cd", f"{tmp_path}/b;c d", "&&"]
     left = {line.split()[1] for line in lines if line.startswith("left")}
     assert "notes.txt" in left and not any(name.startswith(("src/", "conf/")) for name in left)
@@ -173,6 +175,12 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"
     assert '"other.more.Net"' in (to / "conf" / "model" / "more.yaml").read_text()
     assert not (to / "conf" / "local").exists()
+    assert "_target_: other.chat.ChatDataset" in (to / "conf/experiment/chat.yaml").read_text()
+    assert "from other.chat import" in (to / "tests/recipes/test_chat.py").read_text()
+    done = inside(to, sys.executable, "-m", "gptrain.adopt", "--check")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    code, (line,) = run("again", "recipes=[chat]", "--to", f"{tmp_path}/e", cwd=to)
+    assert code == 2 and line.startswith("error: recipes=chat: the project has a file chat.py")
 
 
 def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_know(

@@ -20,10 +20,10 @@ def test_a_choice_says_what_it_is(path):
     assert lines[lines[0] == "# @package _global_"].startswith("# ")
 
 
-def test_an_experiment_is_a_diff_of_at_most_twenty_lines():
+def test_an_experiment_is_a_short_diff():
     for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
         lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
-        assert len(lines) <= 20, path
+        assert len(lines) <= (30 if "recipes." in path.read_text() else 20), path
 
 
 def test_the_readme_fits_on_a_few_screens():

@@ -4,6 +4,7 @@
 """
 
 from abc import abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -123,6 +124,29 @@ def collate(batch: Any) -> Any:
     """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
+
+
+def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Distribute items over packed samples: the longest first, into the fullest that has space.
+
+    Args:
+        lengths: Number of positions of each item, at most `size`.
+        size: Number of positions of a packed sample.
+
+    Returns:
+        Indices of the items of each packed sample.
+    """
+    packed: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # (free positions, index of the packed sample), sorted
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(spaces, (lengths[item], 0))
+        if place == len(spaces):
+            spaces.append((size, len(packed)))
+            packed.append([])
+        space, number = spaces.pop(place)
+        packed[number].append(item)
+        insort(spaces, (space - lengths[item], number))
+    return packed
 
 
 def count_batch_targets(batch: Any) -> int | None:

@@ -1,0 +1,163 @@
+"""Fine-tune on conversations: the loss counts the assistant's tokens and their end tokens only.
+
+Config: conf/experiment/chat.yaml. Each record of the file has `messages`, a list of dicts of `role`
+and `content`, or a question and an answer under two keys.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gptrain.core import labels
+from gptrain.core.small_files import DataError
+from gptrain.data import load_tokenizer
+from gptrain.data.records import format_of, read_json_array, read_json_lines
+from gptrain.data.samples import pack_samples
+from gptrain.lit.lightning import data_of
+from gptrain.lit.loggers.notes import log_note
+from gptrain.loss import IGNORED
+from gptrain.text.chat import ChatFormat, EncodedChat
+from gptrain.text.sampling import printable
+
+log = logging.getLogger(__name__)
+
+
+class ChatDataset(Dataset):
+    """Samples of whole conversations: tokens (T,) and targets (T,), int64.
+
+    Args:
+        path: JSON lines, a JSON array or a Parquet file.
+        split: `train` or `val`.
+        tokenizer: Folder of a tokenizer or a run, tokenizer.json, or `bytes`. If its folder has no
+            chat template, it is ChatML.
+        seq_len: Positions T of a sample.
+        keys: Key of the messages, or the two keys of a question and its answer.
+        held_out: Fraction of the records for the validation, or the file of the validation.
+        too_long: Treatment of a conversation of more than T tokens. `cut` leaves out its last
+            messages, `skip` leaves out the conversation, `error` raises.
+        documents: `separate` pads each conversation. `masked` packs conversations that do not see
+            each other into one sample, whose third item is the number of the conversation (T,).
+
+    Raises:
+        DataError: If the file has no conversation with an answer, or one that cannot be encoded.
+    """
+
+    def __init__(
+        self, path: str, split: str, tokenizer: str, seq_len: int, keys: str | list[str],
+        held_out: float | str, too_long: str, documents: str,
+    ):  # fmt: skip
+        self.seq_len, self.too_long, self.documents = seq_len, too_long, documents
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.format = ChatFormat(self.tokenizer)
+        self.tokenizer.chat_template = self.format.template  # is saved in the folder of the run
+        self.token_bytes, self.end_id = self.tokenizer.token_bytes, self.format.end_id
+        self.chats: list[EncodedChat] = []
+        self.n_cut = self.n_left_out = 0
+        val_path, fraction = (held_out, 0) if isinstance(held_out, str) else (None, held_out)
+        file = val_path if val_path and split == "val" else path
+        for number, messages in enumerate(read_messages(Path(file).expanduser(), keys)):
+            is_val = int((number + 1) * fraction) > int(number * fraction)
+            if val_path is None and is_val != (split == "val"):
+                continue
+            try:
+                chat = self._encode(messages)
+            except DataError as error:
+                raise DataError(f"{file}: conversation {number + 1}: {error}") from None
+            self.n_left_out += chat is None
+            self.chats += [chat] if chat else []
+        if not self.chats:
+            raise DataError(
+                f"{file}: no conversation for data.{split} ({self.n_left_out} left out)"
+            )
+        content = b"".join(chat.tokens.tobytes() for chat in self.chats)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.samples = [[number] for number in range(len(self.chats))]
+        if documents == "masked":
+            self.samples = pack_samples([len(chat.tokens) - 1 for chat in self.chats], seq_len)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        chats = [self.chats[number] for number in self.samples[index]]
+        tokens = np.full(self.seq_len, self.end_id)
+        targets = np.full(self.seq_len, IGNORED)
+        documents = np.full(self.seq_len, len(chats))  # the padding has a number of its own
+        start = 0
+        for number, chat in enumerate(chats):
+            end = start + len(chat.tokens) - 1
+            tokens[start:end] = chat.tokens[:-1]
+            targets[start:end] = np.where(chat.is_target, chat.tokens, IGNORED)[1:]
+            documents[start:end] = number
+            start = end
+        n_items = 3 if self.documents == "masked" else 2
+        return tuple(map(torch.from_numpy, (tokens, targets, documents)[:n_items]))
+
+    def describe(self, n_samples: int) -> str:
+        """Return what a run reads, in one line."""
+        n_targets = sum(int(chat.is_target[1:].sum()) for chat in self.chats)
+        share = n_targets / sum(len(chat.tokens) for chat in self.chats)
+        return (
+            f"{len(self.chats)} conversations in {len(self)} samples, {self.documents} · "
+            f"{self.n_cut} cut, {self.n_left_out} left out · {share:.0%} of the tokens are targets"
+        )
+
+    def example(self) -> str:
+        """Return the text of the first conversation, with its targets between « and »."""
+        chat = self.chats[0]
+        parts = np.split(chat.tokens, np.flatnonzero(np.diff(chat.is_target)) + 1)
+        texts = [printable(self.tokenizer.decode(part)) for part in parts]
+        first = int(not chat.is_target[0])  # index of the first part with targets
+        return "".join(f"«{text}»" if i % 2 == first else text for i, text in enumerate(texts))
+
+    def _encode(self, messages: list[dict[str, Any]]) -> EncodedChat | None:
+        """Return a conversation of at most T positions with an answer, or None to leave it out."""
+        for n_messages in range(len(messages), 0, -1):
+            chat = self.format.encode(messages[:n_messages])
+            if not chat.is_target[1:].any():
+                return None
+            if len(chat.tokens) - 1 <= self.seq_len:
+                self.n_cut += n_messages < len(messages)
+                return chat
+            if self.too_long == "error":
+                raise DataError(f"{len(chat.tokens)} tokens; try: data.too_long=cut")
+            if self.too_long == "skip":
+                return None
+        return None
+
+
+class ShowExample(Callback):
+    """Shows one conversation of the training set at the start, and in TensorBoard."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the example on rank 0."""
+        text = cast(ChatDataset, data_of(trainer).train).example()
+        log_note(trainer, "example", text)
+        if trainer.is_global_zero:
+            log.info(labels.line("example", text))
+
+
+def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the messages of each record of a file."""
+    names = [keys] if isinstance(keys, str) else keys
+    if file.suffix == ".parquet":
+        from pyarrow import parquet  # extra `parquet`
+
+        records = parquet.read_table(file, columns=names).to_pylist()
+    else:
+        read = read_json_array if format_of(file) == "json" else read_json_lines
+        records = (record for _, record, _ in read(file, ""))
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or not record.keys() >= set(names):
+            raise DataError(f"{file}: record {number} has no {' and '.join(names)}; try: data.keys")
+        pairs = zip(("user", "assistant"), (record[name] for name in names), strict=False)
+        talk = [{"role": role, "content": text} for role, text in pairs]
+        yield record[keys] if isinstance(keys, str) else talk

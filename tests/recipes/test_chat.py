@@ -1,0 +1,134 @@
+"""The recipe `chat`: its loss, conversations that are too long, and a chat with the net."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import runpy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptrain
+from gptrain.core.small_files import DataError
+from gptrain.generate.__main__ import main
+from recipes.chat import ChatDataset
+
+TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
+SIZES = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+         "model.n_layers=1", "model.d_ff=32", "data.seq_len=256")  # fmt: skip
+OPTIONS = {"seq_len": 256, "held_out": 0.1, "too_long": "cut", "documents": "separate"}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Do what a command line does, in this process."""
+
+    def call(main: Callable[[], object], *words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code
+
+    return call
+
+
+@pytest.fixture
+def chats(tmp_path) -> Path:
+    """300 conversations of one to four questions."""
+    draw = random.Random(0)
+    words = ["the", "net", "reads", "a", "é", "你", "file"]
+
+    def text(n_words: int) -> str:
+        return " ".join(draw.choices(words, k=n_words))
+
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for number in range(300):
+            talk = [{"role": "system", "content": text(3)}] if number % 3 == 0 else []
+            for _ in range(draw.randint(1, 4)):
+                talk.append({"role": "user", "content": text(draw.randint(1, 5))})
+                talk.append({"role": "assistant", "content": text(draw.randint(1, 7))})
+            file.write(json.dumps({"messages": talk}) + "\n")
+    return tmp_path / "chats.jsonl"
+
+
+def own_loss(net: torch.nn.Module, talks: list[list[dict]]) -> float:
+    """The mean loss over the bytes of the answers and their ends, one conversation at a time."""
+    nats = n_targets = 0
+    for talk in talks:
+        tokens, counts = [], []
+        for message in talk:
+            answer = [*message["content"].encode(), 255]
+            is_answer = message["role"] == "assistant"
+            tokens += [254, *f"{message['role']}\n".encode(), *answer, *b"\n"]
+            counts += [False] * (len(message["role"]) + 2) + [is_answer] * len(answer) + [False]
+        logits = net(torch.tensor([tokens[:-1]]))[0].double()
+        losses = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(tokens[1:]), reduction="none"
+        )
+        nats += losses[torch.tensor(counts[1:])].sum().item()
+        n_targets += sum(counts)
+    return nats / n_targets
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
+    devices, run, chats, tmp_path, capfd, monkeypatch
+):
+    words = ("experiment=chat", *SIZES, f"data.path={chats}", "data.tokenizer=bytes")
+    here = ("trainer.accelerator=cpu", f"trainer.devices={devices}", f"run_dir={tmp_path}/run")
+    train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
+    run(train, *words, *here, "data.held_out=0.5", "trainer.max_steps=4", "optimizer.lr=1e-2")
+    out = capfd.readouterr().out
+    assert "«" in out and "150 conversations in 150 samples" in out
+    net = gptrain.load(tmp_path / "run", "last")
+    talks = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    with torch.no_grad():
+        expected = own_loss(net, talks[1::2])
+    metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    assert metrics["val/loss"] == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("reads?\nand?\n"))
+    run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
+    shown = capfd.readouterr()
+    assert "reads" not in shown.out and shown.err.count("tokens/s") == 2
+
+
+def dataset(path: Path, **options) -> ChatDataset:
+    return ChatDataset(str(path), "train", "bytes", **{"keys": "messages", **OPTIONS, **options})
+
+
+def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused(chats):
+    full = dataset(chats)
+    longest = max(len(chat.tokens) for chat in full.chats)
+    short = {"seq_len": longest // 2}
+    cut, skipped = dataset(chats, **short), dataset(chats, **short, too_long="skip")
+    assert cut.n_cut == skipped.n_left_out - cut.n_left_out > 0
+    for chat, original in zip(cut.chats[:3], full.chats[:3], strict=True):
+        assert original.tokens[: len(chat.tokens)].tolist() == chat.tokens.tolist()
+        assert len(chat.tokens) - 1 <= longest // 2 and chat.tokens[-2:].tolist() == [255, 10]
+    with pytest.raises(DataError, match=r"conversation \d+: \d+ tokens; try: data.too_long=cut"):
+        dataset(chats, **short, too_long="error")
+
+
+def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
+    records = [{"q": f"what {number}?", "a": f"{number}!"} for number in range(20)]
+    (tmp_path / "array.json").write_text(json.dumps(records))
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)))
+    files = ["array.json", "lines.jsonl"]
+    try:
+        from pyarrow import Table, parquet
+    except ImportError:  # the extra `parquet`
+        pass
+    else:
+        parquet.write_table(Table.from_pylist(records), tmp_path / "rows.parquet")
+        files.append("rows.parquet")
+    fingerprints = {dataset(tmp_path / file, keys=["q", "a"]).fingerprint for file in files}
+    assert len(fingerprints) == 1
+    assert dataset(tmp_path / files[0], keys=["q", "a"]).example().endswith("\n«0!·»\n")
+    with pytest.raises(DataError, match="record 1 has no messages; try"):
+        dataset(tmp_path / files[0])
