@@ -58,6 +58,13 @@ def own_files(project: Path) -> dict[str, str]:
     return {name: files[name].read_text() for name in names}
 
 
+def test_help_describes_every_option(run, tmp_path):
+    code, lines = run("--help", cwd=tmp_path)
+    assert code == 0
+    for option in ("name", "--to FOLDER", "--upgrade", "--check"):
+        assert re.search(rf"^  {option}\s+\S+ \S+", "\n".join(lines), re.M), option
+
+
 def test_a_project_is_small_and_the_library_in_it_as_it_is(project):
     files = own_files(project)
     assert len(files) <= 40

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,13 @@ ADDED_BY_USERS = {
         "sync_batchnorm",
     },
 }
+
+
+def test_a_trainer_key_that_no_yaml_file_has_has_lightnings_default():
+    parameters = inspect.signature(pl.Trainer).parameters
+    for key in ADDED_BY_USERS[LightningTrainerConfig]:
+        default = LightningTrainerConfig.model_fields[key].default
+        assert default == parameters[key].default, key
 
 
 def sections_of(section: Section) -> Iterator[Section]:

@@ -217,6 +217,21 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     assert json.loads((folder / "generation_config.json").read_text()) == ids
 
 
+def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
+    source, run, other = (tmp_path / name for name in ("source", "run", "other"))
+    for place in (source, run, other):
+        place.mkdir()
+    (source / "tokenizer.json").write_text('{"a": 0}')
+    (source / "chat_template.jinja").write_text("hello")
+    (other / "tokenizer.json").write_text('{"b": 0}')
+    for place in (run, other):
+        copy_tokenizer_files([tmp_path / "nothing.json", source], place)
+    assert (run / "tokenizer.json").read_text() == '{"a": 0}'
+    assert (run / "chat_template.jinja").read_text() == "hello"
+    assert (other / "tokenizer.json").read_text() == '{"b": 0}'
+    assert not (other / "chat_template.jinja").exists()
+
+
 def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
     speaker, export_run, tmp_path
 ):

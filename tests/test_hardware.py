@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.machine import DamagedMeasurementError, this_machine
+from gptrain.runtime import measure
 
 
 def test_links_have_the_arithmetic_of_their_standards():
@@ -65,6 +67,16 @@ def test_every_row_has_a_source_and_the_arithmetic_of_tensor_cores():
 )
 def test_a_device_is_known_by_the_name_its_driver_gives(driver, name):
     assert device_of(driver) is DEVICES.get(name)
+
+
+def test_a_gpu_has_the_peak_of_its_data_sheet_and_an_unknown_one_is_measured(monkeypatch):
+    monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype: 7e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z1")
+    gpu = torch.device("cuda", 0)
+    for precision, dtype in (("16-mixed", "float16"), ("bf16-true", "bfloat16")):
+        assert str(measure.find_peak(gpu, precision)) == f"peak 7 TFLOP/s (measured, {dtype})"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert str(measure.find_peak(gpu, "32-true")) == "peak 989 TFLOP/s (data sheet, 16 bit)"
 
 
 def test_a_cpu_that_was_not_measured_has_no_speed_and_its_cores_count(tmp_path):

@@ -24,7 +24,7 @@ from gptrain.ladder.law import (
 )
 from gptrain.ladder.report import duration, plan_table
 from gptrain.ladder.runs import check_same
-from gptrain.ladder.sizes import merged
+from gptrain.ladder.sizes import replace_overrides
 from tests.conftest import ROOT, TINY
 
 pytestmark = pytest.mark.engine("scipy", "matplotlib")
@@ -182,6 +182,12 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     low, high = target["interval"]
     assert low <= target["loss"] <= high and f"loss {target['loss']:.4f}" in out
     assert target["tokens"] == pytest.approx(0.2 * target["parameters"]["all"])
+    per_token = 6 * target["parameters"]["matrices"] + 12 * 2 * 32 * 17  # layers, d_model, T
+    assert target["flops"] == pytest.approx(target["tokens"] * per_token)
+    # A short run starts from a checkpoint of the longest run of its size.
+    for short, longest in zip(facts["points"][::2], facts["points"][1::2], strict=True):
+        overrides = (tmp_path / short["run"] / ".hydra" / "overrides.yaml").read_text()
+        assert f"ckpt_path={tmp_path / longest['run']}/checkpoints/step-" in overrides
     # One run is lost, and only that is run again, to the same loss.
     lost = facts["points"][2]
     (tmp_path / lost["run"] / "result.json").unlink()
@@ -207,10 +213,10 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
     typed, run_dir = [f"from_run={tmp_path}/old", *mine], tmp_path / "1000" / "seed-0-5"
     write(run_dir, ["model=gpt_nano", *typed, "run_dir=/x"])  # as train.py keeps them
     elsewhere = ["optimizer.lr=0.001", "run_dir=/y", "ckpt_path=last", "logger=csv"]
-    check_same(tmp_path, run_dir, merged(typed, elsewhere))
+    check_same(tmp_path, run_dir, replace_overrides(typed, elsewhere))
     changed = changed.format(tmp_path)
     with pytest.raises(ConfigError, match=f" {changed};"):
-        check_same(tmp_path, run_dir, merged(typed, [changed]))
+        check_same(tmp_path, run_dir, replace_overrides(typed, [changed]))
 
 
 def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):

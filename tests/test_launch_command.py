@@ -40,6 +40,11 @@ def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_runs_as_a_module(command):
+    said = command("-m", "gptrain.launch", "nowhere")
+    assert said.returncode == 2 and said.stderr.startswith("error: ") and "slurm" in said.stderr
+
+
 def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, tmp_path):
     code, script, err = launch(
         "slurm", "-m", "optimizer.lr=1e-3,3e-4", "seed=1,2", "name='a b'", "trainer=cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,13 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
     assert lines[3].split(maxsplit=3) == ["sweep/1", "9", "7", "nonfinite: the loss is nan"]
     assert lines[4].split() == ["sweep/10", "lost"]
     assert show("--diff", four / "sweep" / "1", four / "a")[1][0].split() == ["sweep/1", "a"]
+
+
+def test_help_describes_every_option(show):
+    code, lines, _ = show("--help")
+    assert code == 0
+    for option in ("folders", "--json", "--diff", "--prune", "--yes"):
+        assert re.search(rf"^  {option}\s+\S+ \S+", "\n".join(lines), re.M), option
 
 
 def test_json_is_a_list_and_its_direction_that_of_the_runs(four, show):
