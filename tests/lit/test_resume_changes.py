@@ -130,14 +130,30 @@ def test_an_early_stopped_run_continues_with_another_patience(fit):
     words = ("scheduler=constant", "trainer.val_check_interval=1", "checkpoint.keep=9",
              "trainer.max_steps=8", "data.num_samples=64")  # fmt: skip
     stop = f"{STOP}, min_delta: 9.0"  # no improvement is ever large enough
-    assert fit(*words, f"{stop}, patience: 2}}").steps()[-1] == 3
+    first = fit(*words, f"{stop}, patience: 2, verbose: true}}")
+    assert first.steps()[-1] == 3
+    assert "Metric val/loss improved. New best score" in first.out  # because of `verbose`
     run = fit(*words, f"{stop}, patience: 4}}", "ckpt_path=last")
     assert run.out.count("resumed with callbacks.stop.patience: 2 before, 4 now") == 1
     assert run.steps()[-1] == 5  # two validations without improvement, and two more
+    assert "Metric val/loss" not in run.out
     assert "callbacks.stop" not in fit(*words, f"{stop}, patience: 4}}", "ckpt_path=last").out
     run = fit(*words, f"{stop.replace('9.0', '0.0')}}}", "ckpt_path=last")  # patience: 3
     for line in ("patience: 4 before, 3 now", "min_delta: 9.0 before, 0.0 now"):
         assert f"resumed with callbacks.stop.{line}" in run.out
+
+
+def test_a_callback_that_a_resumed_run_lacks_or_has_with_another_state_key_is_one_line(fit):
+    """Lightning's state key of EarlyStopping contains its mode."""
+    fit("scheduler=constant", "trainer.max_steps=2", f"{STOP}}}")
+    again = ("scheduler=constant", "ckpt_path=last")
+    changed = fit(*again, "trainer.max_steps=3", f"{STOP}, mode: max}}").out
+    removed = fit(*again, "trainer.max_steps=4").out
+    for out, line in (
+        (changed, "resumed with callbacks.stop.mode: min before, max now"),
+        (removed, "resumed without callbacks.stop: it was in the run before"),
+    ):
+        assert [x for x in out.splitlines() if "callbacks" in x] == [line], out
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["today", "a checkpoint without options"])

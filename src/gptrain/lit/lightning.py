@@ -38,7 +38,11 @@ HIDDEN_WARNINGS = (
     "but loading a checkpoint outside the 'fit' stage",  # a checkpoint's weights are the averages
     "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
+    "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
 )
+LIGHTNING_FOLDER = Path(pl.__file__).parent.parent
+# Files of Lightning's callbacks that log only because of an option `verbose` of the user.
+CALLBACKS_WITH_VERBOSE = ("model_checkpoint.py", "timer.py")
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -269,14 +273,31 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 def quiet_lightning() -> None:
     """Silence Lightning's messages below a warning and the warnings in HIDDEN_WARNINGS.
 
-    Also removes the handlers of Lightning's loggers: Hydra has given the root logger a handler, and
-    with both each message would be printed twice.
+    Messages of callbacks stay, such as those of EarlyStopping with `verbose: true`, and messages
+    that a user's code logs by `rank_zero_info`.
+
+    Also replaces the handlers of Lightning's loggers by that of the root logger, which Hydra has
+    configured.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).handlers.clear()
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.callbacks").setLevel(logging.INFO)
+    rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero_log.setLevel(logging.INFO)
+    rank_zero_log.addFilter(is_for_users)  # has no effect if it was added before
     for message in HIDDEN_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{re.escape(message)}")
+
+
+def is_for_users(record: logging.LogRecord) -> bool:
+    """Return whether a message of `rank_zero_info` is printed: see `quiet_lightning`."""
+    path = Path(record.pathname)  # the file that has called rank_zero_info
+    is_of_lightning = LIGHTNING_FOLDER in path.parents
+    is_printed = not is_of_lightning or path.name in CALLBACKS_WITH_VERBOSE
+    return is_printed or record.levelno >= logging.WARNING
 
 
 @contextmanager

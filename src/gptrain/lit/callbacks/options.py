@@ -123,8 +123,11 @@ class OptionTracker(Callback):
             prefixes: Prefixes of the keys of the parts to change.
 
         Yields:
-            One message for each changed option.
+            One message for each changed option, and for each part that this run no longer has.
         """
+        for key in saved or {}:
+            if key.startswith(prefixes) and key not in self._parts:
+                yield f"resumed without {key}: it was in the run before"
         for key, (part, initial, configured) in self._parts.items():
             if not key.startswith(prefixes) or (saved is not None and key not in saved):
                 continue
