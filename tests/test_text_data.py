@@ -226,7 +226,7 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
     assert names == ["a/text.txt", "b/text.txt"]
     lines = sorted(str(one.message).replace(str(corpus), "corpus") for one in said)
     assert lines == [
-        "1 links lead back to a folder that contains them and are skipped:"
+        "1 link leads back to a folder that contains it and is skipped:"
         " for example corpus/up/corpus",
         "2 paths lead by links to data that other paths name, which is read once:"
         " for example corpus/a/other",

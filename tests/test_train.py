@@ -287,7 +287,7 @@ def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch
         monkeypatch.delenv(name)
         assert again.code == 0 and "resume    from step 2" in again.out, again.err
         assert not (run.folder / ".beats" / "of an earlier start").exists()
-        said = "resumed on 1 ranks of 2 threads, saved by 1 ranks of 1 threads"
+        said = "resumed on 1 rank of 2 threads, saved by 1 rank of 1 thread"
         assert (said in again.out) == (n_threads == 2)
 
 

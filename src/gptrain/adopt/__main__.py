@@ -29,7 +29,7 @@ from gptrain.adopt.project import TEMPLATE, make, uncopied_files
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain, resolved
 from gptrain.config.values import walk
-from gptrain.core import shell
+from gptrain.core import labels, shell
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Parser, ending_of
 from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
 from gptrain.runtime.streams import prepare_streams
@@ -120,7 +120,8 @@ def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> i
     copied = make(source, to, name, needed, recipes)
     if needed is None:
         copy_library(LIBRARY, to)
-    print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
+    n_files = labels.count_text(len(copied), "file")
+    print(f"copied    {n_files} to {to}; the library: {needed or IN_PROJECT}")
     for path in uncopied_files(source, copied, needed is None):
         print(f"left      {path}")
     print(f"next      {enter_folder(to)} && git init && .ci/run")

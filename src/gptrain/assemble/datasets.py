@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from gptrain.assemble.load import build_target
 from gptrain.assemble.module import module_class
 from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
@@ -137,7 +138,8 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
             hint = "trainer.limit_val_batches=0 trains without a validation"
             raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
         if n_samples < world_size and is_own:
-            message = f"{n_samples} samples for {world_size} ranks: one would have no batch"
+            n_text = count_text(n_samples, "sample")
+            message = f"{n_text} for {world_size} ranks: one would have no batch"
             hint = f"trainer.devices={n_samples}, or more samples"
             raise ConfigError.of(place, None, message, hint=hint, code=BAD_DATA)
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from gptrain.assemble.module import takes_net
 from gptrain.assemble.optimizer import peak_lr
 from gptrain.config.from_run import NOT_TAKEN, words_to_repeat
+from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
@@ -59,7 +60,10 @@ def build_report(
         parts[0] += f"sequences = {lengths.step_tokens} tokens" if is_text else "samples"
         parts[0] += " per step"
         n_steps = lengths.n_steps
-        parts.append("no end" if n_steps is None else f"{n_steps} steps by {lengths.limit}")
+        if n_steps is None:
+            parts.append("no end")
+        else:
+            parts.append(f"{labels.count_text(n_steps, 'step')} by {lengths.limit}")
         if not has_own_optimizer(module) and (lr := peak_lr(cfg, batch)) is not None:
             parts.append(f"lr {lr:g}")
     lines = {

@@ -43,7 +43,8 @@ def continue_study(storage: object, study_name: object, seed: object) -> list[st
     n_trials = sum(study.n_trials for study in studies if study.study_name == study_name)
     if not n_trials or not isinstance(seed, int):
         return []
-    print(labels.line("study", f"{study_name}: continues after {n_trials} trials"))
+    done = labels.count_text(n_trials, "trial")
+    print(labels.line("study", f"{study_name}: continues after {done}"))
     return [f"hydra.sweeper.sampler.seed={seed + n_trials}"]
 
 

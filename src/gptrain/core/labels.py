@@ -1,4 +1,4 @@
-"""Format of the labelled lines that commands print, such as `result    100 steps in 12 s`."""
+"""Format of what commands print: labelled lines such as `result    100 steps`, and counts."""
 
 _WIDTH = 10  # characters of the label's column, with the space after the label
 
@@ -15,3 +15,8 @@ def line(label: str, text: object) -> str:
     """
     indented = str(text).replace("\n", "\n" + " " * _WIDTH)
     return f"{label:{_WIDTH - 1}} {indented}"
+
+
+def count_text(n: int, noun: str) -> str:
+    """Return a number with its noun in the right form: `1 step`, `2 steps`."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -45,14 +45,31 @@ class SkippedPaths:
 
     def warn(self) -> None:
         """Issue one warning for each reason with at least one path."""
-        reasons = {
-            "links lead back to a folder that contains them and are skipped": self.loops,
-            "links have no target and are skipped": self.dangling,
-            "folders cannot be read and are skipped": self.unreadable,
-            "paths lead by links to data that other paths name, which is read once": self.repeated,
-        }
-        for reason, paths in reasons.items():
+        reasons = [  # paths, the reason for one path, the reason for several paths
+            (
+                self.loops,
+                "link leads back to a folder that contains it and is skipped",
+                "links lead back to a folder that contains them and are skipped",
+            ),
+            (
+                self.dangling,
+                "link has no target and is skipped",
+                "links have no target and are skipped",
+            ),
+            (
+                self.unreadable,
+                "folder cannot be read and is skipped",
+                "folders cannot be read and are skipped",
+            ),
+            (
+                self.repeated,
+                "path leads by links to data that another path names, which is read once",
+                "paths lead by links to data that other paths name, which is read once",
+            ),
+        ]
+        for paths, reason_of_one, reason_of_several in reasons:
             if paths:
+                reason = reason_of_one if len(paths) == 1 else reason_of_several
                 shortest = min(paths, key=len)
                 warnings.warn(f"{len(paths)} {reason}: for example {shortest}", stacklevel=3)
 

@@ -233,7 +233,8 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
         if not texts:
             message = f"byte {byte} is not UTF-8; none of {len(sources)} files is UTF-8 text"
             raise DataError(f"{sources[number].path}: {message}")
-        message = f"{len(left_out)} of {len(sources)} files are not UTF-8 and are left out"
+        verb = "is" if len(left_out) == 1 else "are"
+        message = f"{len(left_out)} of {len(sources)} files {verb} not UTF-8 and {verb} left out"
         first = f"the first is {sources[number].name}, byte {byte}"
         warnings.warn(f"{message}: {first}", stacklevel=3)
     return texts, index["sha256"]

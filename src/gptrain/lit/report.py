@@ -142,7 +142,9 @@ class Report:
         parts = []
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
         if first_step is not None:
-            done = f"{count_text(trainer.global_step - first_step, 'step')} in {seconds:.0f} s"
+            done = (
+                f"{labels.count_text(trainer.global_step - first_step, 'step')} in {seconds:.0f} s"
+            )
             if first_step:
                 done += f", from step {first_step} to {trainer.global_step}"
             parts.append(done)
@@ -160,7 +162,7 @@ class Report:
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             parts.append(f"profile {files[0]}{more}")
         if n_missing := monitor.missing_targets.n_steps:
-            parts.append(f"{count_text(n_missing, 'step')} without a target")
+            parts.append(f"{labels.count_text(n_missing, 'step')} without a target")
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
@@ -227,8 +229,3 @@ def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
 def find_callback(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
     """Return the trainer's first callback of this class, or None."""
     return next((part for part in callbacks_of(trainer) if isinstance(part, kind)), None)
-
-
-def count_text(n: int, noun: str) -> str:
-    """Return a number with its noun in the right form: `1 step`, `2 steps`."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

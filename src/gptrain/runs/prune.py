@@ -13,6 +13,7 @@ from gptrain.checkpoints.lock import LOCK_NAME, RunLock
 from gptrain.checkpoints.manifest import NoGoodCheckpointError, folder_name
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core import labels
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, first_line, printable
 from gptrain.runs.folder import RunRecord
 
@@ -57,7 +58,7 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
         print(f"keep      {printable(surplus.run)}: {names}", flush=True)
     n_bytes = sum(size_of(path) for surplus in chosen for path in surplus.deleted)
     n_paths = sum(len(surplus.deleted) for surplus in chosen)
-    if not is_confirmed and not ask(f"delete {n_paths} checkpoints? [y/N] "):
+    if not is_confirmed and not ask(f"delete {labels.count_text(n_paths, 'checkpoint')}? [y/N] "):
         raise ConfigError.of(
             "--prune", None, "nothing was deleted: not confirmed", hint="--prune FOLDER --yes"
         )
@@ -65,7 +66,8 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
         with RunLock(surplus.run, wait_s=0.0):  # keeps the run from starting meanwhile
             for path in surplus.deleted:
                 shutil.rmtree(path)  # does not follow links in the folder
-    return f"deleted {n_paths} checkpoints, {n_bytes / 2**20:,.1f} MiB; copies in a mirror stay"
+    deleted = labels.count_text(n_paths, "checkpoint")
+    return f"deleted {deleted}, {n_bytes / 2**20:,.1f} MiB; copies in a mirror stay"
 
 
 def find_surplus(run: RunRecord) -> Surplus:

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
+from gptrain.core.labels import count_text
 from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
 from gptrain.parallel.mesh import gather
 
@@ -77,8 +78,9 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     is_cpu = trainer.strategy.root_device.type == "cpu"
     if n_saved_ranks != trainer.world_size or (is_cpu and n_saved_threads != n_threads):
         messages.append(
-            f"resumed on {trainer.world_size} ranks of {n_threads} threads, saved by "
-            f"{n_saved_ranks} ranks of {n_saved_threads} threads: every step has the same samples; "
+            f"resumed on {count_text(trainer.world_size, 'rank')} of "
+            f"{count_text(n_threads, 'thread')}, saved by {count_text(n_saved_ranks, 'rank')} of "
+            f"{count_text(n_saved_threads, 'thread')}: every step has the same samples; "
             "sums may differ in their last bits, and dropout differs if the number of ranks does"
         )
     if trainer.is_global_zero:
