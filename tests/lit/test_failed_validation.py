@@ -37,7 +37,7 @@ def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
     words = (*WORDS, *ranks)
     full = fit(*words, BREAKS % 0, name="full")
     failed = fit(*words, BREAKS % 2, code=70)
-    assert "RuntimeError: the metric is broken" in failed.out
+    assert "module.metrics.broken: RuntimeError: the metric is broken" in failed.errors[0]
     assert failed.steps() == [2, 4]
     first, second = (read_manifest(failed.folder / f"checkpoints/step-0000000{n}") for n in (2, 4))
     assert "val/loss" in first["metrics"] and second["metrics"] == {}
@@ -104,6 +104,29 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
         row for row in resumed.rows if row["step"] != "3"
     ]  # the failure may come before step 3 is logged
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
+
+
+BROKEN = {"none": 65, "short": 65, "raises": 70, "cannot be read": 73}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_sample_in_the_middle_of_an_epoch_loses_no_step(fit, kind):
+    words = (f"data.train._target_={OWN}.data.Broken", f"+data.train.kind='{kind}'")
+    failed = fit(*words, "data.train.num_samples=24", code=BROKEN[kind])
+    step = failed.status["step"]
+    assert step > 0 and failed.steps() == [step]
+    assert "ckpt_path=last" in failed.status["resume"]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_sample_that_raises_in_a_validation_is_named_by_key_and_index(fit, n_workers):
+    words = (f"data.val._target_={OWN}.data.Broken", "+data.val.kind=raises")
+    failed = fit(*words, f"data.num_workers={n_workers}", "trainer.max_steps=1", code=70)
+    assert failed.errors == [
+        "error: ValueError: the sample is broken; "
+        "at step 1, evaluation of data.val, samples of rank 0: 4, 5, 6, 7"
+    ]
+    assert failed.steps() == [1]
 
 
 def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):

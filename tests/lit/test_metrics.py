@@ -114,6 +114,8 @@ def test_a_metric_with_several_values_is_logged_element_by_element(fit, ranks):
     run = fit(*words, "trainer.max_steps=2", "trainer.num_sanity_val_steps=1")
     names = [name for name in run.metrics if name.startswith("val/f1/")]
     assert names == [f"val/f1/{i}" for i in range(256)]
+    (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
+    assert " · val/f1 256 values in result.json · " in line and "val/f1/0" not in line
 
 
 def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):

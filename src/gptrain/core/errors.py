@@ -88,6 +88,8 @@ CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA, "han
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 # Parts of error messages of torch, on a CPU and on a GPU.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+# First line of an error that torch raises again for a data worker.
+IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 # Parts of error messages of gloo and NCCL after the timeout of a collective.
 TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")
 
@@ -166,10 +168,13 @@ def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
     If the first line ends with a colon, the second line is added. The values of tensors are left
-    out.
+    out. Of an error in a data worker, to which torch adds the worker's traceback, the message is
+    that of the original error.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and IN_WORKER.match(lines[0]):
+        lines = [lines[-1].removeprefix(f"{type(error).__name__}: ")]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 

@@ -240,6 +240,10 @@ class EvalBatches:
         """Return the number of the part to which batch `number` belongs."""
         return self._batches[number][1]
 
+    def samples_of(self, number: int) -> list[int]:
+        """Return the indices of the samples of batch `number`, [] if there is no such batch."""
+        return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
+
 
 def batch_bounds(
     n_samples: int, batch_size: int, rank: int, world_size: int

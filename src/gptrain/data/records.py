@@ -122,7 +122,9 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
         file = parquet.ParquetFile(raw)
         names = file.schema_arrow.names
         if text_key not in names:
-            raise DataError(f"{path}: no column {text_key!r}; there are: {', '.join(names)}")
+            message = f"{path}: no column {text_key!r}; there are: {', '.join(names)}"
+            texts = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string")]
+            raise DataError(message + (f"; try: data.text_key={texts[0]}" if texts else ""))
         row_bytes = size_bytes // max(1, file.metadata.num_rows)
         number = 0
         for batch in file.iter_batches(_BATCH_ROWS, columns=[text_key], use_threads=False):

@@ -198,7 +198,7 @@ class TextDataModule(pl.LightningDataModule):
         forks = has_workers and sys.platform == "linux"
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
-        return Loader(
+        loader = Loader(
             BatchReader(dataset, name, n_positions),
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
@@ -211,12 +211,17 @@ class TextDataModule(pl.LightningDataModule):
             worker_init_fn=partial(ignore_in_worker, os.getpid()) if has_workers else None,
             multiprocessing_context="fork" if forks else None,
         )
+        loader.name = name
+        return loader
 
 
 class Loader(DataLoader):
     """A DataLoader that measures waiting times, counts targets and protects workers from signals.
 
     Attributes:
+        name: Config key of the dataset, such as `data.val`.
+        number: Number of the group of `read_ahead` batches that is being read or processed, counted
+            from 0 in each epoch.
         waited_s: Seconds in which training has waited for a batch. A GPU may have been busy with
             earlier steps meanwhile.
         read_ahead: Number of batches that are loaded before the first of them is yielded: the
@@ -226,6 +231,8 @@ class Loader(DataLoader):
             number of a step when the step begins.
     """
 
+    name = "data"
+    number = 0
     waited_s = 0.0
     read_ahead = 1
     step_targets: Sequence[int | None] = ()
@@ -246,6 +253,7 @@ class Loader(DataLoader):
         atexit.unregister(kill_workers)  # register the function only once
         atexit.register(kill_workers)
         self.step_targets = []
+        self.number = 0
         start_s = time.perf_counter()
         try:
             while step := list(islice(batches, self.read_ahead)):
@@ -254,6 +262,7 @@ class Loader(DataLoader):
                 known = [count for count in counts if count is not None]
                 self.step_targets.append(sum(known) if len(known) == len(counts) else None)
                 yield from step
+                self.number += 1
                 start_s = time.perf_counter()
         except DataError as error:
             # PyTorch puts the traceback of a worker in front of the error's message.

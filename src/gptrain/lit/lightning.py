@@ -100,6 +100,14 @@ def train_loader_of(trainer: pl.Trainer) -> Loader:
     return cast(Loader, trainer.train_dataloader)
 
 
+def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
+    """Return the loader of the evaluation that is running, or None if none is running."""
+    if trainer.testing:
+        return cast(Loader, trainer.test_dataloaders)
+    is_validating = trainer.validating or trainer.sanity_checking
+    return cast(Loader, trainer.val_dataloaders) if is_validating else None
+
+
 def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
     """Return the strategy of the run, which is always a LightningStrategy."""
     return cast(LightningStrategy, trainer.strategy)

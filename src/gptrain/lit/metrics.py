@@ -3,7 +3,8 @@
 import copy
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from gptrain.core.errors import DONE, ConfigError, ConfigIssue, first_line
 log = logging.getLogger(__name__)
 MAX_SCALARS = 256  # per metric, because each scalar is logged under a name of its own
 N_TRIAL_POSITIONS = 16  # positions of the random batch on which a metric is tried
+
+
+class MetricError(RuntimeError):
+    """Raised for an error of a metric in an evaluation. The message names the metric's key."""
+
+
+@contextmanager
+def named_in_errors(name: str) -> Generator[None, None, None]:
+    """Turn an error of the metric `module.metrics.<name>` into a MetricError.
+
+    Raises:
+        MetricError: If the block raises any Exception. The message contains that exception's
+            message, from which the cause of the ending is found (out of memory, a lost rank).
+    """
+    try:
+        yield
+    except Exception as error:
+        message = f"module.metrics.{name}: {type(error).__name__}: {error}"
+        raise MetricError(message) from error
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:

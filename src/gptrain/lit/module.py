@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gptrain.core.small_files import DataError
-from gptrain.lit.metrics import named_scalars
+from gptrain.lit.metrics import named_in_errors, named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions
 from gptrain.parallel.requirements import Net
@@ -151,8 +151,9 @@ class LanguageModel(pl.LightningModule):
             self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, tokens, targets):
-                for metric in self.metrics.values():
-                    metric.update(logits, chunk_targets)
+                for name, metric in self.metrics.items():
+                    with named_in_errors(name):
+                        metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
@@ -180,8 +181,10 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
-                metric.reset()
+                with named_in_errors(name):
+                    result = self._parallel().broadcast_metric(metric.compute)
+                    values |= named_scalars(name, result)
+                    metric.reset()
             for part, sums in self.part_sums.items():  # all ranks have the parts in the same order
                 nats, n_targets, *_ = self._sum_over_ranks(sums)
                 self._check_counted(n_targets, f"{prefix} (part {part})")

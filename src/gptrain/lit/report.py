@@ -3,6 +3,7 @@
 import glob
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from gptrain.parallel.mesh import gather
 log = logging.getLogger(__name__)
 # Fraction of the training time that may be spent waiting for data before the result line names it.
 MAX_WAIT_FRACTION = 0.1
+MAX_ELEMENTS = 4  # largest number of elements of a metric that the result line shows
 
 CallbackT = TypeVar("CallbackT", bound=pl.Callback)
 
@@ -148,8 +150,7 @@ class Report:
             if first_step:
                 done += f", from step {first_step} to {trainer.global_step}"
             parts.append(done)
-        shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
-        parts += [f"{name} {metrics[name]:.4f}" for name in shown]
+        parts += metric_parts(metrics)
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {monitor.lengths.unit}/s")
         if "perf/mfu" in metrics:
@@ -182,6 +183,24 @@ class Report:
             return tensorboard
         words = [shell.override("from_run", self.run_dir), f"task={task}", *self.repeated_overrides]
         return f"{shell.train_command(*words)} · {tensorboard}"
+
+
+def metric_parts(metrics: dict[str, float]) -> list[str]:
+    """Return the losses and metrics of the result line, such as `val/loss 1.2345`.
+
+    A metric with more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, is one part.
+    """
+    names = [name for name in metrics if name.startswith(("train/loss", "val/", "test/"))]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(/\d+)+$", "", name), []).append(name)
+    parts = []
+    for group, elements in groups.items():
+        if len(elements) > MAX_ELEMENTS:
+            parts.append(f"{group} {len(elements)} values in {RESULT_NAME}")
+        else:
+            parts += [f"{name} {metrics[name]:.4f}" for name in elements]
+    return parts
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:

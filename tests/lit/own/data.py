@@ -85,6 +85,32 @@ class Odd(Dataset):
         }[self.kind]
 
 
+class Broken(Dataset):
+    """The samples of DummyTextDataset, one of which cannot be used.
+
+    Args:
+        at: Index of that sample.
+        kind: What is wrong with the sample.
+    """
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed, kind, at=5):
+        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+        self.kind, self.at = kind, at
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        tokens, targets = self.inner[index]
+        if index != self.at:
+            return tokens, targets
+        if self.kind == "raises":
+            raise ValueError("the sample is broken")
+        if self.kind == "cannot be read":
+            raise PermissionError(13, "Permission denied", "sample.bin")
+        return {"none": None, "short": (tokens[:3], targets[:3])}[self.kind]
+
+
 class Endless(IterableDataset):
     """An iterable dataset, whose samples have no index."""
 

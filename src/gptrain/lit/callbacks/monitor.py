@@ -26,6 +26,7 @@ from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
     ends_step,
+    evaluation_loader_of,
     is_validated,
     set_log_interval,
     strategy_of,
@@ -260,13 +261,19 @@ class TrainingMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass the error to the loggers, and give the samples of the step to the error report."""
+        """Pass the error to the loggers, and give the samples of the batch to the error report."""
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
-        if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
-            step = trainer.global_step
-            rank = trainer.global_rank
+        if self.guard is None:
+            return
+        step = trainer.global_step
+        rank = trainer.global_rank
+        if trainer.training and trainer.fit_loop.batch_idx >= 0:
             samples = data_of(trainer).step_samples(step, rank)
             self.guard.doing = f"step {step}, samples of rank {rank}: {shorten(samples)}"
+        elif loader := evaluation_loader_of(trainer):
+            self.guard.doing = f"step {step}, evaluation of {loader.name}"
+            if samples := data_of(trainer).eval_batches.samples_of(loader.number):
+                self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
 
     # Evaluations
 
