@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.parallel.requirements import IncompatibleModelError
+
+# Lightning's errors about a value that is monitored and was never logged: the name of the value.
+MISSING_MONITOR = re.compile(
+    r"conditioned on metric `?(.+?)`? which is not available|ModelCheckpoint\(monitor='(.+?)'\)"
+)
 
 
 @contextmanager
@@ -33,3 +42,39 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
         if not key or is_other_type_error:
             raise
         raise ConfigError.of(key, cfg.value_of(key), str(error)) from error
+
+
+@contextmanager
+def missing_monitor_as_config_error(cfg: RunConfig, trainer: pl.Trainer) -> Generator[None]:
+    """Turn Lightning's error about a monitored value that is not logged into one line.
+
+    Args:
+        cfg: Config with the callbacks. ReduceLROnPlateau watches its `checkpoint.monitor`.
+        trainer: Trainer that has the names of the logged values.
+
+    Raises:
+        ConfigError: If the block raises such an error. The message has the option and the names
+            that are logged. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError) as error:
+        match = MISSING_MONITOR.search(str(error))
+        if match is None:
+            raise
+        name = match[1] or match[2]
+        monitors = {**monitors_of(cfg), "checkpoint.monitor": cfg.checkpoint.monitor}
+        key = next((key for key, monitor in monitors.items() if monitor == name), "callbacks")
+        logged = ", ".join(sorted(trainer.callback_metrics))
+        message = "no value of this name is logged"
+        raise ConfigError.of(key, name, message, allowed=logged) from error
+
+
+def monitors_of(cfg: RunConfig) -> dict[str, str]:
+    """Return the key and the value of the argument `monitor` of each callback that has one."""
+    nodes = {key: node.arguments for key, node in cfg.callbacks.items() if node}
+    return {
+        f"callbacks.{key}.monitor": arguments["monitor"]
+        for key, arguments in nodes.items()
+        if isinstance(arguments.get("monitor"), str)
+    }

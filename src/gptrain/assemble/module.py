@@ -12,7 +12,7 @@ from hydra.utils import get_method
 from torch import nn
 from torch.utils.data import Dataset
 
-from gptrain.assemble.config_errors import as_config_errors
+from gptrain.assemble.config_errors import as_config_errors, monitors_of
 from gptrain.assemble.load import build_target
 from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.schedule import build_schedule
@@ -113,14 +113,14 @@ def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
 
 
 def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Check the names of the metrics and of the objective.
+    """Check the names of the metrics, and of the values that the run monitors.
 
-    The objective is checked only if everything that logs is gptrain's or Lightning's. For other
-    callbacks and modules the first validation shows whether it is logged.
+    Monitored values are checked only if everything that logs is gptrain's or Lightning's. For other
+    callbacks and modules the first validation shows whether they are logged.
 
     Raises:
         ConfigError: If a metric has the name of a value that LanguageModel logs itself, or if no
-            value with the name of the objective is logged.
+            value is logged with the name of the objective or of a callback's `monitor`.
     """
     if not issubclass(module_type, LanguageModel):
         return
@@ -133,12 +133,16 @@ def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     is_known = module_type is LanguageModel and all(
         target.startswith(KNOWN_LOGGING) for target in callbacks
     )
-    if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
+    if cfg.task != "fit" or not is_known:
         return
     parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else {}
     evaluated = {*OWN_VALUES, *metrics, *(f"{part}/loss" for part in parts)}
     names = {f"val/{name}" for name in evaluated}
     names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
-    if cfg.objective not in names:
-        message, allowed = "no value of this name is logged", ", ".join(sorted(names))
-        raise ConfigError.of("objective", cfg.objective, message, allowed=allowed)
+    # A metric of several values is logged under names such as val/f1/3. ModelCheckpoint can also
+    # monitor the epoch.
+    prefixes = ("perf/", *(f"val/{name}/" for name in metrics))
+    for key, name in {"objective": cfg.objective, **monitors_of(cfg)}.items():
+        if name not in {*names, "epoch"} and not name.startswith(prefixes):
+            message = "no value of this name is logged"
+            raise ConfigError.of(key, name, message, allowed=", ".join(sorted(names)))

@@ -18,7 +18,7 @@ import torch
 
 from gptrain.assemble.callbacks import check_callbacks
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
-from gptrain.assemble.config_errors import as_config_errors
+from gptrain.assemble.config_errors import as_config_errors, missing_monitor_as_config_error
 from gptrain.assemble.datasets import (
     Datasets,
     build_datasets,
@@ -90,7 +90,11 @@ class TrainingRun:
         parts: dict[str, Any] = {"datamodule": self.datamodule}
         use_checkpoint(trainer, self.checkpoint)
         self.report.start(trainer)
-        with as_config_errors(cfg), misconfiguration_as_config_error():
+        with (
+            as_config_errors(cfg),
+            misconfiguration_as_config_error(),
+            missing_monitor_as_config_error(cfg, trainer),
+        ):
             if cfg.task == "fit":
                 trainer.fit(self.module, **parts)
             if cfg.task == "validate":
