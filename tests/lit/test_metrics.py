@@ -78,10 +78,24 @@ def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names(
 def test_an_invalid_metric_or_objective_is_refused_in_one_line(refused):
     line = refused("objective=val/los")
     assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
+    callback = "+callbacks.c={_target_: lightning.pytorch.callbacks.%s, monitor: %s}"
+    for name in ("EarlyStopping", "ModelCheckpoint"):
+        line = refused(callback % (name, "val/acc"))
+        assert line.startswith("error: callbacks.c.monitor=val/acc: no value of this name is log")
     assert "torchmetrics.Nope" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
     for name in ("loss", "perplexity", "bits_per_byte"):
         line = refused(f"+module.metrics.{name}={{_target_: torchmetrics.text.Perplexity}}")
         assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_monitor_that_a_user_module_does_not_log_is_one_line_that_loses_no_step(fit, name):
+    callback = f"{{_target_: lightning.pytorch.callbacks.{name}, monitor: val/acc}}"
+    words = (f"module._target_={OWN}.modules.Logs", f"+callbacks.c={callback}")
+    run = fit(*words, "trainer.val_check_interval=2", code=2, begun=True)
+    line = run.errors[0]
+    assert line.startswith("error: callbacks.c.monitor=val/acc: no value of this name is logged; ")
+    assert "allowed: " in line and "val/mine" in line and run.steps() == [2]
 
 
 def test_training_metrics_may_be_monitored(fit):

@@ -146,6 +146,7 @@ FORMS = {
     "more keys": "sample 0: position_ids: unknown key; needed: a dict of input_ids, labels",
     "lists": "sample 0 is (list of 16, list of 16)",
     "int32": "sample 0 is (int32 (16,), int32 (16,))",
+    "float": "sample 0 is (float32 (16,), int64 (16,))",
     "list": "sample 0 is list of 17",
     "text": "sample 0 is str",
 }

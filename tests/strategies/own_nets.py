@@ -201,6 +201,12 @@ class UnplannedScale(OwnNet):
         self.blocks[1] = ScaledBlock(width, self.n_heads, Attention, 0.1)
 
 
+class UnplannedEmbedding(OwnNet):
+    tensor_plan: ClassVar[dict] = {
+        name: role for name, role in OwnNet.tensor_plan.items() if name != "embedding"
+    }
+
+
 class StrictBlock(Block):
     def forward(self, x, mask):
         return super().forward(x, mask)

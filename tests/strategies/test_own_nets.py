@@ -57,6 +57,7 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
             own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}",
             own_nets.CountsWidth: "cannot run this net in blocks.0.attention: RuntimeError: shape",
             own_nets.UnplannedScale: "not the gradient of blocks.1.gain",
+            own_nets.UnplannedEmbedding: "tensor_plan gives no layer the role vocab_embedding",
             own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
         },
     )

@@ -113,7 +113,7 @@ def check_pair(key: str, dataset: Dataset) -> None:
     batch = BatchReader(dataset, key).__getitems__([0])
     items = batch if isinstance(batch, tuple) and len(batch) == 2 else ()
     types = [item.dtype for item in items if isinstance(item, Tensor)]  # tokens, targets
-    if len(types) == 2 and types[1] == torch.int64:
+    if len(types) == 2 and types[1] == torch.int64 and not types[0].is_floating_point:
         return
     message = f"sample 0 is {describe_sample(dataset[0])}"
     raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)

@@ -34,7 +34,9 @@ unmodified net before the first step if the strategy partitions the net, if the 
 if activation checkpointing is on (see gptrain/parallel/comparison.py). If the logits or gradients
 of a small batch differ, the run ends with an error that names the first module that differs.
 
-Roles of `tensor_plan`, whose patterns are matched by `fnmatch`:
+Roles of `tensor_plan`, whose patterns are matched by `fnmatch`. Every net needs layers with the
+roles `vocab_embedding` (the token embedding, which splits the activations into shards of the
+sequence), `sequence` (the norm in front of each split layer, which gathers them) and `vocab_head`:
 
 `colwise`: a linear layer whose outputs are split over the ranks.
 `rowwise`: a linear layer whose inputs are split over the ranks; the partial results are summed.

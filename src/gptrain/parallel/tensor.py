@@ -40,6 +40,10 @@ from gptrain.parallel.requirements import IncompatibleModelError, Net
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Roles of every net: the token embedding splits the activations into shards of the sequence, a norm
+# gathers them for the layers behind it, and the head returns the full logits.
+NEEDED_ROLES = ("vocab_embedding", "sequence", "vocab_head")
+
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
@@ -79,8 +83,8 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
         dims: Number of ranks along each axis.
 
     Raises:
-        IncompatibleModelError: If the ranks do not divide the heads, or if a layer does not fit its
-            role in `net.tensor_plan`.
+        IncompatibleModelError: If the ranks do not divide the heads, if no layer has a role that
+            every net needs, or if a layer does not fit its role in `net.tensor_plan`.
     """
     for name in ("n_kv_heads", "n_heads"):  # k and v may have fewer heads than q
         heads = getattr(net, name, net.n_heads)
@@ -98,7 +102,15 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
             f"{type(net).__name__}.tensor_plan has roles {', '.join(unknown)}; "
             f"allowed: {', '.join(_ROLES)}",
         )
-    for name, role in _roles(net):
+    roles = dict(_roles(net))
+    for role in NEEDED_ROLES:
+        if role not in roles.values():
+            raise IncompatibleModelError(
+                "strategy.name",
+                f"{type(net).__name__}.tensor_plan gives no layer the role {role}; "
+                f"needed: {', '.join(NEEDED_ROLES)} (see gptrain.models)",
+            )
+    for name, role in roles.items():
         layer = net.get_submodule(name)
         allowed_types = _ROLES[role][1]
         if allowed_types is _NORMS:

@@ -76,6 +76,7 @@ class Odd(Dataset):
             "more keys": {"input_ids": whole, "labels": whole, "position_ids": whole},
             "lists": (tokens.tolist(), targets.tolist()),
             "int32": (tokens.int(), targets.int()),
+            "float": (tokens.float(), targets),
             "list": tokens_list,
             "text": "a text",
             "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
