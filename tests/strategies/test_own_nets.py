@@ -14,7 +14,7 @@ from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import is_of_library
-from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.parallel.requirements import IncompatibleModelError, check_fit
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
@@ -57,9 +57,20 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
             own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}",
             own_nets.CountsWidth: "cannot run this net in blocks.0.attention: RuntimeError: shape",
             own_nets.UnplannedScale: "not the gradient of blocks.1.gain",
-            own_nets.UnplannedEmbedding: "tensor_plan gives no layer the role vocab_embedding",
             own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
         },
+    )
+
+
+def test_a_tensor_plan_without_the_token_embedding_is_refused_before_any_rank_starts():
+    net = own_nets.UnplannedEmbedding()
+    options = default_options("tensor_parallel")
+    modes = {"compile": "none", "activation_checkpointing": "none"}
+    with pytest.raises(IncompatibleModelError) as error:
+        check_fit(net, options, parallel_dims(options, 2), **modes)
+    assert str(error.value) == (
+        "UnplannedEmbedding.tensor_plan gives no layer the role vocab_embedding; "
+        "needed: vocab_embedding, sequence, vocab_head (see gptrain.models)"
     )
 
 
