@@ -314,7 +314,7 @@ def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_pa
         read(tmp_path / "text", tokenizer=str(tmp_path / "words.json"), end_of_document=True)
 
 
-# ---- packed and separate
+# ---- packed, separate and masked
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -338,6 +338,25 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
         found.append(kept)
     assert next(rows, None) is None
     assert list(chain(*found)) == stream(dataset, split)[1:].tolist()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_masked_samples_are_full_and_number_the_document_of_each_token(tokenizer, jsonl, bpe):
+    dataset, seq_len = read(jsonl, tokenizer=tokenizer, documents="masked"), 64
+    tokens, targets, numbers = dataset.__getitems__(range(len(dataset)))
+    content = stream(dataset, "train")
+    assert targets.flatten().tolist() == content[1 : len(dataset) * seq_len + 1].tolist()
+    documents = documents_of(dataset, "train")
+    end = [dataset.tokenizer.end_id] if tokenizer == "bpe" else []
+    encoded = [[*dataset.tokenizer.encode(text), *end] for text in documents]
+    expected = np.repeat(np.arange(len(encoded)), [len(document) for document in encoded])
+    assert numbers.flatten().tolist() == expected[: numbers.numel()].tolist()
+    # The context of a document's first token is the first token of the file.
+    is_first = numbers.flatten().diff(prepend=torch.tensor([-1])) != 0
+    assert (tokens.flatten()[is_first] == int(content[0])).all()
+    inner = ~is_first
+    assert torch.equal(tokens.flatten()[inner], targets.flatten()[:-1][inner[1:]])
+    assert len(dataset[0]) == 3 and len(dataset) == (len(content) - 1) // seq_len
 
 
 def test_batches_come_back_in_their_order_whichever_is_done_first():

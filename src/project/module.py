@@ -29,10 +29,10 @@ class MyModule(LanguageModel):
         super().__init__(*args, **kwargs)
         self.entropy_weight = entropy_weight
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Return the loss of a batch and log the entropy."""
-        tokens, targets = batch  # (B, T), (B, T)
-        log_p = self(tokens).log_softmax(-1)  # (B, T, V)
+        tokens, targets, *documents = batch  # (B, T) each; documents only if they are masked
+        log_p = self(tokens, *documents).log_softmax(-1)  # (B, T, V)
         entropy = -(log_p.exp() * log_p).sum(-1).mean()
         self.log("train/entropy", entropy)
         return F.nll_loss(log_p.flatten(0, 1), targets.flatten()) - self.entropy_weight * entropy

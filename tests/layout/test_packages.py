@@ -25,14 +25,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": set(),
     "loss": set(),
     "data": {"loss"},
-    "parallel": {"loss"},
+    "parallel": {"loss", "models"},
     "costs": set(),
     "checkpoints": set(),
     "runtime": {"checkpoints", "costs"},
     "text": {"data", "loss"},
     "runs": {"checkpoints"},
     "lit": {
-        "checkpoints", "costs", "data", "loss", "optim", "parallel", "runtime", "text",
+        "checkpoints", "costs", "data", "loss", "models", "optim", "parallel", "runtime",
+        "text",
     },
     "config": {"checkpoints", "costs", "runs", "runtime"},
     "assemble": {

@@ -16,6 +16,7 @@ from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models import SimpleGPT
+from gptrain.models.attention import layout_argument
 from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
     NO_STAGES,
@@ -58,16 +59,23 @@ def make_batch(step, micro_step):
     return tokens[:, :-1], targets
 
 
-def micro_batches(step, rank=0, n_ranks=1):
-    """Return the micro-batches of one data rank."""
+def make_documents():
+    """Return document numbers (B, T) of which each sample has a new one at other positions."""
+    begins = [torch.arange(T) % (3 + sample) == sample for sample in range(BATCH)]
+    return torch.stack(begins).cumsum(1)
+
+
+def micro_batches(step, rank=0, n_ranks=1, packs=False):
+    """Return the micro-batches of one data rank, with documents if `packs`."""
     mine = slice(rank, None, n_ranks)
     batches = [make_batch(step, micro_step) for micro_step in range(ACCUMULATE)]
-    return [(tokens[mine], targets[mine]) for tokens, targets in batches]
+    batches = [(*batch, make_documents()) if packs else batch for batch in batches]
+    return [tuple(part[mine] for part in batch) for batch in batches]
 
 
 def count(batches):
     """Count the targets that are not ignored."""
-    return sum(int((targets != -100).sum()) for _, targets in batches)
+    return sum(int((targets != -100).sum()) for _, targets, *_ in batches)
 
 
 def make_optimizer(net):
@@ -87,15 +95,17 @@ class OneProcess:
     extra_parameters: ClassVar[dict] = {}  # name -> parameter of the module outside net
     stages = NO_STAGES  # the pipeline's stages, which states need
 
+    packs = False  # whether samples are packed documents that do not see each other
+
     def __init__(self, seed=0):
         torch.manual_seed(seed)
         self.net = make_net()
         self.optimizer = make_optimizer(self.net)
 
     def step(self, step):
-        batches, total = micro_batches(step), 0.0
-        for tokens, targets in batches:
-            logits = self.net(tokens).flatten(0, 1)
+        batches, total = micro_batches(step, packs=self.packs), 0.0
+        for tokens, targets, *documents in batches:
+            logits = self.net(tokens, **layout_argument(*documents or [None])).flatten(0, 1)
             loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count(batches)
             loss.backward()
             total += loss.item()
@@ -133,8 +143,8 @@ class Trained(nn.Module):
         super().__init__()
         self.net, self.parallel = net, parallel
 
-    def forward(self, tokens, targets):
-        return self.parallel.mean_loss(self.net, tokens, targets, PLAIN_CROSS_ENTROPY)
+    def forward(self, tokens, targets, documents=None):
+        return self.parallel.mean_loss(self.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
 
 
 class Parallel(OneProcess):
@@ -170,7 +180,8 @@ class Parallel(OneProcess):
 
     def step(self, step):
         data, mean = self.parallel.data_group, self.parallel.step_mean
-        total, batches = torch.zeros(()), micro_batches(step, data.rank(), data.size())
+        batches = micro_batches(step, data.rank(), data.size(), self.packs)
+        total = torch.zeros(())
         mean.compute_divisor(count(batches), ACCUMULATE)
         mean.reset_counts()
         for micro_step, batch in enumerate(batches):
@@ -185,9 +196,13 @@ class Parallel(OneProcess):
         return total.item(), norm.item()
 
 
-def check_equals_one_process(partitioned):
-    """Check loss, gradient norm and gradients of a step against one process."""
+def check_equals_one_process(partitioned, packs=False):
+    """Check loss, gradient norm and gradients of a step against one process.
+
+    With `packs`, samples are packed documents that do not see each other.
+    """
     truth = OneProcess()
+    truth.packs = partitioned.packs = packs
     loss, norm = partitioned.step(0)
     true_loss, true_norm = truth.step(0)
     assert abs(loss / true_loss - 1) < LOSS_RTOL

@@ -3,16 +3,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kinds import LOSS_RTOL, OneProcess, Parallel, close, make_batch
+from kinds import (
+    LOSS_RTOL,
+    OneProcess,
+    Parallel,
+    check_equals_one_process,
+    close,
+    make_batch,
+    make_documents,
+)
 from ranks import on_ranks
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
+from gptrain.models.attention import layout_argument
 from gptrain.parallel.requirements import IncompatibleModelError
 
 
-def loss_of_one_process(tokens, targets):
+def loss_of_one_process(tokens, targets, documents=None):
     """Return the sum of a batch's losses, computed by the unpartitioned net."""
-    logits = OneProcess().net(tokens).flatten(0, 1)
+    logits = OneProcess().net(tokens, **layout_argument(documents)).flatten(0, 1)
     return F.cross_entropy(logits, targets.flatten(), reduction="sum").detach()
 
 
@@ -38,7 +47,11 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
             batch = tokens[:, :n_positions], targets[:, :n_positions]
             loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN_CROSS_ENTROPY)
             close(loss, loss_of_one_process(*batch), LOSS_RTOL)
+        documents = make_documents()[:6]
+        loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
+        close(loss, loss_of_one_process(tokens, targets, documents), LOSS_RTOL)
         assert all(p.grad is None for p in kind.net.parameters())
+    check_equals_one_process(kind, packs=True)
 
 
 @on_ranks(2)

@@ -19,13 +19,16 @@ from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
-from gptrain.data.samples import describe_sample, len_of
+from gptrain.data.samples import describe_sample, has_documents, len_of
 from gptrain.lit.module import LanguageModel
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
-PAIR = "a pair (tokens (T,), targets (T,)) of int64, or a dict of input_ids and labels"
+PAIR = (
+    "a pair (tokens (T,), targets (T,)) of int64, with document numbers (T,) as a third item if "
+    "documents must not see each other, or a dict of input_ids and labels"
+)
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
@@ -111,7 +114,8 @@ def check_pair(key: str, dataset: Dataset) -> None:
         ConfigError: If it is not.
     """
     batch = BatchReader(dataset, key).__getitems__([0])
-    items = batch if isinstance(batch, tuple) and len(batch) == 2 else ()
+    is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
+    items = batch[:2] if is_pair else ()
     types = [item.dtype for item in items if isinstance(item, Tensor)]  # tokens, targets
     if len(types) == 2 and types[1] == torch.int64 and not types[0].is_floating_point:
         return
@@ -153,7 +157,8 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
         ConfigError: If a token has no row in the net's embedding. On a GPU the first step would
             end in a device-side assertion without a message.
     """
-    arrays = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor | np.ndarray)]
+    leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
     tensors = [tensor for tensor in map(torch.as_tensor, arrays) if tensor.ndim]
     if not tensors or not _is_sequence(tensors[0]):
         return None

@@ -42,7 +42,7 @@ from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import parallel_dims, strategy_name
-from gptrain.data.samples import len_of
+from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import misconfiguration_as_config_error, quiet_lightning, use_checkpoint
@@ -50,7 +50,7 @@ from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
-from gptrain.parallel.requirements import check_fit
+from gptrain.parallel.requirements import check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
@@ -124,9 +124,14 @@ def check(cfg: RunConfig) -> None:
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
-        mode = cfg.model.activation_checkpointing
-        compile_mode = cfg.model.compile
-        check_fit(net, cfg.strategy, dims, compile=compile_mode, activation_checkpointing=mode)
+        check_fit(
+            net,
+            cfg.strategy,
+            dims,
+            compile=cfg.model.compile,
+            activation_checkpointing=cfg.model.activation_checkpointing,
+            documents=cfg.data.masks_documents,
+        )
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):
         # Some optimizers need weights with values. They raise these errors on the meta device.
         with suppress(RuntimeError, AssertionError):
@@ -190,6 +195,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             n_nodes=devices.n_nodes,
             sample=tokens_to_compare(cfg, name, sample),
         )
+        if "train" in read_as_pairs(module_type) and has_documents(sample):
+            check_layout(net)
     if checkpoint is None and cfg.init_from is not None:
         start_from(cfg, cfg.init_from, net, strategy.parallel.stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks

@@ -58,6 +58,11 @@ class DataConfig(OpenSection):
         length = self.extra.get("seq_len")
         return length if type(length) is int else None
 
+    @property
+    def masks_documents(self) -> bool:
+        """Whether the documents of a sample must not see each other."""
+        return self.extra.get("documents") == "masked"
+
 
 class DummyTextConfig(DataConfig):
     """Keys of `data=dummy_text`, which generates samples.
@@ -87,7 +92,7 @@ class TextConfig(DataConfig):
     on_bad_record: Literal["error", "skip"]
     tokenizer: LocalPath
     end_of_document: bool | None
-    documents: Literal["packed", "separate"]
+    documents: Literal["packed", "separate", "masked"]
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
 
 

@@ -98,8 +98,8 @@ class Mixture(BatchDataset):
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch with one call per part: tokens (B, T) and targets (B, T), int64."""
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return a batch with one call per part, see `BatchDataset`."""
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
         batch: Any = None

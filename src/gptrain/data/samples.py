@@ -28,16 +28,19 @@ class BatchDataset(Dataset):
     """Base class of the datasets that make whole batches in `__getitems__`."""
 
     @abstractmethod
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch: tokens (B, T) and targets (B, T), int64."""
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return a batch: tokens (B, T) and targets (B, T), int64.
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one sample: tokens (T,) and targets (T,), int64. A negative index is allowed."""
+        If samples hold documents that do not see each other, the third item is the number of the
+        document of each token, (B, T), int64.
+        """
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """Return one sample, the items of a batch without B. A negative index is allowed."""
         n_samples = len_of(self)
         if not -n_samples <= index < n_samples:
             raise IndexError(f"sample {index}: there are {n_samples}")
-        tokens, targets = self.__getitems__([index % n_samples])
-        return tokens[0], targets[0]
+        return tuple(item[0] for item in self.__getitems__([index % n_samples]))
 
 
 class BatchReader(Dataset):
@@ -72,8 +75,8 @@ class BatchReader(Dataset):
                 differs.
         """
         if indices[0] < 0:
-            tokens, targets = self.__getitems__([-1 - indices[0]])
-            return tokens, torch.full_like(targets, IGNORED)
+            tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
+            return tokens, torch.full_like(targets, IGNORED), *documents
         read = getattr(self.dataset, "__getitems__", None)
         samples = read(indices) if read else [self.dataset[index] for index in indices]
         if not isinstance(samples, list):  # the dataset has stacked the samples itself
@@ -149,16 +152,25 @@ def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
     return packed
 
 
+def has_documents(batch: Any) -> bool:
+    """Return whether a batch or a sample is (tokens, targets, documents), equal shapes of int64."""
+    if not isinstance(batch, tuple) or len(batch) != 3:
+        return False
+    items = [item for item in batch if isinstance(item, Tensor) and item.dtype == torch.int64]
+    return len(items) == 3 and items[0].shape == items[1].shape == items[2].shape
+
+
 def count_batch_targets(batch: Any) -> int | None:
     """Return the number of targets of a batch that are not -100, or None if it is unknown.
 
-    The number is known if the batch is a pair whose second tensor has integers, or a dict with
-    integer `targets` or `labels`.
+    The number is known if the batch is a pair whose second tensor has integers, such a pair with
+    documents, or a dict with integer `targets` or `labels`.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets" if "targets" in batch else "labels")
     else:
-        targets = batch[1] if type(batch) is tuple and len(batch) == 2 else None
+        is_pair = type(batch) is tuple and (len(batch) == 2 or has_documents(batch))
+        targets = batch[1] if is_pair else None
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
     return int((targets != IGNORED).sum())

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gptrain.core.small_files import DataError, read_facts
 from gptrain.data.corpus import Piece, Source, SourceScan, find_sources, read_pieces, scan_source
@@ -39,11 +41,14 @@ class TextDataset(TokenDataset):
         folder: Folder that `from_corpus` has written. The name of the folder is the fingerprint.
         split: train or val.
         seq_len: Positions of a sample, T.
-        documents: `packed` or `separate`. With `packed`, windows cross the ends of documents. With
-            `separate`, the first sample of a document begins at the document's first token, a
-            longer document continues in the next sample, and the rest of its last sample is padding
-            with targets -100. What a net computes for a document then depends on this document
-            only.
+        documents: `packed`, `separate` or `masked`. With `packed` and `masked`, windows cross the
+            ends of documents. With `separate`, the first sample of a document begins at the
+            document's first token, a longer document continues in the next sample, and the rest of
+            its last sample is padding with targets -100. With `masked`, a batch has a third item,
+            the number of the document of each token, so that a document attends to itself only.
+            With `separate` and `masked`, what a net computes for a document depends on this
+            document only. The context of its first token is the first token of the file, which is
+            the end token if there is one.
 
     Attributes:
         ends: Position of the first document's begin, then of each document's end, in tokens,
@@ -74,13 +79,26 @@ class TextDataset(TokenDataset):
         super().__init__(file.path, seq_len, file.dtype, n_vocab, keep_tail)
         self.token_bytes = self.tokenizer.token_bytes
         # The first token of a file is the end token, if the corpus was prepared with end tokens.
-        first = np.fromfile(self.files[0].path, self.files[0].dtype, 1)
-        self.end_id = self.tokenizer.end_id if first == self.tokenizer.end_id else None
+        self.first_token = int(np.fromfile(file.path, file.dtype, 1)[0])
+        has_end = self.first_token == self.tokenizer.end_id
+        self.end_id = self.tokenizer.end_id if has_end else None
         self.fingerprint = folder.name
         if documents == "separate":
             n_samples = -(-np.diff(self.ends) // seq_len)
             self._samples = np.cumsum([0, *n_samples])  # (documents + 1,) first sample of each
             self._firsts = self._samples[[0, -1]]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64."""
+        tokens, targets = super().__getitems__(indices)
+        if self.documents != "masked":
+            return tokens, targets
+        # The token before a document's first token belongs to the document, as its context.
+        windows = np.asarray(indices)[:, None]  # (B, 1)
+        positions = windows * self.seq_len + np.arange(1, self.seq_len + 1)  # (B, T), targets
+        documents = np.searchsorted(self.ends, positions, side="right") - 1
+        tokens[torch.from_numpy(positions == self.ends[documents])] = self.first_token
+        return tokens, targets, torch.from_numpy(documents)
 
     @classmethod
     def from_corpus(
@@ -126,7 +144,7 @@ class TextDataset(TokenDataset):
                 with one warning.
             end_of_document: Whether to append the end token to each document. None appends it if
                 the tokenizer has one, except for `bytes`.
-            documents: `packed` or `separate`, see the class.
+            documents: `packed`, `separate` or `masked`, see the class.
 
         Raises:
             FileNotFoundError: If a path or the tokenizer does not exist.

@@ -85,7 +85,7 @@ class TokenDataset(BatchDataset):
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch with one gather per file: tokens (B, T) and targets (B, T), int64."""
         samples = np.asarray(indices, dtype=np.int64)  # (B,)
         owners = np.searchsorted(self._firsts, samples, side="right") - 1

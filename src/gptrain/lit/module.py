@@ -18,6 +18,7 @@ from gptrain.core.small_files import DataError
 from gptrain.lit.metrics import named_in_errors, named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions
+from gptrain.models.attention import layout_argument
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
 from gptrain.parallel.strategy import ParallelStrategy
@@ -39,8 +40,8 @@ class LanguageModel(pl.LightningModule):
                 self.weight = weight
 
             def training_step(self, batch):
-                tokens, targets = batch
-                loss = self.loss(tokens, targets)
+                tokens, targets, *documents = batch
+                loss = self.loss(tokens, targets, *documents)
                 self.log("train/penalised", loss)
                 return loss + self.weight * penalty(self.net)
 
@@ -86,11 +87,11 @@ class LanguageModel(pl.LightningModule):
         self.eval_sums: Tensor | float = 0.0
         self.part_sums: dict[str, Tensor] = {}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T)."""
-        return self.net(tokens)
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits (B, T, V) of tokens (B, T), which may belong to documents (B, T)."""
+        return self.net(tokens, **layout_argument(documents))
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the loss that training_step minimizes, in nats per target.
 
         The loss is the mean cross entropy over the targets that are not -100, plus the terms of
@@ -103,19 +104,22 @@ class LanguageModel(pl.LightningModule):
         Args:
             tokens: Token indices (B, T), int64.
             targets: Next tokens (B, T), int64.
+            documents: Number of the document of each token, (B, T), int64: the third item of a
+                batch whose samples hold documents that do not see each other.
         """
-        return self._parallel().mean_loss(self.net, tokens, targets, self.loss_options)
+        options = self.loss_options
+        return self._parallel().mean_loss(self.net, tokens, targets, options, documents)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of a batch of tokens (B, T) and targets (B, T)."""
-        tokens, targets = batch
-        return self.loss(tokens, targets)
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        """Return the loss of a batch of tokens (B, T), targets (B, T) and perhaps documents."""
+        tokens, targets, *documents = batch
+        return self.loss(tokens, targets, *documents)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Add a batch of tokens (B, T) and targets (B, T) to the evaluation."""
-        tokens, targets = batch
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        """Add a batch of tokens (B, T), targets (B, T) and perhaps documents to the evaluation."""
+        tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
-        self.evaluate(tokens, targets, part=part_of(batch_idx) if part_of else None)
+        self.evaluate(tokens, targets, part_of(batch_idx) if part_of else None, *documents)
 
     test_step = validation_step
 
@@ -129,17 +133,24 @@ class LanguageModel(pl.LightningModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def evaluate(self, tokens: Tensor, targets: Tensor, part: str | None = None) -> None:
+    def evaluate(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        part: str | None = None,
+        documents: Tensor | None = None,
+    ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
         Args:
             tokens: Token indices (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
             part: Part of a mixture that the batch belongs to. Its loss is also logged by itself.
+            documents: Number of the document of each token, (B, T), or None.
         """
         parallel = self._parallel()
         is_counted = targets != IGNORED  # (B, T)
-        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN_CROSS_ENTROPY)
+        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
         sums = [nats, is_counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
@@ -150,7 +161,7 @@ class LanguageModel(pl.LightningModule):
         if part is not None:
             self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
-            for logits, chunk_targets in parallel.logits(self.net, tokens, targets):
+            for logits, chunk_targets in parallel.logits(self.net, tokens, targets, documents):
                 for name, metric in self.metrics.items():
                     with named_in_errors(name):
                         metric.update(logits, chunk_targets)

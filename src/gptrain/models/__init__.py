@@ -26,6 +26,11 @@ an error names the attribute before training begins.
     Export to folders of Hugging Face transformers, and training that starts from such a folder.
 `forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
     Generation that computes each position once. With a cache, `tokens` are the new positions only.
+`forward(tokens, layout=None)`, and the same argument of `hidden` and, for pipelines, of `embed` and
+of each block
+    Packed documents that do not see each other, `data.documents=masked`. The `SequenceLayout` (see
+    attention.py) has the position of each token in its document and the number of the document.
+    The argument is only passed if the samples have documents.
 `vocab_size` and `max_seq_len`
     A check that the data fits the net, before training begins.
 

@@ -52,6 +52,15 @@ class SequenceLayout:
         return cls(positions, documents, block_mask)
 
 
+def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
+    """Return the keyword argument with which a net is called; nothing without documents.
+
+    Args:
+        documents: Number of the document of each token, (B, T), or None.
+    """
+    return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
+
+
 class CausalSelfAttention(nn.Module):
     """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
 

@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             layout: Positions and documents of the tokens. By default all tokens of a sequence
                 belong to one document, and their positions follow those of the cache.
         """
-        return self.head(self.hidden(tokens, cache, layout))
+        return self.head(self.hidden(tokens, cache, layout=layout))
 
     def hidden(
         self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None

@@ -29,6 +29,7 @@ from gptrain.core.strategies import (
     stage_blocks,
 )
 from gptrain.loss import LossOptions, logits_in_chunks
+from gptrain.models.attention import layout_argument
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
@@ -115,7 +116,14 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         names = {*self.stages.aliases, *self.stages.aliases.values()}
         return [parameter for name, parameter in self.net.named_parameters() if name in names]
 
-    def mean_loss(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    def mean_loss(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean loss of this pipeline's samples on all of its ranks.
 
         In training, this method also runs the backward pass: the gradients of loss / accumulate are
@@ -123,7 +131,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         The value is that of `ParallelStrategy.mean_loss`.
         """
         if not torch.is_grad_enabled():
-            return super().mean_loss(net, tokens, targets, options)
+            return super().mean_loss(net, tokens, targets, options, documents)
         scale = 1 / self.accumulate
         factor = scale / self.loss_divisor(targets)
 
@@ -131,12 +139,19 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             total = self.head_loss(net, hidden, targets, options)
             return total * factor.to(total.dtype)
 
-        total = self._run(True, self.microbatches, tokens, targets, loss)
+        total = self._run(True, self.microbatches, tokens, targets, loss, documents)
         anchor = torch.ones((), requires_grad=True, device=total.device)
         checked_scale = scale if self._checks_scale else None
         return _LossWithGradients.apply(anchor, total / scale, checked_scale)
 
-    def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    def loss_sum(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Return the sum of the losses of this pipeline's samples on all of its ranks.
 
         The result has no gradients.
@@ -145,9 +160,11 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             return self.head_loss(net, hidden, targets, options)
 
-        return self.evaluate(tokens, targets, loss)
+        return self.evaluate(tokens, targets, loss, documents)
 
-    def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(
+        self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) in chunks, on the ranks of the last stage only.
 
         All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
@@ -158,7 +175,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             outputs.append((hidden, targets))
             return hidden.new_zeros(())
 
-        self.evaluate(tokens, targets, keep)
+        self.evaluate(tokens, targets, keep, documents)
         for hidden, microbatch_targets in outputs:
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
@@ -174,7 +191,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
+    def evaluate(
+        self, tokens: Tensor, targets: Tensor, loss: Loss, documents: Tensor | None = None
+    ) -> Tensor:
         """Run the pipeline without gradients and return the sum of `loss` over the microbatches.
 
         All ranks of the pipeline must call this method, and all get the sum.
@@ -185,13 +204,14 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             targets: Next tokens (B, T).
             loss: Function of a microbatch's hidden states and targets. It is called on the last
                 stage only.
+            documents: Number of the document of each token, (B, T), or None.
         """
         microbatches = gcd(len(tokens), self.microbatches)
         if len(self.indices) > 1 and microbatches % (self.last + 1):
             # An interleaved schedule runs in rounds of one microbatch per rank. One microbatch is
             # always allowed.
             microbatches = 1
-        return self._run(False, microbatches, tokens, targets, loss)
+        return self._run(False, microbatches, tokens, targets, loss, documents)
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass.
@@ -206,7 +226,13 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         self.average(self.net.parameters())
 
     def _run(
-        self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor, loss: Loss
+        self,
+        training: bool,
+        microbatches: int,
+        tokens: Tensor,
+        targets: Tensor,
+        loss: Loss,
+        documents: Tensor | None,
     ) -> Tensor:
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
 
@@ -216,6 +242,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             tokens: Token indices (B, T).
             targets: Next tokens (B, T).
             loss: Function of a microbatch's hidden states and targets that returns a scalar.
+            documents: Number of the document of each token, (B, T), or None.
         """
         # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))
@@ -227,7 +254,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
         run = schedule.step if training else schedule.eval
-        run(*inputs, **outputs)
+        # The schedule divides the documents into microbatches and passes them to every stage.
+        options = {} if documents is None else {"documents": documents}
+        run(*inputs, **outputs, **options)
         # All ranks must broadcast one dtype. Under bf16-true and 64-true Lightning changes torch's
         # default dtype during a step, so the dtype is given.
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
@@ -305,16 +334,17 @@ class Stage(nn.Module):
         self.is_last = index == n_stages - 1
         self.block_names = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the blocks of this stage on tokens (b, T) or activations (b, T, D)."""
+        options = layout_argument(documents)
         # In training, torch 2.11 infers shapes by a forward pass over zeros. That pass must not
         # advance the random generator that the dropout of the first batch uses.
         learns_shapes = self.net.training and not torch.is_grad_enabled()
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
-                x = self.net.embed(x)  # (B, T) -> (B, T, D)
+                x = self.net.embed(x, **options)  # (B, T) -> (B, T, D)
             for name in self.block_names:
-                x = self.net.get_submodule(f"blocks.{name}")(x)
+                x = self.net.get_submodule(f"blocks.{name}")(x, **options)
             return self.net.norm(x) if self.is_last else x
 
 

@@ -1,6 +1,7 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
 from collections.abc import Callable
+from inspect import signature
 from pkgutil import resolve_name
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ class Net(nn.Module):
     """
 
     blocks: nn.ModuleList
-    embed: Callable[[Tensor], Tensor]
+    embed: Callable[..., Tensor]
     hidden: Callable[..., Tensor]
     norm: nn.Module
     head: nn.Linear
@@ -42,6 +43,7 @@ def check_fit(
     *,
     compile: str,
     activation_checkpointing: str,
+    documents: bool,
 ) -> None:
     """Check that a net has everything that strategy, compile and checkpointing need.
 
@@ -51,6 +53,7 @@ def check_fit(
         dims: Number of ranks along each axis.
         compile: Value of `model.compile`.
         activation_checkpointing: Value of `model.activation_checkpointing`.
+        documents: True if samples hold documents that must not see each other.
 
     Raises:
         IncompatibleModelError: If the net lacks an attribute, or if it cannot be divided over the
@@ -77,8 +80,24 @@ def check_fit(
             raise IncompatibleModelError(
                 key, f"{message}, an nn.ModuleList (see gptrain.models); without: {allowed}"
             )
+    if documents:
+        check_layout(net)
     if row.check:
         resolve_name(row.check)(net, options, dims)
+
+
+def check_layout(net: nn.Module) -> None:
+    """Check that a net can keep packed documents apart.
+
+    Raises:
+        IncompatibleModelError: If `forward` has no argument `layout`.
+    """
+    if "layout" not in signature(type(net).forward).parameters:
+        raise IncompatibleModelError(
+            "data.documents",
+            f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models), by "
+            "which attention keeps documents apart; without: packed, separate",
+        )
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:

@@ -38,6 +38,7 @@ from gptrain.loss import (
     logits_in_chunks,
     next_token_loss,
 )
+from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import Net
@@ -253,7 +254,14 @@ class ParallelStrategy(Generic[OptionsT]):
 
     # Loss and logits
 
-    def mean_loss(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    def mean_loss(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Return the mean loss in nats per target of this rank's samples.
 
         In training the sum of the losses is divided by `StepMean.divisor`, not by this
@@ -267,9 +275,11 @@ class ParallelStrategy(Generic[OptionsT]):
             tokens: Token indices (B, T), int64.
             targets: Next tokens (B, T), int64. The loss ignores -100.
             options: Label smoothing and z-loss.
+            documents: Number of the document of each token, (B, T), int64, if documents are packed
+                that must not see each other.
         """
         divisor = self.loss_divisor(targets)
-        total = self.loss_sum(net, tokens, targets, options)
+        total = self.loss_sum(net, tokens, targets, options, documents)
         return total / divisor.to(total.dtype)
 
     def loss_divisor(self, targets: Tensor) -> Tensor:
@@ -278,15 +288,23 @@ class ParallelStrategy(Generic[OptionsT]):
             return self.step_mean.divisor_for(targets)
         return count_targets(targets)
 
-    def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    def loss_sum(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Run the net on this rank's samples and return the sum of the losses in nats.
 
         The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
         bias.
         """
         if supports_chunked_loss(net):
-            return self.head_loss(net, net.hidden(tokens), targets, options)
-        logits = net_logits(net, tokens, targets)
+            hidden = net.hidden(tokens, **layout_argument(documents))
+            return self.head_loss(net, hidden, targets, options)
+        logits = net_logits(net, tokens, targets, documents)
         return next_token_loss(logits, targets, reduction="sum", **asdict(options))
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
@@ -301,14 +319,18 @@ class ParallelStrategy(Generic[OptionsT]):
         return self.chunked_loss(hidden, weight, targets, reduction="sum", **asdict(options))
 
     @torch.no_grad()
-    def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(
+        self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) of this rank's samples in chunks, for metrics.
 
         Positions whose target is -100 are left out.
         """
         if supports_chunked_loss(net):
-            return logits_in_chunks(net.hidden(tokens), net.head, targets)
-        return logits_in_chunks(net_logits(net, tokens, targets), nn.Identity(), targets)
+            hidden = net.hidden(tokens, **layout_argument(documents))
+            return logits_in_chunks(hidden, net.head, targets)
+        logits = net_logits(net, tokens, targets, documents)
+        return logits_in_chunks(logits, nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Compute a metric on a rank that has logits, and return the value on all ranks of the net.
@@ -366,13 +388,15 @@ def supports_chunked_loss(net: nn.Module) -> bool:
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 
 
-def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def net_logits(
+    net: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V).
 
     Raises:
         ValueError: If the net returns a tensor of another shape.
     """
-    logits = net(tokens)
+    logits = net(tokens, **layout_argument(documents))
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"{type(net).__name__}.forward returns shape {tuple(logits.shape)} for tokens of shape "

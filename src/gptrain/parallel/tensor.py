@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from gptrain.core.strategies import ParallelDims, StrategyOptions
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
+from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 
 # torch 2.13 renamed these functions and warns about the old names.
@@ -69,9 +70,9 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         if role_class is not None:
             module.__class__ = _mixed_class(role_class, type(module))
             module.tensor_group = group
-    net.forward = partial(_without_padding, net.forward)
+    net.forward = partial(_without_padding, net.forward, group.size())
     if hasattr(net, "hidden"):
-        net.hidden = partial(_without_padding, net.hidden)
+        net.hidden = partial(_without_padding, net.hidden, group.size())
 
 
 def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
@@ -160,19 +161,32 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _without_padding(method, tokens: Tensor, *arguments) -> Tensor:
+def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options) -> Tensor:
     """Call a method of the net and cut its result to the length of the tokens.
 
     Args:
         method: Method that pads its tokens and returns a tensor (B, T', ...) with T' >= T.
+        n_ranks: Number of ranks of the tensor axis, of which T' is a multiple.
         tokens: Token indices, (B, T).
         arguments: Further arguments of the method.
+        options: Keyword arguments of the method. A `layout` is padded as the tokens are.
     """
-    result = method(tokens, *arguments)  # (B, T', ...)
+    if layout := options.get("layout"):
+        options["layout"] = _pad_layout(layout, n_ranks)
+    result = method(tokens, *arguments, **options)  # (B, T', ...)
     n_tokens = tokens.shape[1]
     if result.shape[1] == n_tokens:
         return result
     return result[:, :n_tokens].clone()  # FSDP warns about views
+
+
+def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
+    """Return the layout of the padded sequence, whose attention has T' positions."""
+    if layout.positions.shape[-1] % n_ranks == 0:
+        return layout
+    if layout.documents is None:
+        return SequenceLayout(pad_to_multiple(layout.positions, n_ranks))
+    return SequenceLayout.of_documents(pad_to_multiple(layout.documents, n_ranks))
 
 
 # Each role is a class that is mixed in front of the class of the layer. If each instance got a

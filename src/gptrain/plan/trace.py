@@ -180,7 +180,14 @@ class Step:
             with unset_fake_temporarily(), as_config_errors(cfg, "model._target_"):
                 net = build_on_meta_device(partial(build_net, cfg.model))
             mode = cfg.model.activation_checkpointing
-            check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
+            check_fit(
+                net,
+                cfg.strategy,
+                dims,
+                compile="none",
+                activation_checkpointing=mode,
+                documents=cfg.data.masks_documents,
+            )
             self.n_parameters = sum(p.numel() for p in net.parameters())
             net, strategy = build_strategy(
                 self.make_net,
