@@ -95,6 +95,9 @@ ONE_LINE = {
     "model=null": ["gpt_nano"],
     "data.train.seed=${nope}": ["data.train.seed", "nope"],
     "data.seq_len=${data.seq_len}": ["data.seq_len"],
+    "+callbacks.a={_target_:project.callback.MyCallback,path:'${ckpt_path}/x'}": [
+        "callbacks.a.path=${ckpt_path}/x: the run replaces", "trainer.ckpt_path in a hook",
+    ],
     "~nothing": ["unknown key"],
     "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "'~callbacks.sample'"],
     "--foo": [" --help"],

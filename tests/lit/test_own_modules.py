@@ -59,6 +59,16 @@ def test_a_module_may_override_the_loss_and_use_label_smoothing(fit):
     fit(f"from_run={own.folder}", "allowed_targets=[tests]", "task=validate", name="checked")
 
 
+def test_a_task_whose_method_the_module_lacks_is_refused_and_a_validation_is_offered(fit, refused):
+    words = (f"{MODULES}.Plain", "+module.lr=0.02")
+    line = refused(*words, "task=test")
+    assert line == (
+        f"error: module._target_={OWN}.modules.Plain: Plain has no test_step, which task=test "
+        "calls; try: task=validate, or a method test_step"
+    )
+    fit(*words, "trainer.fast_dev_run=true")  # leaves the test out
+
+
 # Two ranks
 
 

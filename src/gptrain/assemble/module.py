@@ -28,6 +28,8 @@ from gptrain.loss import LossOptions
 from gptrain.parallel.requirements import IncompatibleModelError
 
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # names that LanguageModel logs by itself
+# Task -> method that it calls for each batch.
+TASK_STEPS = {"fit": "training_step", "test": "test_step", "validate": "validation_step"}
 KNOWN_LOGGING = ("gptrain.", "lightning.")  # callbacks whose logged names are known
 
 
@@ -52,6 +54,26 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
             "while the schedule runs; strategies that work: all without pipeline",
         )
     return module_type
+
+
+def check_steps(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
+    """Check that a module has the method that the task of the run calls for each batch.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    step = TASK_STEPS[cfg.task]
+    if not has_step(module_type, step):
+        hint = f"a method {step}"
+        if cfg.task == "test" and has_step(module_type, "validation_step"):
+            hint = f"task=validate, or {hint}"
+        message = f"{module_type.__name__} has no {step}, which task={cfg.task} calls"
+        raise ConfigError.of("module._target_", cfg.module.target, message, hint=hint)
+
+
+def has_step(module_type: type[pl.LightningModule], step: str) -> bool:
+    """Return whether a class of modules defines a method that LightningModule only declares."""
+    return getattr(module_type, step) is not getattr(pl.LightningModule, step)
 
 
 def takes_net(module_type: type[pl.LightningModule]) -> bool:

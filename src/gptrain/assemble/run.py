@@ -30,7 +30,7 @@ from gptrain.assemble.datasets import (
 )
 from gptrain.assemble.lengths import batch_of, plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.module import build_module, check_names, module_class
+from gptrain.assemble.module import build_module, check_names, check_steps, has_step, module_class
 from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.resume import check_data, keep_warmup
 from gptrain.assemble.start_report import build_report
@@ -81,7 +81,7 @@ class TrainingRun:
     def go(self) -> dict[str, float]:
         """Fit, validate or test, as `task` says, and return the final metrics.
 
-        fast_dev_run fits and then tests.
+        fast_dev_run fits and then tests, if the module has a test_step.
 
         Raises:
             ConfigError: If Lightning or a part of the run refuses the config.
@@ -99,7 +99,8 @@ class TrainingRun:
                 trainer.fit(self.module, **parts)
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
-            if cfg.task == "test" or cfg.trainer.fast_dev_run:
+            is_tried = cfg.trainer.fast_dev_run and has_step(type(self.module), "test_step")
+            if cfg.task == "test" or is_tried:
                 # Keep the metrics of the fit under fast_dev_run.
                 fitted = dict(trainer.callback_metrics)
                 trainer.test(self.module, **parts, verbose=False)
@@ -121,6 +122,7 @@ def check(cfg: RunConfig) -> None:
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)
         check_names(cfg, module_type)
+        check_steps(cfg, module_type)
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))

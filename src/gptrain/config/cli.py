@@ -40,7 +40,7 @@ from gptrain.config.sweep import (
     report_sweep,
     save_overrides,
 )
-from gptrain.config.values import read_config
+from gptrain.config.values import check_references, read_config
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import (
     ConfigError,
@@ -191,6 +191,7 @@ def check(
     except ConfigError as error:
         raise ConfigError([*known_problems, *error.problems]) from error
     checked = check_config(values, schema)
+    checked.add(check_references(plain(cfg)))
     if schema.runs_here and not known_problems:
         checked.add(check_paths(checked, folder or checked.run.run_dir or ""))
         if not checked.errors:  # check_machine imports torch, which takes seconds

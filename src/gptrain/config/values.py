@@ -120,6 +120,22 @@ def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(item, f"{place}.{key}" if place else str(key))
 
 
+def check_references(values: Any) -> Iterator[ConfigIssue]:
+    """Check that no key refers to `ckpt_path`, which changes after references are resolved.
+
+    A run replaces `last` and `best` by the checkpoint that it finds. A key that refers to
+    `ckpt_path` would keep the typed word.
+
+    Args:
+        values: Config as nested dicts and lists, with its references.
+    """
+    for key, value in walk(values):
+        if isinstance(value, str) and re.search(r"\$\{\s*ckpt_path\s*\}", value):
+            message = "the run replaces ckpt_path by the checkpoint that it finds after its start"
+            hint = "trainer.ckpt_path in a hook of the class: that checkpoint, or None"
+            yield ConfigIssue(key, value, message, hint=hint)
+
+
 def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield dotted key and node of every node that has a `_target_`."""
     for place, node in walk(values):

@@ -358,6 +358,8 @@ class RunConfig(Section):
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy in which some keys have other values. The values are not validated.
 
+        Other keys keep their values, also those whose yaml line refers to a changed key.
+
         Args:
             values: New value of each key. A key has at most one dot, such as `run_dir` or
                 `data.batch_size`.

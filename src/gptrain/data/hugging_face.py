@@ -3,6 +3,7 @@
 # T positions of a sample
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from gptrain.data.samples import describe_sample, len_of
 from gptrain.loss import IGNORED
 
 REQUIRED_KEYS = {"input_ids", "labels"}
+MASK_KEY = "attention_mask"
 # Optional attributes and methods of a dataset, see gptrain.data.
 OPTIONAL_ATTRIBUTES = ("describe", "end_id", "fingerprint", "token_bytes", "tokenizer")
 
@@ -62,33 +64,44 @@ class HuggingFacePairs(Dataset):
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
     """Return a dataset of pairs if the first sample is a dict of `input_ids` and `labels`.
 
-    Any other dataset is returned unchanged, also an empty one.
+    Any other dataset is returned unchanged, also an empty one. Warns about the keys of the first
+    sample that are not used.
 
     Args:
         dataset: Dataset of dicts or of any other samples.
         name: Config key of the dataset, for error messages.
     """
     sample = dataset[0] if len_of(dataset) else None
-    is_hugging_face = isinstance(sample, Mapping) and sample.keys() >= REQUIRED_KEYS
-    return HuggingFacePairs(dataset, name) if is_hugging_face else dataset
+    if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
+        return dataset
+    if unused := sorted(map(str, sample.keys() - REQUIRED_KEYS - {MASK_KEY})):
+        keys = "key is" if len(unused) == 1 else "keys are"
+        warnings.warn(f"{name}: {keys} not used: {', '.join(unused)}", stacklevel=2)
+    return HuggingFacePairs(dataset, name)
 
 
 def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the tokens (T,) and the shifted targets (T,) of one dict, both int64.
 
+    Other keys, such as `idx` or `text`, are not used. A key with a value per position could change
+    what the net computes, such as `position_ids`, and is an error.
+
     Raises:
-        ValueError: If a required key is missing, if a key is unknown, if shapes differ, if a label
-            is neither its input id nor -100, or if `attention_mask` has a 0 before a 1.
+        ValueError: If a required key is missing, if another key has a value per position, if shapes
+            differ, if a label is neither its input id nor -100, or if `attention_mask` has a 0
+            before a 1.
     """
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
         raise ValueError(f"{describe_sample(sample)}; needed: a dict of input_ids and labels")
-    if unknown := sorted(map(str, sample.keys() - REQUIRED_KEYS - {"attention_mask"})):
+    n_positions = n_items(sample["input_ids"])
+    others = sample.keys() - REQUIRED_KEYS - {MASK_KEY}
+    if unknown := sorted(str(key) for key in others if n_items(sample[key]) == n_positions):
         raise ValueError(
-            f"{', '.join(unknown)}: unknown key; "
-            "needed: a dict of input_ids, labels and, optionally, attention_mask"
+            f"{', '.join(unknown)}: unknown key; needed: a dict of input_ids, labels and, "
+            f"optionally, attention_mask; try: dataset.remove_columns({unknown})"
         )
     try:
-        columns = {key: torch.as_tensor(sample[key]) for key in sample}
+        columns = {key: torch.as_tensor(sample[key]) for key in sample.keys() - others}
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{describe_sample(sample)}; needed: flat sequences of integers") from None
     shapes = {tuple(column.shape) for column in columns.values()}
@@ -97,8 +110,8 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{describe_sample(columns)}; needed: integers of one shape (T,)")
     tokens = columns["input_ids"].long()  # (T,)
     labels = columns["labels"].long()  # (T,)
-    if "attention_mask" in columns:
-        mask = columns["attention_mask"].bool()
+    if MASK_KEY in columns:
+        mask = columns[MASK_KEY].bool()
         if not torch.equal(mask, mask.cummin(0).values):
             raise ValueError(
                 "attention_mask has a 0 before a 1: a causal net would attend to the padding; "
@@ -115,3 +128,9 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             "take them; targets that are already shifted need a pair (tokens, targets)"
         )
     return tokens, torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
+
+
+def n_items(value: Any) -> int | None:
+    """Return the length of a list, an array or a tensor, or None for a scalar or a text."""
+    is_scalar = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
+    return None if is_scalar or not hasattr(value, "__len__") else len(value)

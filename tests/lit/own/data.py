@@ -62,6 +62,12 @@ class Odd(Dataset):
         return {
             "dict": {"input_ids": whole, "labels": whole.clone()},
             "dict of lists": {"input_ids": tokens_list, "labels": labels_list},
+            "dict of int32": {
+                "input_ids": whole.int(),
+                "labels": whole.int(),
+                "idx": index,
+                "text": "a text",
+            },
             "padded": {
                 "input_ids": [*tokens_list, 0, 0],
                 "labels": [*labels_list, 0, 0],
@@ -91,7 +97,7 @@ class Broken(Dataset):
 
     Args:
         at: Index of that sample.
-        kind: What is wrong with the sample.
+        kind: Fault of the sample: raises, "cannot be read", none or short.
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind, at=5):
