@@ -1,7 +1,5 @@
 """The command `python -m gptrain.adopt`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Install the library in a project: as a copy, or as a requirement in its pyproject.toml."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

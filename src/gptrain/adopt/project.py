@@ -1,7 +1,5 @@
 """Make a new project: copy the user's files of an old one and write the other files."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import re

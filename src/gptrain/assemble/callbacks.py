@@ -1,7 +1,5 @@
 """From the config to the callbacks of the Trainer."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 They are copied from the source of a run into its folder, and from there into its exports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

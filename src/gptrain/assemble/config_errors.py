@@ -1,7 +1,5 @@
 """Errors of a part that does not fit, turned into errors about the option that asked for it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 from contextlib import contextmanager

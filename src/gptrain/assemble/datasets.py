@@ -1,7 +1,5 @@
 """From the config to the datasets, which are checked against the module that reads them."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl

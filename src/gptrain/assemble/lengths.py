@@ -1,7 +1,5 @@
 """From the config to the length of the run: the batch, the number of steps, the validations."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from gptrain.assemble.config_errors import as_config_errors

@@ -1,7 +1,5 @@
 """Load a trained net, for a notebook: `gptrain.load("outputs/a")`; and build `_target_` nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

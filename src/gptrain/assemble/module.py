@@ -1,7 +1,5 @@
 """From the config to the LightningModule: its class, its metrics, and checks of logged names."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """From the config to the optimizer and its learning rate."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the checkpoint that a run resumes from, and check that the run is still the same."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

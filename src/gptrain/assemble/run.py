@@ -3,8 +3,6 @@
 Each part has a file of its own in this package, see its README.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import suppress

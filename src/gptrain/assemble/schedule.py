@@ -1,7 +1,5 @@
 """From the config to the learning-rate schedule."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The lines that describe a run at its start."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the config to Lightning's Trainer, with its loggers, devices and precision."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 from hydra.utils import get_method
 from lightning.pytorch.callbacks import Checkpoint

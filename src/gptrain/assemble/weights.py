@@ -1,7 +1,5 @@
 """Load the weights of a run, a checkpoint, a folder of transformers or a file into a net."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ is removed only when the run has passed its step and pruned the original. A run 
 old image of its disk keeps newer copies until it reaches their steps.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -6,8 +6,6 @@ user's configuration folder. A person who cannot read this file cannot sign, and
 does not match its signature. Without a usable key no run is signed, and every run is untrusted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -3,8 +3,6 @@
 The buffer of a rank has one row for each of the n ranks, (n, any). Rank 0 is the root.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

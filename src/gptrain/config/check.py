@@ -6,8 +6,6 @@ The rules need neither torch nor the machine that will run the job. A rule is a 
 ship with gptrain only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

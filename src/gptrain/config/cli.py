@@ -3,8 +3,6 @@
 Nothing is written before the config was checked. See `main`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -1,7 +1,5 @@
 """Composes a config from overrides with Hydra, on the conf/ of the project and of the library."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Generator

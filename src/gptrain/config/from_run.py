@@ -14,8 +14,6 @@ unless they are mere data:
 - No value sets a folder or a file to write to, or reads a file outside of the project.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The paths are checked once, before the run starts. A symbolic link is followed to its target.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -1,7 +1,5 @@
 """Parses Hydra overrides, and explains in one line each those that Hydra refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Optuna studies in a database, by which an interrupted hyper-parameter search is continued."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Suggestions for a misspelt option: the most similar name, or gptrain's name for an alias."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase

@@ -3,8 +3,6 @@
 The terminal shows warnings and errors of a job. The complete output of a job is in its train.log.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Rules about several values are in `gptrain.config.check`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import typing

@@ -4,8 +4,6 @@ The groups that ship with gptrain have a type for each of their keys. For any ot
 the keys of `DataConfig` are typed.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

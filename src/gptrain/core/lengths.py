@@ -4,8 +4,6 @@ Nothing here imports torch, so that the command line and the planner use the sam
 run.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 

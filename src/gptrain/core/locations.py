@@ -6,8 +6,6 @@ is the nearest folder, from the working directory upwards, that has a train.py a
 a project only the config groups of the library are available.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ that gptrain reads are typed. All other keys are arguments of that class. To add
 to a yaml file in `conf/` and its line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 

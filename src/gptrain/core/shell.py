@@ -5,8 +5,6 @@ first the shell, then Hydra. `override` quotes a value for Hydra, `command` quot
 the shell, and `option` does both.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Readers of small JSON and YAML files that may be damaged or written by another program."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

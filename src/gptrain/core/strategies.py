@@ -3,8 +3,6 @@
 Nothing in this file imports torch, so that the command line and the planner can read the table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

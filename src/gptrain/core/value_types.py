@@ -3,8 +3,6 @@
 The validators run inside pydantic. The message of a ValueError is printed after `error: <key>=...`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Comparison of all strategies for a run, the best strategy, and the overrides that select it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

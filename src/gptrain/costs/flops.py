@@ -6,8 +6,6 @@ in the backward pass. Causal attention counts as full attention. Recomputation d
 Source: Chowdhery et al. 2022, "PaLM", appendix B, arXiv:2204.02311.
 """
 
-from __future__ import annotations
-
 
 def train_flops_per_token(
     n_matrix_weights: int, n_layers: int = 0, d_attention: int = 0, seq_len: int = 0

@@ -7,8 +7,6 @@ number of the data sheet in GiB, for GDDR with error correction 94 % of this num
 figures, thundergolfer.com/blog/nvidia-gpu-memory-capacity).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Memory and speeds of the machine that a run uses: GPUs of the table, or the measured CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

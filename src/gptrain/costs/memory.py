@@ -4,8 +4,6 @@ The formulas count the tensors that `gptrain.models` and torch allocate. `tests/
 compares them with measured runs. All results are in bytes.
 """
 
-from __future__ import annotations
-
 from gptrain.core.lengths import loss_rows
 from gptrain.costs.work import Work
 

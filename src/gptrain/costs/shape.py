@@ -6,8 +6,6 @@ compares them with the nets themselves.
 Symbols in the formulas: V vocab_size, D d_model, F d_ff, D_kv the width of all key heads together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

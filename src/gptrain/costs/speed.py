@@ -4,8 +4,6 @@ Computation takes the FLOPs divided by the speed of matrix multiplications, and 
 other operations divided by the bandwidth of the memory. All times are in seconds.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple

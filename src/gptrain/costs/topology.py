@@ -5,8 +5,6 @@ one bridge, PXB through several bridges, PHB through the host bridge, NODE betwe
 SYS (in old versions SOC) between CPU sockets.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

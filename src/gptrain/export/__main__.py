@@ -13,8 +13,6 @@
 Another run can start from the exported weights: init_from=<folder of the export>.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Literal

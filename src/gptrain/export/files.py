@@ -3,8 +3,6 @@
 The weights and the config files appear under their names only when they are complete.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

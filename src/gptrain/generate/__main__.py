@@ -22,8 +22,6 @@ The tokenizer is read from the run's folder. If the folder has none (data=tokens
 continuations are token ids.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated, Any, ClassVar, Literal, cast
 

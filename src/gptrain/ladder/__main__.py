@@ -22,8 +22,6 @@ smaller models, fits a scaling law, and writes ladder.json and ladder.png to out
     hardware                     hardware of the target, as in gptrain.plan
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

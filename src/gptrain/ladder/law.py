@@ -7,8 +7,6 @@ al. 2022, arXiv:2203.15556, approach 3, with the corrections of Besiroglu et al.
 arXiv:2404.10102. If the runs are too few for five constants, the law is L = A (N D)^-a.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

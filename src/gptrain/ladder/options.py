@@ -1,7 +1,5 @@
 """Types of the keys of the command `gptrain.ladder`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat

@@ -1,7 +1,5 @@
 """Output of a scaling-law sweep: the plan, the table of runs, ladder.json and ladder.png."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Runs of a scaling-law sweep. Each is a run of train.py in its own folder."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

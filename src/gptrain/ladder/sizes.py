@@ -1,7 +1,5 @@
 """Models of a scaling-law sweep: their configs, parameters, optimizer steps and costs."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ python -m gptrain.launch kubernetes trainer.devices=8 trainer.num_nodes=2
 Options that only your cluster needs go into batch.sh and trainjob.yaml, in src/gptrain/launch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Estimates of the planner for the line `plan` at the start of a run and for plan.json."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ In GPT-2's layout q, k and v are one layer `c_attn`, and the weight of a project
 Source: GPT2LMHeadModel of huggingface/transformers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

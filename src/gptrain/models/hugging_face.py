@@ -5,8 +5,6 @@ transformers runs, and nothing is downloaded. To start from the weights of a fol
 `init_from=<folder>`, as for every net.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

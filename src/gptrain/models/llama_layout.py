@@ -4,8 +4,6 @@ The layout is Qwen3's if q and k are normalized, and Llama's otherwise. All para
 name only. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Process group and device mesh of a job, and functions that pass plain values among its ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress

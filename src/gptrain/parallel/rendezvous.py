@@ -5,8 +5,6 @@ depending on the rank that waits. In this file every rank first sets a key of th
 error message can name the ranks whose keys are missing.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

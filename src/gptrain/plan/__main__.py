@@ -21,8 +21,6 @@ The command takes the overrides of train.py, and these keys and flags:
                      works under torchrun
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Counters of the bytes that a running step sends, and formulas for its FLOPs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checks for common faults of machines with several devices. Each fault is printed with a fix."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Measurement of collectives, by the definitions of nccl-tests, and of the speed of this CPU."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of `python -m gptrain.plan`, and the machine that they describe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

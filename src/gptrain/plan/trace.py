@@ -9,8 +9,6 @@ Models with more than 16 layers are traced with 6 and with 12 layers, and the re
 linearly. Kernels are those of a CPU. torch.compile is not traced.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Command line of `python -m gptrain.runs`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 The folder may come from anybody: its small files are parsed, and nothing in them is executed.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable

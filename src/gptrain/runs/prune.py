@@ -1,7 +1,5 @@
 """Deletion of all checkpoints of a run but the newest and the best."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 import sys

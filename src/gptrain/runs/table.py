@@ -1,7 +1,5 @@
 """Comparison of runs: a table with the best run first, and the keys in which runs differ."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

@@ -12,8 +12,6 @@ measure     peak speed of a device
 provenance  code, versions, command and devices of a run, for result.json
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

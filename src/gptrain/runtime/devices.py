@@ -1,7 +1,5 @@
 """Accelerator, devices, precision and threads of a run. This module imports torch."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Peak speed of a device in matrix multiplications, from its data sheet or measured."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

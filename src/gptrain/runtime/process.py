@@ -4,8 +4,6 @@ This module imports the standard library only, because it is used before torch i
 Hydra's resolvers.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

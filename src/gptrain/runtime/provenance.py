@@ -1,7 +1,5 @@
 """Provenance of a result, kept in result.json: code, versions, command, host and devices."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

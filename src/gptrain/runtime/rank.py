@@ -1,7 +1,5 @@
 """Run of the training function in one rank: log, guard, and the report of how the run ended."""
 
-from __future__ import annotations
-
 import logging.handlers
 import os
 import runpy

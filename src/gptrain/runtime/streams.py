@@ -3,8 +3,6 @@
 A stream breaks when the reader of a pipe ends (`| head`) or when a disk is full.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ launcher.max_restarts times, and only while restarts make progress. The run fold
 of the starts, which counts the restarts by torchrun and SLURM, too.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

@@ -3,8 +3,6 @@
 A conversation is a list of messages, each a dict of `role` and `content`, as transformers takes it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 
 # N tokens of a text, T max_seq_len of the net, V vocab
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

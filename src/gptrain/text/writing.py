@@ -1,7 +1,5 @@
 """Generation of text from prompts: as strings, or printed token by token."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence

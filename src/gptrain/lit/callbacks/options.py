@@ -11,8 +11,6 @@ In this module a *part* is a callback, a metric or a schedule, and an *option* i
 __init__ that the part keeps in an attribute.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Lightning callbacks that gptrain does not support, with the reason and what to use instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from lightning.pytorch import Callback
