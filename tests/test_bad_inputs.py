@@ -33,6 +33,9 @@ ONE_LINE = {
     "trainer.max_steps=-5": ["trainer.max_steps=-5", "must be -1 or >= 1"],
     "trainer.max_epochs=-1": ["no stop condition", "trainer.max_steps", "trainer.max_time"],
     "trainer.gradient_clip_val=-1": ["trainer.gradient_clip_val=-1", ">= 0; 0 or null for off"],
+    "model=llama_nano model.d_model=100 model.n_heads=3 model.n_kv_heads=3 model.d_head=7": [
+        "model.d_head=7: odd", "6, 8",
+    ],
     "model.d_model=100 model.n_heads=3": ["model.d_model=100", "model.n_heads=3", "99, 102"],
     "data.seq_len=4096 model.max_seq_len=1024": ["data.seq_len=4096", "model.max_seq_len=1024"],
     "model.dropout=1.5": ["model.dropout=1.5", "must be < 1"],

@@ -25,6 +25,7 @@ NETS = {
     "tied": {"n_kv_heads": 6, "tie_head": True, "rope_base": 1e4, "norm_eps": 1e-6},
     "scaled": {"n_kv_heads": 1, "rope_scaling": 8.0, "rope_base": 1e6},
     "normalised": {"qk_norm": True},
+    "wide heads": {"qk_norm": True, "d_head": 16, "tie_head": True},  # as Qwen3-0.6B and 4B
 }
 # The same sums in another order: a few units in the last place of fp32, of logits of about 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -60,7 +61,7 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
     write_net(net, tmp_path, "hf", "fp32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(theirs(TOKENS).logits, net(TOKENS), **CLOSE)
-    assert ("Qwen3" in type(theirs).__name__) == (name == "normalised")
+    assert ("Qwen3" in type(theirs).__name__) == ("qk_norm" in NETS[name])
     load_weights(back, tmp_path)
     for key, tensor in net.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[key]), key
@@ -120,6 +121,7 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         ("grouped", {}, {"rope_base": 1e4},
          r"rope_param.*=.*500000.* in the config, .*10000.* in the net$"),
         ("grouped", {}, {"qk_norm": True}, r"model_type=llama in the config, qwen3 in the net$"),
+        ("wide heads", {}, {"d_head": 8}, "head_dim=16 in the config, 8 in the net$"),
         ("grouped", {"model_type": None}, {}, "model_type=None in the config, llama in the net"),
     ],
 )  # fmt: skip

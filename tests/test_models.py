@@ -31,6 +31,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 PUBLISHED = {
     "gpt2": 124_439_808, "gpt2_xl": 1_557_611_200,
     "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248,  # Llama 3.2 1B, Llama 3 8B
+    "qwen3_0_6b": 596_049_920, "qwen3_4b": 4_022_468_096,
 }  # fmt: skip
 
 
@@ -46,7 +47,7 @@ NETS = {
     "gpt": partial(small_gpt, dropout=0.1),
     "llama": small_llama,
     "ungrouped": partial(small_llama, n_kv_heads=4, qk_norm=False),
-    "tied": partial(small_llama, tie_head=True),
+    "tied": partial(small_llama, tie_head=True, d_head=12),
 }
 
 

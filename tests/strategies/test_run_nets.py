@@ -12,8 +12,8 @@ from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 
 LLAMA = (
     "model=llama_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
-    "model.n_kv_heads=2", "model.d_ff=40", "model.n_layers=4", "model.max_seq_len=16",
-    "trainer.max_steps=2", "trainer.val_check_interval=2",
+    "model.n_kv_heads=2", "model.d_head=10", "model.d_ff=40", "model.n_layers=4",
+    "model.max_seq_len=16", "trainer.max_steps=2", "trainer.val_check_interval=2",
 )  # fmt: skip
 GPT2 = (
     "model=hugging_face", "model.vocab_size=61", "trainer.max_steps=4",

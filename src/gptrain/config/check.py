@@ -131,6 +131,11 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     divisor, divisor_text = n_heads, f"model.n_heads={n_heads}"
     if isinstance(model, LlamaConfig) and n_heads:  # RoPE rotates pairs of features of a head
         divisor, divisor_text = 2 * n_heads, f"2 x model.n_heads={n_heads}"
+    if isinstance(model, LlamaConfig) and (d_head := model.d_head):
+        divisor = None  # the width of a head does not depend on d_model
+        if d_head % 2:
+            message = f"odd, but RoPE rotates pairs; nearest: {d_head - 1}, {d_head + 1}"
+            yield checked.error("model.d_head", message)
     if width and divisor and width % divisor:
         below = width // divisor * divisor
         near = ", ".join(str(size) for size in (below, below + divisor) if size)

@@ -75,7 +75,11 @@ class SimpleGPTConfig(DecoderConfig):
 
 
 class LlamaConfig(DecoderConfig):
-    """Keys of `gptrain.models.Llama`."""
+    """Keys of `gptrain.models.Llama`.
+
+    Attributes:
+        d_head: Width of a head. None for `d_model / n_heads`, also in older run folders.
+    """
 
     n_kv_heads: Count
     d_ff: Count
@@ -84,6 +88,7 @@ class LlamaConfig(DecoderConfig):
     norm_eps: Positive
     qk_norm: bool
     tie_head: bool
+    d_head: Annotated[int, between(2)] | None = None
 
 
 class HuggingFaceConfig(ModelConfig, extra="forbid"):

@@ -126,7 +126,7 @@ def block_activations(work: Work) -> tuple[float, float]:
     norm_statistics = 16  # fp32 mean and 1 / std of two LayerNorms; RMSNorm has less
 
     # q and the output of the attention, k and v; the fp32 logsumexp of each head.
-    attention_width = 2 * shape.d_model + 2 * shape.d_kv
+    attention_width = 2 * shape.d_q + 2 * shape.d_kv
     attention = attention_width / n_tensor * value_bytes + 4 * shape.n_heads / n_tensor
     inner = shape.d_ff / n_tensor * value_bytes  # one tensor of width d_ff
     block_output = shape.d_model / n_tensor * value_bytes
@@ -142,7 +142,7 @@ def block_activations(work: Work) -> tuple[float, float]:
     head_norms = 0.0
     if shape.has_qk_norm:
         head_norm_bytes = 8 if keeps_norm_in_fp32 else value_bytes
-        head_norms = head_norm_bytes * (shape.d_model + shape.d_kv) / n_tensor
+        head_norms = head_norm_bytes * (shape.d_q + shape.d_kv) / n_tensor
 
     everything = 2 * norm_bytes * shape.d_model / n_tensor + norm_statistics + normed + attention
     everything += 2 * shape.n_up_matrices * inner

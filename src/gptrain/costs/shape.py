@@ -3,7 +3,8 @@
 The formulas count the parameters of `gptrain.models.SimpleGPT` and `gptrain.models.Llama`. A test
 compares them with the nets themselves.
 
-Symbols in the formulas: V vocab_size, D d_model, F d_ff, D_kv the width of all key heads together.
+Symbols in the formulas: V vocab_size, D d_model, F d_ff, D_q and D_kv the widths of all query heads
+and of all key heads together.
 """
 
 import math
@@ -30,6 +31,7 @@ class DecoderShape:
         n_positions: Rows of the learned position table. 0 if there is no such table.
         is_tied: True if the head uses the weights of the token table.
         has_qk_norm: True if queries and keys are normalized per head, each with its own weight.
+        d_head: Width of a head. None for `d_model / n_heads`.
     """
 
     vocab_size: int
@@ -43,11 +45,22 @@ class DecoderShape:
     n_positions: int = 0
     is_tied: bool = False
     has_qk_norm: bool = False
+    d_head: int | None = None
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def d_q(self) -> int:
+        """Width of all query heads together, D_q."""
+        return self.head_width * self.n_heads
 
     @property
     def d_kv(self) -> int:
         """Width of all key heads together, D_kv."""
-        return self.d_model // self.n_heads * self.n_kv_heads
+        return self.head_width * self.n_kv_heads
 
     @property
     def n_up_matrices(self) -> int:
@@ -62,13 +75,14 @@ class DecoderShape:
     @property
     def matrices(self) -> list[tuple[int, int]]:
         """Shapes (rows, columns) of a block's matrices: q and out, k and v, then the MLP's."""
-        attention = [(self.d_model, self.d_model)] * 2 + [(self.d_kv, self.d_model)] * 2
+        attention = [(self.d_q, self.d_model), (self.d_model, self.d_q)]
+        attention += [(self.d_kv, self.d_model)] * 2
         up = [(self.d_ff, self.d_model)] * self.n_up_matrices
         return [*attention, *up, (self.d_model, self.d_ff)]
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights in a block's matrices: 2 D D + 2 D D_kv + 2 D F, or 3 D F if gated."""
+        """Number of weights in a block's matrices: 2 D (D_q + D_kv + F), or 3 D F if gated."""
         return sum(rows * columns for rows, columns in self.matrices)
 
     @property
@@ -103,15 +117,15 @@ class DecoderShape:
             n_tables = 1
 
         # Sizes (rows, columns) of the tensors of a block. A bias is a column more.
-        column_parallel = [self.d_model, self.d_kv, self.d_kv]  # rows of q, k, v
+        column_parallel = [self.d_q, self.d_kv, self.d_kv]  # rows of q, k, v
         column_parallel += [self.d_ff] * self.n_up_matrices
         block: list[tuple[float, float]]
         block = [(rows / n_tensor, self.d_model + n_biases) for rows in column_parallel]
-        block += [(self.d_model, columns / n_tensor) for columns in (self.d_model, self.d_ff)]
+        block += [(self.d_model, columns / n_tensor) for columns in (self.d_q, self.d_ff)]
         # The weights of two norms. With biases: the biases of the norms, of out and of down.
         block += [(self.d_model, 2 + 4 * n_biases)]
         n_head_norms = 2 if self.has_qk_norm else 0
-        block += [(self.d_model // self.n_heads, n_head_norms)]
+        block += [(self.head_width, n_head_norms)]
 
         n_positions = self.n_positions if is_first else 0
         n_last_norm_vectors = 1 + n_biases if is_last else 0
@@ -149,7 +163,7 @@ def gpt_shape(
 
 def llama_shape(
     vocab_size: int, d_model: int, n_heads: int, n_kv_heads: int, n_layers: int, d_ff: int,
-    qk_norm: bool = False, tie_head: bool = False,
+    qk_norm: bool = False, tie_head: bool = False, d_head: int | None = None,
 ) -> DecoderShape:  # fmt: skip
     """Return the shape of a Llama: RMSNorm, rotary positions, a gated MLP, and no biases."""
     return DecoderShape(
@@ -162,6 +176,7 @@ def llama_shape(
         is_gated=True,
         is_tied=tie_head,
         has_qk_norm=qk_norm,
+        d_head=d_head,
     )
 
 

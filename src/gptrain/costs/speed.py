@@ -70,7 +70,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     n_ranks = work.dims.world_size
 
     # FLOPs of one rank on average.
-    attention_sizes = (work.shape.n_layers, work.shape.d_model, work.seq_len)
+    attention_sizes = (work.shape.n_layers, work.shape.d_q, work.seq_len)
     flops_per_token = train_flops_per_token(work.shape.matrix_weights, *attention_sizes)
     flops = work.step_tokens * flops_per_token / n_ranks
     attention = work.step_tokens * train_flops_per_token(0, *attention_sizes) / n_ranks

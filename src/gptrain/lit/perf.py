@@ -61,10 +61,11 @@ class Speed:
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
-            d_model = getattr(net, "d_model", 0)
+            d_head, n_heads = getattr(net, "d_head", None), getattr(net, "n_heads", 0)
+            d_attention = n_heads * d_head if d_head else getattr(net, "d_model", 0)
             n_weights = strategy_of(trainer).info.n_matrix_weights
             seq_len = lengths.sample_tokens
-            self.token_flops = train_flops_per_token(n_weights, n_layers, d_model, seq_len)
+            self.token_flops = train_flops_per_token(n_weights, n_layers, d_attention, seq_len)
         if trainer.is_global_zero and not is_fast_dev_run(trainer):
             self.peak = find_peak(self.device, trainer.precision)
         self.start()

@@ -66,22 +66,29 @@ class CausalSelfAttention(nn.Module):
 
     Args:
         d_model: Width D of the input and the output.
-        n_heads: Number of heads of q, a divisor of `d_model`.
+        n_heads: Number of heads of q.
         n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
+        d_head: Width K of a head. None for `d_model / n_heads`.
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        bias: bool,
+        dropout: float = 0.0,
+        d_head: int | None = None,
     ):
         super().__init__()
-        self.d_head = d_model // n_heads
+        self.d_head = d_model // n_heads if d_head is None else d_head
         self.dropout = dropout
-        self.q_proj = nn.Linear(d_model, d_model, bias)
+        self.q_proj = nn.Linear(d_model, n_heads * self.d_head, bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
         self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias)
+        self.out_proj = nn.Linear(n_heads * self.d_head, d_model, bias)
 
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None

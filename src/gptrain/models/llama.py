@@ -41,10 +41,14 @@ class Llama(Decoder):
         qk_norm: True if q and k of each head are normalized by RMSNorm. All heads of a layer share
             one scale for q and one for k.
         tie_head: True if head and token embedding share one parameter.
+        d_head: Width of a head, an even number. None for `d_model / n_heads`.
+
+    Attributes:
+        d_head: Width of a head.
 
     Raises:
-        ValueError: If `n_kv_heads` does not divide `n_heads`, or `2 * n_heads` does not divide
-            `d_model`.
+        ValueError: If `n_kv_heads` does not divide `n_heads`, if `d_head` is odd, or if `d_head` is
+            None and `2 * n_heads` does not divide `d_model`.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -67,6 +71,7 @@ class Llama(Decoder):
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
         tie_head: bool = False,
+        d_head: int | None = None,
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
@@ -74,12 +79,15 @@ class Llama(Decoder):
                 f"does not divide n_heads={n_heads}, so that heads of k and v are not shared evenly"
             )
             raise ValueError(f"n_kv_heads={n_kv_heads}: {message}")
-        if d_model % (2 * n_heads):
+        if d_head is not None and d_head % 2:
+            raise ValueError(f"d_head={d_head}: odd, but RoPE rotates pairs of values of a head")
+        if d_head is None and d_model % (2 * n_heads):
             message = (
                 f"d_model={d_model} is not a multiple of 2 * n_heads, as RoPE needs even heads"
             )
             raise ValueError(f"n_heads={n_heads}: {message}")
         self.n_kv_heads = n_kv_heads
+        self.d_head = d_model // n_heads if d_head is None else d_head
         self.d_ff = d_ff
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
@@ -116,7 +124,7 @@ class RotaryAttention(CausalSelfAttention):
     """
 
     def __init__(self, net: Llama):
-        super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False)
+        super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False, d_head=net.d_head)
         self.rope_base = net.rope_base
         self.rope_scaling = net.rope_scaling
         self.norm_q = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None

@@ -14,6 +14,7 @@ from gptrain.models.decoder import Decoder
 from gptrain.models.gpt2_layout import check_same
 
 LLAMA3_CONTEXT = 8192  # context length of Llama 3, which the RoPE scaling of 3.1 and 3.2 extends
+QWEN3_D_HEAD = 128  # width of a head if a Qwen3 config does not name it
 # gptrain's layer -> Hugging Face's layer
 _LAYERS_OUTSIDE_BLOCKS = {
     "token_embedding": "model.embed_tokens",
@@ -86,7 +87,8 @@ def from_llama(
         ValueError: If `config` describes another net. One line lists all differences.
     """
     completed = {**_CONFIG_DEFAULTS, **config}
-    completed["head_dim"] = completed.get("head_dim") or net.d_model // net.n_heads
+    default = QWEN3_D_HEAD if config.get("model_type") == "qwen3" else None
+    completed["head_dim"] = config.get("head_dim", default) or net.d_model // net.n_heads
     completed["num_key_value_heads"] = completed.get("num_key_value_heads") or net.n_heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
@@ -118,7 +120,7 @@ def _config(net: Decoder) -> dict[str, Any]:
         "num_hidden_layers": net.n_layers,
         "num_attention_heads": net.n_heads,
         "num_key_value_heads": net.n_kv_heads,
-        "head_dim": net.d_model // net.n_heads,
+        "head_dim": net.d_head,
         "rms_norm_eps": net.norm_eps,
         "tie_word_embeddings": net.tie_head,
         "rope_parameters": rope,
