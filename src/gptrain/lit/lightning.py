@@ -195,6 +195,18 @@ def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[st
     return state
 
 
+def forget_last_step(trainer: pl.Trainer) -> None:
+    """Subtract one from the number of optimizer steps, after a step that was not taken."""
+    counter = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    counter.total.completed -= 1
+    counter.current.completed -= 1
+
+
+def ends_epoch(trainer: pl.Trainer, step: int) -> bool:
+    """Return whether this optimizer step is the last one of an epoch."""
+    return step % data_of(trainer).epoch_steps == 0
+
+
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """Return whether a validation is due right after this optimizer step."""
     is_due = step % data_of(trainer).validate_every == 0

@@ -1,5 +1,7 @@
-"""Search for the module or the parameter that first had a NaN or an infinite value in a step."""
+"""The rule that refuses steps with a NaN or an infinite value, and the search for its origin."""
 
+import logging
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -12,10 +14,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gptrain.checkpoints.rng import capture, restore
-from gptrain.lit.lightning import strategy_of, without_logging
+from gptrain.checkpoints.status import NonFiniteError
+from gptrain.lit.decisions import DecidedStep
+from gptrain.lit.lightning import data_of, strategy_of, without_logging
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.parallel.mesh import gather
 
+log = logging.getLogger(__name__)
 # Prefixes that compile, activation checkpointing and FSDP add to the names of modules.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 GRADIENT = "the gradient"
@@ -25,19 +30,76 @@ NOT_REPRODUCED = (
 )
 
 
-def find_first(trainer: Trainer, micro_step: int) -> str:
-    """Repeat a micro-step of the current step, and describe what was first not finite in it.
+class NonFiniteRule:
+    """Refuses a step if a loss or a gradient is NaN or infinite on any rank.
+
+    The norm of all gradients shows it: the norm is identical on all ranks, and is not finite if any
+    gradient on any rank is not finite.
+
+    Args:
+        on_nonfinite: "stop" ends the run. "skip" logs the skipped step.
+        max_skips: Number of consecutive skipped steps after which the run ends.
+    """
+
+    refuses = True
+
+    def __init__(self, on_nonfinite: str, max_skips: int):
+        self.on_nonfinite = on_nonfinite
+        self.max_skips = max_skips
+        self.n_skipped = 0  # number of consecutive skipped steps
+
+    def flag(self, strategy: LightningStrategy) -> Tensor:
+        """Return 1 if the gradient norm of the step is not finite, else 0."""
+        assert strategy.grad_norm is not None  # `clip` has measured it
+        return strategy.grad_norm.isfinite().logical_not()
+
+    def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
+        """Log a skipped step. Return a NonFiniteError if the run ends."""
+        if not is_flagged:
+            self.n_skipped = 0
+            return None
+        losses = [float(loss) for loss in step.micro_losses]
+        # Rank and losses of all micro-steps, for each rank that takes part in this step.
+        group = strategy_of(trainer).parallel.step_group
+        rank_losses = gather((trainer.global_rank, losses), group)
+        rank = None  # first rank with a non-finite loss
+        micro_step = 0  # first micro-step of that rank with a non-finite loss
+        for loss_rank, losses in rank_losses:
+            is_finite = [math.isfinite(loss) for loss in losses]
+            if not all(is_finite):
+                rank = loss_rank
+                micro_step = is_finite.index(False)
+                break
+        place = find_first(trainer, step, micro_step)
+        samples = data_of(trainer).step_samples(step.step, rank)
+        error = NonFiniteError(step.step, rank, samples, place)
+        if self.on_nonfinite == "stop":
+            return error
+        self.n_skipped += 1
+        if self.n_skipped == self.max_skips:
+            error.why = f"; {self.n_skipped} steps in a row were skipped (max_skips)"
+            return error
+        first_rank = rank_losses[0][0]
+        if trainer.global_rank == first_rank:
+            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
+            log.error("warning: %s; the step is skipped", error)
+        return None
+
+
+def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
+    """Repeat a micro-step of a refused step, and describe what was first not finite in it.
 
     The micro-step is repeated with the same batch and the same random numbers. Parameters are
     checked first, then the inputs and outputs of modules in the order of the forward pass, then the
-    gradients in the order of the backward pass. The gradients of the step are lost. Parameters,
-    random generators and logged values are left unchanged.
+    gradients in the order of the backward pass. Parameters, gradients, random generators and logged
+    values are left unchanged: the next step may have computed its gradients already.
 
     All ranks that take the step together must call this function. In a pipeline each rank checks
     its own stages.
 
     Args:
-        trainer: Trainer that is fitting.
+        trainer: Trainer that is fitting. Its optimizer has not changed a parameter since the step.
+        step: The step.
         micro_step: Index of the micro-step within the optimizer step.
 
     Returns:
@@ -45,8 +107,9 @@ def find_first(trainer: Trainer, micro_step: int) -> str:
         NOT_REPRODUCED. It is identical on all ranks that call this function.
     """
     strategy = strategy_of(trainer)
-    args, kwargs, rng_state = strategy.micro_steps[micro_step]
+    args, kwargs, rng_state = step.micro_steps[micro_step]
     rng_state_now = capture()
+    gradients = [(p, p.grad) for p in trainer.lightning_module.parameters()]
     finding = ""
     try:
         restore(rng_state)
@@ -55,6 +118,8 @@ def find_first(trainer: Trainer, micro_step: int) -> str:
         finding = f"not repeated: {type(error).__name__}"
     finally:
         restore(rng_state_now)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
     ranks = gather((trainer.global_rank, finding), strategy.parallel.step_group)
     findings = [(rank, text) for rank, text in ranks if text]
     if not findings:

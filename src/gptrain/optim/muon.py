@@ -51,9 +51,15 @@ class Muon(torch.optim.Optimizer):
     Attributes:
         replicas: Mesh of the ranks that hold the same plain (not sharded) weights and gradients.
             None if this rank works alone. Sharded weights use their own mesh.
+        found_inf: Scalar on the device of the parameters. If it is 1, the next step changes neither
+            parameters nor state. None if the optimizer is not asked to skip steps. AdamW must be
+            fused.
+        skips_on_device: True, see `gptrain.lit.decisions`.
     """
 
     replicas: DeviceMesh | None = None
+    found_inf: Tensor | None = None
+    skips_on_device = True
 
     def __init__(
         self,
@@ -135,6 +141,8 @@ class Muon(torch.optim.Optimizer):
         # Share groups and state at each step, because load_state_dict() replaces both.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
+        if self.found_inf is not None:
+            cast(Any, self._adamw).found_inf = self.found_inf
         self._adamw.step()
         for group in self.param_groups:
             if group["use_muon"]:
@@ -149,27 +157,62 @@ class Muon(torch.optim.Optimizer):
                 mesh = getattr(parameter, "device_mesh", None)
                 placements = getattr(parameter, "placements", None)
                 batches.setdefault((parameter.shape, mesh, placements), []).append(parameter)
+        is_skipped = None if self.found_inf is None else self.found_inf > 0
         for (shape, *_), parameters in batches.items():
             step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(shape))
-            momenta = [self._nesterov_momentum(p, group["momentum"]) for p in parameters]
-            updates = orthogonalize_shared(momenta, self.replicas)
-            for parameter, update in zip(parameters, updates, strict=True):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.add_(update, alpha=-step_size)
+            decay: Any = 1 - group["lr"] * group["weight_decay"]
+            momenta = self._nesterov_momenta(parameters, group["momentum"], is_skipped)
+            weights = [_local(parameter) for parameter in parameters]
+            # The _foreach functions are fast for tensors of one dtype and one memory layout.
+            updates = orthogonalize_shared(momenta, self.replicas).to(
+                weights[0], memory_format=torch.contiguous_format
+            )
+            if is_skipped is not None:
+                updates = updates.where(~is_skipped, 0.0)
+                decay = torch.where(is_skipped, 1.0, decay)
+            torch._foreach_mul_(weights, decay)
+            torch._foreach_add_(weights, list(updates), alpha=-step_size)
 
-    def _nesterov_momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Update the momentum buffer and return (1 - momentum) * gradient + momentum * buffer."""
-        state = self.state[parameter]
-        gradient = cast(Tensor, parameter.grad)
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(average, momentum)
+    def _nesterov_momenta(
+        self, parameters: list[Tensor], momentum: float, is_skipped: Tensor | None
+    ) -> list[Tensor]:
+        """Update the momentum buffers, and return (1 - momentum) * gradient + momentum * buffer.
+
+        Args:
+            parameters: Matrices of one shape and one sharding.
+            momentum: Momentum of their group.
+            is_skipped: Scalar that is True if the buffers keep their values. None for False.
+        """
+        for parameter in parameters:
+            if not self.state[parameter]:
+                buffer = torch.zeros_like(cast(Tensor, parameter.grad))
+                self.state[parameter]["momentum_buffer"] = buffer
+        gradients = [_local(cast(Tensor, parameter.grad)) for parameter in parameters]
+        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        if is_skipped is not None:
+            pairs = zip(buffers, gradients, strict=True)
+            gradients = [buffer.where(is_skipped, gradient) for buffer, gradient in pairs]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        averages = torch._foreach_lerp(gradients, buffers, momentum)
+        return [_shard_of(p, average) for p, average in zip(parameters, averages, strict=True)]
 
 
-def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> list[Tensor]:
-    """Orthogonalize matrices that ranks share, and return the local shard of each result.
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local tensor as the shard of a DTensor that is sharded like a parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+
+
+def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
+    """Orthogonalize matrices that ranks share, and return the local shards of the results.
 
     Each rank orthogonalizes some of the full matrices. The ranks first exchange shards, so that
     each has its full matrices, and then exchange the results. All ranks of the mesh must call the
@@ -182,13 +225,13 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
         replicas: Mesh of the ranks that divide the work for plain tensors. None: no other rank.
 
     Returns:
-        The local shard of each orthogonalized matrix, on the device of `matrices`. The local shard
-        of a plain tensor is the full matrix.
+        The stack (N, rows, columns) of the local shards of the orthogonalized matrices. The local
+        shard of a plain tensor is the full matrix.
     """
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
     if mesh is None:
-        return list(orthogonalize(torch.stack(matrices), native_dtype(first.device)))
+        return orthogonalize(torch.stack(matrices), native_dtype(first.device))
     device = torch.device(mesh.device_type)
     dtype = native_dtype(device)
     replicated = [Replicate()] * mesh.ndim
@@ -214,7 +257,7 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     if is_gloo:
         for axis in reversed(range(mesh.ndim)):
             result = result.redistribute(placements=[*by_matrix[:axis], *replicated[axis:]])
-    return list(result.redistribute(placements=stack.placements).to_local().to(first.device))
+    return result.redistribute(placements=stack.placements).to_local()
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

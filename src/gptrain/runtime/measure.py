@@ -1,9 +1,11 @@
-"""Peak speed of a device in matrix multiplications, from its data sheet or measured."""
+"""Peak speed of a device in matrix multiplications, and copies of its values to the host."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gptrain.costs.hardware import device_of
 
@@ -83,3 +85,30 @@ def wait_for(device: torch.device) -> None:
     """Wait until the device has finished all queued work. Does nothing for a CPU."""
     if device.type in ("cuda", "mps"):
         torch.accelerator.synchronize(device)
+
+
+class HostCopy:
+    """A copy of scalars to the host that is started now and read later.
+
+    On a CUDA device the copy goes to pinned memory and does not wait for the device.
+
+    Args:
+        scalars: Scalars on one device.
+    """
+
+    def __init__(self, scalars: Sequence[Tensor]):
+        self._event = None
+        self._values: Tensor | None = None
+        if scalars:
+            values = torch.stack(list(scalars))
+            is_cuda = values.device.type == "cuda"
+            self._values = values.to("cpu", non_blocking=is_cuda)
+            if is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the values. Waits only if the device has not computed them yet."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return [] if self._values is None else self._values.tolist()

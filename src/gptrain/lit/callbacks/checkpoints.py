@@ -1,6 +1,7 @@
 """The callback that saves the run, so that it can resume bit for bit from every saved step."""
 
 import logging
+from collections import deque
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -24,7 +25,13 @@ from gptrain.lit.callbacks.resume import (
 )
 from gptrain.lit.callbacks.salvage import allow_amendment, may_save
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.lightning import data_of, ends_step, is_validated, loop_state_after, strategy_of
+from gptrain.lit.lightning import (
+    ends_epoch,
+    ends_step,
+    is_validated,
+    loop_state_after,
+    strategy_of,
+)
 from gptrain.parallel.mesh import gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
@@ -112,7 +119,8 @@ class Checkpoints(Checkpoint):
         self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
         self._completed_step = 0  # newest step whose validation and epoch-end hooks are done
-        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the RNG state after it
+        # RNG states after the last two steps, each with the number of the steps done
+        self._rng: deque[tuple[int, dict[str, Any]]] = deque(maxlen=2)
         self._is_salvaging = False  # an error has ended training, and its last step is being saved
         self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
         self._writing_vote = Vote()  # whether any rank is still writing a background save
@@ -157,7 +165,7 @@ class Checkpoints(Checkpoint):
             if not self.saved.validated and len(self._loaded["rng"]) == trainer.world_size:
                 allow_amendment(trainer, self.store.folder / folder_name(self.saved.step))
             self._loaded = None
-        self._rng = trainer.global_step, capture()
+        self._rng.append((trainer.global_step, capture()))
         self._completed_step = trainer.global_step if self.saved.validated else 0
         self._interval_start_s = monotonic()
 
@@ -166,11 +174,9 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Add the state for an exact resume, but not to files of Lightning callbacks."""
         if strategy_of(trainer).saves_to_store:
-            rng = None
-            if self._is_salvaging and self._rng and self._rng[0] == trainer.global_step:
-                # The failed step has drawn random numbers, and the resumed run repeats this step:
-                # save the RNG state from before the failed step.
-                rng = self._rng[1]
+            # A failed step has drawn random numbers, and the resumed run repeats this step: save
+            # the RNG state from before the failed step.
+            rng = dict(self._rng).get(trainer.global_step) if self._is_salvaging else None
             add_state(trainer, checkpoint, self.saved.validated, rng)
 
     def on_train_batch_end(
@@ -180,7 +186,7 @@ class Checkpoints(Checkpoint):
         if not ends_step(trainer, batch_idx):
             return
         self._finish_if_written(trainer)
-        self._rng = trainer.global_step, capture()
+        self._rng.append((trainer.global_step, capture()))
         if not self._has_pending_hooks(trainer):
             self._completed_step = trainer.global_step
             if self._is_due(trainer):
@@ -211,13 +217,13 @@ class Checkpoints(Checkpoint):
         self._metrics = reproducible_metrics(trainer)
         if trainer.is_global_zero:
             self._warn_about_missing(self._metrics)
-        if not self._ends_epoch(trainer):
+        if not ends_epoch(trainer, trainer.global_step):
             self._complete(trainer)
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save or amend the last step of an epoch, after the hooks of all other callbacks."""
-        if self._ends_epoch(trainer):
+        if ends_epoch(trainer, trainer.global_step):
             self._complete(trainer)
             if self._is_due(trainer) or self._metrics is not None:
                 self.save(trainer)
@@ -253,7 +259,7 @@ class Checkpoints(Checkpoint):
         is_unsaved = step > self.saved.step
         if not self._rng or not (is_unsaved or self.store.is_unfinished):
             return
-        validated = step == self._completed_step or not self._has_pending_hooks(trainer)
+        validated = step <= self._completed_step or not self._has_pending_hooks(trainer)
         facts = [step, is_unsaved, validated]
         try:
             if not may_save(trainer, exception, facts, self.agreement_folder):
@@ -280,9 +286,12 @@ class Checkpoints(Checkpoint):
 
         Raises:
             SaveFailedError: On all ranks. The earlier checkpoints are intact.
+            NonFiniteError: On all ranks, if the last step was refused.
         """
-        step = trainer.global_step
         strategy = strategy_of(trainer)
+        if strategy.conclude_step is not None:
+            strategy.conclude_step()
+        step = trainer.global_step
         self.time_is_up = False
         self._interval_start_s = monotonic()
         if self.saved == (step, validated):
@@ -346,11 +355,13 @@ class Checkpoints(Checkpoint):
     def _complete(self, trainer: Trainer) -> None:
         """Record that the validation and the epoch-end hooks after this step are done."""
         self._completed_step = trainer.global_step
-        self._rng = trainer.global_step, capture()
+        self._rng.append((trainer.global_step, capture()))
 
     def _has_pending_hooks(self, trainer: Trainer) -> bool:
         """Return whether a validation or the epoch-end hooks follow this step."""
-        return self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
+        return ends_epoch(trainer, trainer.global_step) or is_validated(
+            trainer, trainer.global_step
+        )
 
     def ranking(self) -> list[Path]:
         """Return the folders of the checkpoints with the monitored metric, the best first."""
@@ -433,10 +444,6 @@ class Checkpoints(Checkpoint):
         every_n_steps = self.options.every_n_steps
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
         return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
-
-    def _ends_epoch(self, trainer: Trainer) -> bool:
-        """Return whether this step is the last step of an epoch."""
-        return trainer.global_step % data_of(trainer).epoch_steps == 0
 
     def _warn_about_missing(self, metrics: dict[str, float]) -> None:
         """Log a warning for each configured metric that the first validation has not logged.

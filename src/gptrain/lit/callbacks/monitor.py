@@ -1,18 +1,17 @@
 """The callback that checks and logs each step, ends a run on request, and records why it ended."""
 
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import NonFiniteError, PreemptedError, shorten
+from gptrain.checkpoints.status import PreemptedError, shorten
 from gptrain.core import labels
 from gptrain.core.errors import first_line
 from gptrain.core.lengths import RunLengths
@@ -22,9 +21,11 @@ from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.decisions import StepDecisions
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
+    ends_epoch,
     ends_step,
     evaluation_loader_of,
     is_validated,
@@ -39,10 +40,9 @@ from gptrain.lit.module import (
     is_partial_check,
     warn_about_ignored_options,
 )
-from gptrain.lit.nonfinite import find_first
+from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
-from gptrain.parallel.mesh import gather
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
@@ -104,19 +104,18 @@ class TrainingMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
         self.model_config = model_config
-        self.on_nonfinite = on_nonfinite
-        self.max_skips = max_skips
+        self.nonfinite = NonFiniteRule(on_nonfinite, max_skips)
         self.guard = guard
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
         self.typed = typed or {}
-        self.n_skipped = 0  # number of consecutive skipped steps
         self.votes = Vote()
         self.missing_targets = MissingTargets()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.evaluated_step = 0  # step of the checkpoint in an evaluation
         self._is_paused = False  # a validation or a save has interrupted the clock of the steps
+        self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the callbacks again, now with those that functions and the module have made.
@@ -124,18 +123,17 @@ class TrainingMonitor(Callback):
         Raises:
             IncompatibleModelError: For a callback that gptrain does not support in this run.
         """
-        strategy = strategy_of(trainer)
-        strategy.check_finite = self.check_finite
+        strategy_name = strategy_of(trainer).info.name
         for callback in callbacks_of(trainer):
             callback_class = type(callback)
             reason = unsupported_reason(
-                callback_class, strategy.info.name, bool(trainer.loggers), has_progress_bar=True
+                callback_class, strategy_name, bool(trainer.loggers), has_progress_bar=True
             )
             if reason is not None:
                 raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of the steps, and prepare the loggers for the first step.
+        """Start the clock and the decisions of the steps, and prepare the loggers.
 
         Raises:
             PreemptedError: If the run was asked to stop before the first step.
@@ -149,6 +147,13 @@ class TrainingMonitor(Callback):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
+        # The loss scaler of 16-mixed skips steps that are not finite.
+        rules = [] if trainer.precision == "16-mixed" else [self.nonfinite]
+        decisions = StepDecisions(trainer, rules, partial(self.missing_targets.check_step, trainer))
+        strategy = strategy_of(trainer)
+        strategy.decide_step = decisions.decide
+        strategy.conclude_step = decisions.conclude
+        self._concludes_each_step = acts_on_steps(trainer)
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
@@ -175,71 +180,28 @@ class TrainingMonitor(Callback):
         if not clips_by_strategy(trainer, pl_module):
             strategy_of(trainer).clip(optimizer, None)
 
-    def check_finite(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Check the norm of all gradients, between clipping and the optimizer step.
-
-        The norm is identical on all ranks, and is not finite if any gradient on any rank is not
-        finite. A step to skip loses its gradients, so that the optimizer changes no parameter. With
-        precision 16-mixed only the targets are checked, because its loss scaler skips such steps.
-
-        Args:
-            trainer: Trainer of the run.
-            optimizer: Optimizer whose step follows.
-
-        Raises:
-            NonFiniteError: On all ranks, if the norm is not finite and the step is not skipped.
-            DataError: If the first step of the run has no target.
-        """
-        strategy = strategy_of(trainer)
-        norm, n_targets = read_together(
-            cast(Tensor, strategy.grad_norm), strategy.step_mean.n_targets
-        )
-        self.missing_targets.check_step(trainer, n_targets)
-        if trainer.precision == "16-mixed":
-            return
-        if math.isfinite(norm):
-            self.n_skipped = 0
-            return
-        local_losses = [float(loss) for loss in strategy.micro_losses]
-        # Rank and losses of all micro-steps, for each rank that takes part in this step.
-        rank_losses = gather((trainer.global_rank, local_losses), strategy.parallel.step_group)
-        step = trainer.global_step
-        rank = None  # first rank with a non-finite loss
-        micro_step = 0  # first micro-step of that rank with a non-finite loss
-        for loss_rank, losses in rank_losses:
-            is_finite = [math.isfinite(loss) for loss in losses]
-            if not all(is_finite):
-                rank = loss_rank
-                micro_step = is_finite.index(False)
-                break
-        place = find_first(trainer, micro_step)
-        error = NonFiniteError(step, rank, data_of(trainer).step_samples(step, rank), place)
-        if self.on_nonfinite == "stop":
-            raise error
-        self.n_skipped += 1
-        if self.n_skipped == self.max_skips:
-            error.why = f"; {self.n_skipped} steps in a row were skipped (max_skips)"
-            raise error
-        first_rank = rank_losses[0][0]
-        if trainer.global_rank == first_rank:
-            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
-            log.error("warning: %s; the step is skipped", error)
-        optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send a heartbeat, vote on stopping and saving after a step, and log the step if due."""
+        """Send a heartbeat, vote on stopping and saving after a step, and log the step if due.
+
+        Raises:
+            NonFiniteError: If the step was refused, and its outcome is needed now.
+        """
         self._beat(trainer.global_step, "train")
         if not ends_step(trainer, batch_idx):
             return
-        strategy_of(trainer).is_updating = False
+        strategy = strategy_of(trainer)
+        strategy.is_updating = False
         self._vote(trainer)
         step = trainer.global_step
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
-        if is_due or is_validated(trainer, step) or trainer.should_stop:
+        is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
+        if is_logged or ends_epoch(trainer, step) or self._concludes_each_step:
+            cast(Callable[[], Any], strategy.conclude_step)()
+        if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
 
@@ -268,6 +230,7 @@ class TrainingMonitor(Callback):
         step = trainer.global_step
         rank = trainer.global_rank
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
+            self._beat(step)  # a step that was not taken is not counted
             samples = data_of(trainer).step_samples(step, rank)
             self.guard.doing = f"step {step}, samples of rank {rank}: {shorten(samples)}"
         elif loader := evaluation_loader_of(trainer):
@@ -425,6 +388,18 @@ def acts_on_validation(trainer: Trainer) -> bool:
     return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
 
 
+def acts_on_steps(trainer: Trainer) -> bool:
+    """Return whether a callback or the module acts on each step, or has a state that may.
+
+    The decision on a step is then concluded before they see the end of the step, so that they see no
+    step that ends the run, and their state is that of the last step that was taken.
+    """
+    parts = [*callbacks_of(trainer), trainer.lightning_module]
+    user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
+    hooks = ("on_train_batch_end", "state_dict")
+    return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
+
+
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Return whether Lightning clips the gradients of a module by calling the gptrain strategy.
 
@@ -434,16 +409,3 @@ def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)
-
-
-def read_together(norm: Tensor, n_targets: Tensor | None) -> tuple[float, float | None]:
-    """Return the gradient norm and the number of targets of a step, by one copy from the device.
-
-    Args:
-        norm: Norm of all gradients.
-        n_targets: Number of targets of the step. None if no loss of gptrain has counted them.
-    """
-    if n_targets is None:
-        return float(norm), None
-    norm_value, targets_value = torch.stack((norm.float(), n_targets.float())).tolist()
-    return norm_value, targets_value

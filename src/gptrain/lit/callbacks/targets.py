@@ -27,14 +27,15 @@ class MissingTargets:
         self.n_steps = 0
         self.is_last = False
 
-    def check_step(self, trainer: Trainer, n_targets: float | None) -> None:
-        """Check that the losses of this step have counted a target on any data-parallel rank.
+    def check_step(self, trainer: Trainer, step: int, n_targets: float | None) -> None:
+        """Check that the losses of a step have counted a target on any data-parallel rank.
 
         An error stops the run if step 0 has no target. Of later steps the first without a target is
         logged as a warning, and all are counted in `n_steps`. Does nothing if `n_targets` is None.
 
         Args:
             trainer: Trainer of the run.
+            step: Number of the step, counted from 0.
             n_targets: Number of targets of the step, over all ranks. None if training_step computes
                 its loss without gptrain's loss functions.
 
@@ -44,7 +45,6 @@ class MissingTargets:
         self.is_last = n_targets == 0
         if not self.is_last:
             return
-        step = trainer.global_step
         samples = shorten(data_of(trainer).step_samples(step))
         if step == 0:
             needed = "needed: targets[t] = tokens[t + 1], and -100 only where no loss is counted"

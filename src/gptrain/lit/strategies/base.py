@@ -55,8 +55,10 @@ class LightningStrategy(SavingStrategy):
 
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
-        check_finite: Function that is called between the computation of `grad_norm` and the
-            optimizer's update. It may raise NonFiniteError.
+        decide_step: Function that decides whether the optimizer's update is made. It is called
+            after the computation of `grad_norm`, see `gptrain.lit.decisions`.
+        conclude_step: Function that waits until the last decision is known and reports it. Call it on
+            all ranks before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
@@ -70,7 +72,8 @@ class LightningStrategy(SavingStrategy):
     """
 
     info: StrategyInfo
-    check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
+    decide_step: Callable[[Optimizer], None] | None = None
+    conclude_step: Callable[[], Any] | None = None
     grad_norm: Tensor | None = None
     correction: Tensor | float = 1.0
     is_updating = False
@@ -155,7 +158,8 @@ class LightningStrategy(SavingStrategy):
             max_norm: Largest norm after clipping. None only measures the norm.
 
         Raises:
-            NonFiniteError: If `check_finite` finds a loss or a gradient that is NaN or infinite.
+            NonFiniteError: If a loss or a gradient of the step before was NaN or infinite, or one
+                of this step with an optimizer that cannot skip an update on its device.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
@@ -165,8 +169,8 @@ class LightningStrategy(SavingStrategy):
             self.correction = scale
             self._gradients_finished = True
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
-        if self.check_finite is not None:
-            self.check_finite(self.module.trainer, optimizer)
+        if self.decide_step is not None:
+            self.decide_step(optimizer)
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def step_loss(self) -> Tensor:

@@ -1,0 +1,194 @@
+"""The decision whether each optimizer step is taken, made on the device without waiting for it.
+
+A step is refused if a `StepRule` flags it, for example because a gradient is not finite. If the
+host read the flag before the optimizer's update, the GPU would run out of work once per step.
+Instead, the flag stays on the device, and the optimizer itself skips its update: the fused
+optimizers of torch and `gptrain.optim.Muon` have an attribute `found_inf` for this, which torch's
+GradScaler uses, too. The host reads the flag later, at a moment that is the same on all ranks:
+
+    decide    after the gradient norm: ask the rules, give the flag to the optimizer, start a copy
+              of the flag to the host, and conclude the step before
+    conclude  read the flag and report a refused step: in `decide` of the next step, or earlier where
+              the outcome matters: before a log line, a save, a validation or the end of an epoch
+
+When the report of step N ends the run, the host may have begun step N + 1, which has changed
+nothing. The counter of the steps and the schedule are then set back to step N.
+
+Other optimizers update without asking `found_inf`. Their steps are concluded at once, which costs one
+synchronization with the device per step.
+
+To add a rule, write a class with the three members of `StepRule`, and add an object of the class to
+the list in `TrainingMonitor.on_train_start`. A rule that needs a history of values keeps it in
+tensors on the device, which `flag` updates without reading them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gptrain.lit.lightning import forget_last_step, strategy_of
+from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.runtime.measure import HostCopy
+
+
+@dataclass(frozen=True)
+class DecidedStep:
+    """A decided step, with what its report needs after the next step has begun.
+
+    Attributes:
+        step: Number of the step, counted from 0.
+        values: Copy of the rules' flags, and of the number of targets if the step has counted them.
+        micro_steps: `LightningStrategy.micro_steps` of the step.
+        micro_losses: `LightningStrategy.micro_losses` of the step.
+        options: Options of each parameter group in this step.
+        schedules: State of each learning rate schedule in this step.
+    """
+
+    step: int
+    values: HostCopy
+    micro_steps: list[tuple[Any, Any, dict[str, Any]]]
+    micro_losses: list[Tensor]
+    options: list[dict[str, Any]]
+    schedules: list[dict[str, Any]]
+
+
+class StepRule(Protocol):
+    """A reason to refuse or to report an optimizer step.
+
+    Attributes:
+        refuses: Whether the step is not taken if the rule flags it. Otherwise it is only reported.
+    """
+
+    refuses: bool
+
+    def flag(self, strategy: LightningStrategy) -> Tensor:
+        """Return 1 if the rule flags the step, else 0: a scalar on the device, never read here.
+
+        The result must be identical on all ranks that take the step together, as functions of
+        `strategy.grad_norm` are. `flag` is called once for each call of `LightningStrategy.clip`.
+        """
+        ...
+
+    def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
+        """Report a concluded step. Return the error that ends the run, or None to continue.
+
+        All ranks that take the step together call this method at the same point, so that it may use
+        collective operations if the step is flagged.
+        """
+        ...
+
+
+class StepDecisions:
+    """Decides the optimizer steps of a run by its rules.
+
+    Args:
+        trainer: Trainer that fits, whose optimizer exists.
+        rules: Rules of the run, in the order of their reports.
+        check_targets: Function that is called with the step's number and its number of targets over
+            all data ranks, or None if no loss of gptrain has counted them. It may raise.
+
+    Attributes:
+        is_deferred: Whether the optimizer skips refused steps on the device.
+    """
+
+    def __init__(self, trainer: Trainer, rules: Sequence[StepRule], check_targets: Any):
+        self.trainer = trainer
+        self.rules = rules
+        self.check_targets = check_targets
+        self._pending: DecidedStep | None = None
+        optimizer = trainer.optimizers[0]
+        device = trainer.strategy.root_device
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # The loss scaler of 16-mixed sets found_inf itself. FSDP's CPU offload has to wait for the
+        # gradients anyway.
+        self.is_deferred = (
+            skips_on_device(optimizer)
+            and trainer.precision != "16-mixed"
+            and all(parameter.device == device for parameter in parameters)
+        )
+
+    def decide(self, optimizer: Optimizer) -> None:
+        """Decide the step whose gradients are complete, and conclude the step before.
+
+        All ranks that take the step together must call this method.
+
+        Raises:
+            Exception: The error of a rule that ends the run.
+        """
+        trainer = self.trainer
+        strategy = strategy_of(trainer)
+        if self._pending is not None and self._pending.step < trainer.global_step:
+            self.conclude()
+        flags = [rule.flag(strategy).float() for rule in self.rules]
+        refusals = [flag for rule, flag in zip(self.rules, flags, strict=True) if rule.refuses]
+        n_targets = strategy.step_mean.n_targets
+        counts = [] if n_targets is None else [n_targets.float()]
+        self._pending = DecidedStep(
+            trainer.global_step,
+            HostCopy([*flags, *counts]),
+            strategy.micro_steps,
+            strategy.micro_losses,
+            [options_of(group) for group in optimizer.param_groups],
+            [scheduled.scheduler.state_dict() for scheduled in trainer.lr_scheduler_configs],
+        )
+        if self.is_deferred:
+            cast(Any, optimizer).found_inf = torch.stack(refusals).amax() if refusals else None
+        elif self.conclude():
+            optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
+
+    def conclude(self) -> bool:
+        """Wait for the last decision, report it, and return whether the step was refused.
+
+        Returns False if the last decision is concluded already. All ranks that take the step together
+        must call this method at the same points.
+
+        Raises:
+            Exception: The error of a rule that ends the run. The counter of the steps and the
+                schedules are then those from before the step.
+        """
+        step = self._pending
+        if step is None:
+            return False
+        self._pending = None
+        values = step.values.read()
+        flags = [value == 1 for value in values[: len(self.rules)]]
+        self.check_targets(step.step, values[-1] if len(values) > len(self.rules) else None)
+        for rule, is_flagged in zip(self.rules, flags, strict=True):
+            error = rule.report(self.trainer, step, is_flagged)
+            if error is not None:
+                self._go_back_to(step)
+                raise error
+        return any(flag and rule.refuses for rule, flag in zip(self.rules, flags, strict=True))
+
+    def _go_back_to(self, step: DecidedStep) -> None:
+        """Set the counter of the steps and the schedules back to a step that was not taken."""
+        if self.trainer.global_step == step.step:
+            return
+        forget_last_step(self.trainer)
+        for group, options in zip(
+            self.trainer.optimizers[0].param_groups, step.options, strict=True
+        ):
+            group.update(options)
+        for scheduled, state in zip(self.trainer.lr_scheduler_configs, step.schedules, strict=True):
+            scheduled.scheduler.load_state_dict(state)
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer skips its update if its attribute `found_inf` is 1.
+
+    torch's fused optimizers do, and any optimizer with a true attribute `skips_on_device`. A group
+    whose option `fused` was switched off does not.
+    """
+    names = ("_step_supports_amp_scaling", "skips_on_device")
+    can_skip = any(getattr(optimizer, name, False) for name in names)
+    return can_skip and all(group.get("fused", True) for group in optimizer.param_groups)
