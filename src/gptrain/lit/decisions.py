@@ -8,14 +8,15 @@ GradScaler uses, too. The host reads the flag later, at a moment that is the sam
 
     decide    after the gradient norm: ask the rules, give the flag to the optimizer, start a copy
               of the flag to the host, and conclude the step before
-    conclude  read the flag and report a refused step: in `decide` of the next step, or earlier where
-              the outcome matters: before a log line, a save, a validation or the end of an epoch
+    conclude  read the flag and report a refused step: in `decide` of the next step, or earlier
+              where the outcome matters: before a log line, a save, a validation or the end of an
+              epoch
 
 When the report of step N ends the run, the host may have begun step N + 1, which has changed
 nothing. The counter of the steps and the schedule are then set back to step N.
 
-Other optimizers update without asking `found_inf`. Their steps are concluded at once, which costs one
-synchronization with the device per step.
+Other optimizers update without asking `found_inf`. Their steps are concluded at once, which costs
+one synchronization with the device per step.
 
 To add a rule, write a class with the three members of `StepRule`, and add an object of the class to
 the list in `TrainingMonitor.on_train_start`. A rule that needs a history of values keeps it in
@@ -144,7 +145,7 @@ class StepDecisions:
     def conclude(self) -> bool:
         """Wait for the last decision, report it, and return whether the step was refused.
 
-        Returns False if the last decision is concluded already. All ranks that take the step together
+        Returns False if the last decision was concluded. All ranks that take the step together
         must call this method at the same points.
 
         Raises:

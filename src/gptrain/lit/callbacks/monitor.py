@@ -391,7 +391,7 @@ def acts_on_validation(trainer: Trainer) -> bool:
 def acts_on_steps(trainer: Trainer) -> bool:
     """Return whether a callback or the module acts on each step, or has a state that may.
 
-    The decision on a step is then concluded before they see the end of the step, so that they see no
+    The decision on a step is then concluded before they see the end of the step: they see no
     step that ends the run, and their state is that of the last step that was taken.
     """
     parts = [*callbacks_of(trainer), trainer.lightning_module]

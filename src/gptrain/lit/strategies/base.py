@@ -57,8 +57,8 @@ class LightningStrategy(SavingStrategy):
         info: Facts about the strategy and the net. `build_strategy` sets them.
         decide_step: Function that decides whether the optimizer's update is made. It is called
             after the computation of `grad_norm`, see `gptrain.lit.decisions`.
-        conclude_step: Function that waits until the last decision is known and reports it. Call it on
-            all ranks before the state of a step is saved or sent.
+        conclude_step: Function that waits until the last decision is known and reports it. Call it
+            on all ranks before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
