@@ -202,9 +202,9 @@ def forget_last_step(trainer: pl.Trainer) -> None:
     counter.current.completed -= 1
 
 
-def ends_epoch(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether this optimizer step is the last one of an epoch."""
-    return step % data_of(trainer).epoch_steps == 0
+def ends_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether the last optimizer step is the last one of an epoch."""
+    return trainer.global_step % data_of(trainer).epoch_steps == 0
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:

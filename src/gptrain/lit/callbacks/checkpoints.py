@@ -217,13 +217,13 @@ class Checkpoints(Checkpoint):
         self._metrics = reproducible_metrics(trainer)
         if trainer.is_global_zero:
             self._warn_about_missing(self._metrics)
-        if not ends_epoch(trainer, trainer.global_step):
+        if not ends_epoch(trainer):
             self._complete(trainer)
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save or amend the last step of an epoch, after the hooks of all other callbacks."""
-        if ends_epoch(trainer, trainer.global_step):
+        if ends_epoch(trainer):
             self._complete(trainer)
             if self._is_due(trainer) or self._metrics is not None:
                 self.save(trainer)
@@ -289,8 +289,7 @@ class Checkpoints(Checkpoint):
             NonFiniteError: On all ranks, if the last step was refused.
         """
         strategy = strategy_of(trainer)
-        if strategy.conclude_step is not None:
-            strategy.conclude_step()
+        strategy.conclude_step()
         step = trainer.global_step
         self.time_is_up = False
         self._interval_start_s = monotonic()
@@ -359,9 +358,7 @@ class Checkpoints(Checkpoint):
 
     def _has_pending_hooks(self, trainer: Trainer) -> bool:
         """Return whether a validation or the epoch-end hooks follow this step."""
-        return ends_epoch(trainer, trainer.global_step) or is_validated(
-            trainer, trainer.global_step
-        )
+        return ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:
         """Return the folders of the checkpoints with the monitored metric, the best first."""

@@ -1,10 +1,10 @@
 """The callback that checks and logs each step, ends a run on request, and records why it ended."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -199,8 +199,8 @@ class TrainingMonitor(Callback):
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
-        if is_logged or ends_epoch(trainer, step) or self._concludes_each_step:
-            cast(Callable[[], Any], strategy.conclude_step)()
+        if is_logged or ends_epoch(trainer) or self._concludes_each_step:
+            strategy.conclude_step()
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)

@@ -73,7 +73,7 @@ class LightningStrategy(SavingStrategy):
 
     info: StrategyInfo
     decide_step: Callable[[Optimizer], None] | None = None
-    conclude_step: Callable[[], Any] | None = None
+    conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
     grad_norm: Tensor | None = None
     correction: Tensor | float = 1.0
     is_updating = False

@@ -38,8 +38,7 @@ class LightningDiLoCo(LightningMultiRank):
         trainer = self.module.trainer
         step = trainer.global_step + 1  # Lightning increases global_step after this hook
         if step % self.parallel.options.sync_every == 0 or step == trainer.max_steps:
-            if self.conclude_step is not None:
-                self.conclude_step()  # the synchronization changes the weights
+            self.conclude_step()  # the synchronization changes the weights
             self.parallel.sync(step)
         return result
 
