@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from gptrain.config import compose_command
 from gptrain.config.compose import resolved
 from gptrain.config.values import read_config
 from gptrain.core.data_schema import DATA, DataConfig
+from gptrain.core.errors import ConfigError
 from gptrain.core.schema import SHIPPED, LightningTrainerConfig, MuonConfig
 from gptrain.core.value_types import Section, TargetConfig
 from tests.command_line import compose_run
@@ -93,6 +95,27 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
         small += [f"data.path={text}"]
     run = train(*small, tiny=False)
     assert run.code == 0, run.err
+
+
+def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_path):
+    auto = ("model=llama_nano", "data=text", "model.vocab_size=auto")
+    assert compose_run(*auto).model.vocab_size == 256  # bytes
+    vocabulary = {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 299}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert compose_run(*auto, f"data.tokenizer={tmp_path}").model.vocab_size == 300
+    cfg = compose_run(*auto, f"init_from={tmp_path}", "data.tokenizer=${init_from}",
+                      "model.vocab_multiple=64")  # fmt: skip
+    assert cfg.model.vocab_size == cfg.data.train.arguments["vocab_size"] == 320
+    (tmp_path / "config.json").write_text('{"vocab_size": 512}')
+    cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
+    assert cfg.model.vocab_size == 512
+    for words, message in (
+        ((), "model.vocab_size=auto: neither data.tokenizer nor model.path has a vocabulary"),
+        (("data=text", "data.tokenizer=bpe"), "data.tokenizer=bpe: learns as many tokens as"),
+        (("data=text", "data.tokenizer=/none"), "data.tokenizer=/none: no tokenizer.json with a"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose_run("model.vocab_size=auto", *words)
 
 
 # Keys that a user adds with a `+`, so that no yaml file has them.

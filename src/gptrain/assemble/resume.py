@@ -38,6 +38,7 @@ INDIFFERENT = {
     "data.val.seed",  # derived from seed
     "model.compile",
     "model.activation_checkpointing",
+    "model.vocab_multiple",  # the resulting number is compared instead
 }
 # Entries of a manifest that are no config keys, see check_data and keep_warmup.
 EXTRA_ENTRIES = ("data", "warmup_steps")

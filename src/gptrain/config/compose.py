@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gptrain.config.overrides import REFUSALS, explain, line_of, parse
+from gptrain.config.vocabulary import with_vocab_size
 from gptrain.core import locations
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line
 from gptrain.runtime.process import run_stamp
@@ -108,11 +109,12 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
     Args:
         cfg: Composed config.
-        resolve: Whether to replace each reference by its value. Then a required key without a
-            value raises MissingMandatoryValue.
+        resolve: Whether to replace each reference by its value, and `model.vocab_size=auto` by a
+            number. Then a required key without a value raises MissingMandatoryValue.
     """
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)
+    cfg = with_vocab_size(cfg) if resolve else cfg
     values = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=resolve)
     return cast(dict[str, Any], values)
 

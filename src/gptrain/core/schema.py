@@ -49,12 +49,14 @@ class ModelConfig(TargetConfig):
     Attributes:
         compile: Parts of the net that torch.compile compiles.
         activation_checkpointing: Activations that the backward pass recomputes.
+        vocab_multiple: Number of which `vocab_size: auto` is rounded up to a multiple.
     """
 
-    OWN_KEYS = frozenset({"compile", "activation_checkpointing"})
+    OWN_KEYS = frozenset({"compile", "activation_checkpointing", "vocab_multiple"})
 
     compile: Literal["none", "blocks", "model"]
     activation_checkpointing: Literal["none", "selective", "full"]
+    vocab_multiple: Count = 1
 
 
 class DecoderConfig(ModelConfig, extra="forbid"):
