@@ -183,12 +183,29 @@ def test_a_user_training_step_may_read_batches_of_different_lengths(fit):
     assert len(run.column("train/loss")) == 6
 
 
-@pytest.mark.parametrize("place", ["train", "val"])
-def test_an_iterable_dataset_is_refused_in_one_line(refused, place):
-    line = refused(f"data.{place}._target_={DATA}.Endless")
-    assert f"data.{place}._target_={DATA}.Endless: an IterableDataset, whose samples have" in line
-    line = refused(f"data.{place}._target_={DATA}.make_endless")
-    assert f"data.{place}._target_={DATA}.make_endless: made a Endless" in line
+# Streams
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", ["true", "false"])
+def test_a_stream_resumes_exactly_on_two_ranks(resumes, splits):
+    words = (f"data.train._target_={DATA}.Resumable", f"+data.train.splits={splits}", *TWO)
+    run = resumes(*words, "data.num_samples=44", "trainer.accumulate_grad_batches=2", stops=(2,))
+    text = "divided over 2 ranks by the dataset" if splits == "true" else "keeps one of 2"
+    assert text in line_of(run, "data") and "resumes exactly" in line_of(run, "data")
+
+
+def test_a_stream_without_a_state_begins_again_with_one_warning(fit):
+    words = of("Endless")
+    run = fit(*words, "data.num_samples=20", "checkpoint.every_n_steps=1", "checkpoint.keep=9")
+    losses = run.column("train/loss")
+    assert len(losses) == 6 and "begins again on a resume" in line_of(run, "data")
+    with pytest.warns(UserWarning, match="no state_dict.*its first 16 samples are read again"):
+        fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "again"))
+    line = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", code=2, begun=True).errors[0]
+    assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
+    (line,) = fit(*words, "data.num_workers=2", code=2, begun=True).errors
+    assert "data.num_workers=2: a stream is read in the training process" in line
 
 
 def test_a_lightning_data_module_is_refused_in_one_line(refused):

@@ -8,7 +8,7 @@ import torch
 from hydra.utils import get_method
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
 from gptrain.assemble.module import module_class
@@ -18,7 +18,9 @@ from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.samples import describe_sample, has_documents, len_of
+from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
 from gptrain.lit.module import LanguageModel
+from gptrain.runtime.devices import find_devices
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
@@ -32,20 +34,46 @@ PAIR = (
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
     """Build the dataset `data.<name>`.
 
-    For a LanguageModel, dicts in the form of Hugging Face are turned into pairs.
+    A stream gets an index: that of training is read during the run, others are read at once. For a
+    LanguageModel, dicts in the form of Hugging Face are turned into pairs.
 
     Raises:
-        ConfigError: If its samples cannot be read by index.
+        ConfigError: If it is no dataset, or a stream that this run cannot read.
     """
     key, section = f"data.{name}", getattr(cfg.data, name)
-    dataset = build_target(section.node())
-    if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")) or isinstance(
-        dataset, IterableDataset
-    ):
+    limit = getattr(cfg.trainer, f"limit_{name}_batches")
+    n_samples = None  # all
+    if type(limit) is int:  # micro-batches of each rank
+        n_samples = max(1, limit) * cfg.data.batch_size * find_devices(cfg).world_size
+    dataset = as_indexed(build_target(section.node()), key, n_samples)
+    if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__}, whose samples have no index"
         raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
+    if find_stream(dataset):
+        check_stream(cfg, dataset)
     module_type: Any = get_method(cfg.module.target)
     return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
+
+
+def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
+    """Check that a run can read a stream of training samples.
+
+    Raises:
+        ConfigError: If nothing ends the run, or an option needs samples with an index.
+    """
+    trainer = cfg.trainer
+    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
+    if cfg.task == "fit" and len_of(dataset) == UNKNOWN_LENGTH and not has_end:
+        message = "a stream without a length"
+        hint = "trainer.max_steps=1000, or max_tokens=1e9"
+        raise ConfigError.of("data.train._target_", cfg.data.train.target, message, hint=hint)
+    for key, value in (
+        ("data.num_workers", cfg.data.num_workers),
+        ("trainer.overfit_batches", trainer.overfit_batches),
+    ):
+        if value:
+            message = "a stream is read in the training process, and from its beginning"
+            raise ConfigError.of(key, value, message, hint=f"{key}=0")
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:

@@ -14,11 +14,14 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.core.small_files import DataError
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
+from gptrain.data.stream import StreamDataset, find_stream
+from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
 # Workers pass batches to the training process through this file system.
@@ -96,6 +99,9 @@ class TextDataModule(pl.LightningDataModule):
             epoch_steps=lengths.epoch_steps,
             position=lambda: self.step * self.accumulate,
         )
+        self.stream = find_stream(train)
+        if self.stream is not None:
+            self.stream.start(rank, world_size, self.accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
@@ -117,12 +123,18 @@ class TextDataModule(pl.LightningDataModule):
 
         Returns:
             `step`, `tokens`, `place` (number of the permutation of the data, and the position in
-            it) and `taken` (samples that each part of a mixture has given, or None).
+            it) and `taken` (samples that each part of a mixture has given, or None). With a stream
+            also `stream`, the position of each data rank in its part.
         """
         order = self.batches.order
         place = list(self.batches.locate(self.step))
         taken = order.count_taken(*place) if isinstance(order, MixtureOrder) else None
-        return {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
+        state = {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
+        if self.stream is not None:
+            position = self.stream.state_at((self.step - self._loaded_step) * self.accumulate)
+            positions = dict(gather((self.rank, position)))  # ranks of a tensor group read the same
+            state["stream"] = [positions[rank] for rank in range(self.world_size)]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the position of a checkpoint's run. Does nothing outside of a fit."""
@@ -133,6 +145,27 @@ class TextDataModule(pl.LightningDataModule):
             self.batches.resume_point = (self._loaded_step, *place)
             if isinstance(self.batches.order, MixtureOrder):
                 self.batches.order.resume(*place, state_dict["taken"])
+            if self.stream is not None:
+                self._load_stream(self.stream, state_dict.get("stream", [None] * self.world_size))
+
+    def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any] | None]) -> None:
+        """Continue each data rank's part of a stream.
+
+        Args:
+            stream: Stream of the training.
+            positions: Position of each data rank in its part, or None for one without a state.
+
+        Raises:
+            ConfigError: If the stream was read by another number of ranks.
+        """
+        if len(positions) != self.world_size:
+            message = (
+                f"{len(positions)} ranks have read the stream of the checkpoint, each its part"
+            )
+            hint = f"trainer.devices={len(positions)}"
+            raise ConfigError.of("trainer.devices", self.world_size, message, hint=hint)
+        n_samples = self._loaded_step * self.batches.global_batch_size
+        stream.load_state(positions[self.rank], n_samples)
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches, from the run's position on."""
@@ -155,6 +188,8 @@ class TextDataModule(pl.LightningDataModule):
             step: Number of the step, counted from 0.
             rank: Rank of the job whose samples are returned. None returns those of all ranks.
         """
+        if self.stream is not None:
+            return []  # samples of a stream have no index
         samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)
         if rank is not None:
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]

@@ -1,5 +1,7 @@
 """Datasets as a user writes them."""
 
+import copy
+
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -126,6 +128,33 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(self.inner)
+
+
+class Resumable(Endless):
+    """A stream that saves its position and, with `splits`, divides itself over the ranks."""
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed, splits=False):
+        super().__init__(num_samples, seq_len, vocab_size, seed)
+        self.position, self.first, self.stride, self.seq_len = 0, 0, 1, seq_len
+        if splits:
+            self.split_by_rank = self._split
+
+    def _split(self, rank, world_size):
+        part = copy.copy(self)
+        part.first, part.stride = rank, world_size
+        return part
+
+    def __iter__(self):
+        while (index := self.first + self.position * self.stride) < len(self.inner):
+            self.position += 1
+            yield self.inner[index]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
 
 
 class DataModule(pl.LightningDataModule):

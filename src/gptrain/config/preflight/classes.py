@@ -139,18 +139,16 @@ def type_mismatch(target_object: Any, group: str) -> str:
 
 
 def indexing_problem(owner: Any) -> str:
-    """Return why a class cannot be a dataset with samples by index, or an empty string if it can.
+    """Return why a class cannot be a dataset, or an empty string if it can.
 
-    Refused are subclasses of IterableDataset and LightningDataModule. Functions are accepted.
+    Subclasses of LightningDataModule are refused. Functions are accepted.
 
     Args:
         owner: Class that the `_target_` of a dataset names, or a function.
     """
-    needed = "needed: a torch.utils.data.Dataset with __len__ and __getitem__(index)"
+    needed = "needed: a torch.utils.data.Dataset or IterableDataset"
     if not inspect.isclass(owner):
         return ""
-    if issubclass(owner, get_class("torch.utils.data.IterableDataset")):
-        return f"an IterableDataset, whose samples have no index; {needed}"
     if issubclass(owner, get_class("lightning.pytorch.LightningDataModule")):
         return f"a LightningDataModule; {needed}, one for data.train and one for data.val"
     return ""

@@ -1,0 +1,232 @@
+"""Reads an iterable dataset as if its samples had an index, and saves its position.
+
+A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, or a
+`torch.utils.data.IterableDataset`. It may have in addition:
+
+- `split_by_rank(rank, world_size)`: Returns the stream of this rank's samples.
+- `state_dict()` and `load_state_dict(state)`: Position after the sample that was yielded last.
+- `set_epoch(epoch)`: Called before a pass over the data begins again.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from gptrain.core.small_files import DataError
+
+UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
+_NO_POSITION = "the stream has no state_dict, so that a resumed run cannot continue in it"
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can only be iterated."""
+    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
+
+
+class StreamDataset(Dataset):
+    """Samples of one rank's part of a stream, each read once and in the order of the stream.
+
+    `__getitems__` reads the next samples, whatever their indices. When the stream ends, it begins
+    again.
+
+    Args:
+        stream: Stream of all ranks.
+        name: Config key of the dataset, for messages.
+
+    Attributes:
+        split: How the samples are divided over the ranks, for the start of the run.
+    """
+
+    def __init__(self, stream: Any, name: str):
+        self.stream = self.part = stream
+        self.name = name
+        self.split = "one rank"
+        self.rank, self.stride = 0, 1  # a rank keeps one of each group of `stride` samples
+        self.accumulate = 1
+        self.epoch = 0
+        self._first: Any = None
+        self._is_started = False
+        self._samples: Iterator[Any] | None = None
+        self._n_batches = 0  # micro-batches that were read since the start
+        self._before_step: tuple[int, Any] | None = None  # micro-batches and state, before a step
+        for attribute in ("tokenizer", "token_bytes", "end_id", "fingerprint"):
+            if hasattr(stream, attribute):
+                setattr(self, attribute, getattr(stream, attribute))
+
+    def __len__(self) -> int:
+        return len(self.stream) if hasattr(self.stream, "__len__") else UNKNOWN_LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the first sample of the stream. The position does not change.
+
+        Raises:
+            DataError: If the stream is empty.
+        """
+        if self._first is None:
+            state = self._state()
+            self._first = next(iter(self.stream), None)
+            if self._first is None:
+                raise DataError(f"{self.name}: the stream has no sample")
+            if state is not None:
+                self.part.load_state_dict(state["state"])
+        return self._first
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the next samples of this rank, as many as there are indices.
+
+        Before `start` it is the first sample each time, for the checks of the data.
+        """
+        if not self._is_started:
+            return [self[0] for _ in indices]
+        if self._n_batches % self.accumulate == 0:
+            self._before_step = (self._n_batches, self._state())
+        self._n_batches += 1
+        return [self._read() for _ in indices]
+
+    def describe(self, n_samples: int = 0) -> str:
+        """Return how the stream is divided and resumed, as one line."""
+        resumes = "resumes exactly" if self._has_state() else "begins again on a resume"
+        return f"a stream · {self.split} · {resumes}"
+
+    def start(self, rank: int, world_size: int, accumulate: int) -> None:
+        """Take the part of one rank and begin to read it.
+
+        Args:
+            rank: Index of this rank among the ranks that read different samples.
+            world_size: Number of these ranks.
+            accumulate: Micro-batches of an optimizer step.
+        """
+        self.accumulate, self.rank, self._is_started = accumulate, rank, True
+        if world_size == 1:
+            return
+        if hasattr(self.stream, "split_by_rank"):
+            self.part = self.stream.split_by_rank(rank, world_size)
+            self.split = f"divided over {world_size} ranks by the dataset"
+        elif type(self.stream).__module__.split(".")[0] == "datasets":
+            from datasets.distributed import split_dataset_by_node  # extra `datasets`
+
+            self.part = split_dataset_by_node(self.stream, rank, world_size)
+            self.split = f"divided over {world_size} ranks by split_dataset_by_node"
+        else:
+            self.stride = world_size
+            self.split = f"every rank reads all samples and keeps one of {world_size}"
+            if rank == 0:
+                message = f"{self.name}: {self.split}; a method split_by_rank would read less"
+                warnings.warn(message, stacklevel=2)
+
+    def state_at(self, n_batches: int) -> dict[str, Any] | None:
+        """Return the position after a number of micro-batches since the start of this process.
+
+        Args:
+            n_batches: Micro-batches of all complete steps. More may have been read for the next.
+
+        Returns:
+            `epoch`, `state` of the dataset. None if the dataset cannot save its position.
+        """
+        if n_batches == self._n_batches:
+            return self._state()
+        if self._before_step is None or self._before_step[0] != n_batches:
+            return None
+        return self._before_step[1]
+
+    def load_state(self, position: dict[str, Any] | None, n_done: int) -> None:
+        """Continue from a position that `state_at` returned.
+
+        Args:
+            position: The position. None begins again, with a warning.
+            n_done: Number of samples that were read before, over all ranks.
+        """
+        if position is None or not hasattr(self.part, "load_state_dict"):
+            if self.rank == 0:
+                message = f"{self.name}: {_NO_POSITION}; its first {n_done} samples are read again"
+                warnings.warn(message, stacklevel=2)
+            return
+        self.epoch = position["epoch"]
+        self._set_epoch()
+        self.part.load_state_dict(position["state"])
+        self._samples = None
+
+    def _has_state(self) -> bool:
+        return hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
+
+    def _state(self) -> dict[str, Any] | None:
+        if not self._has_state():
+            return None
+        return {"epoch": self.epoch, "state": copy.deepcopy(self.part.state_dict())}
+
+    def _set_epoch(self) -> None:
+        if hasattr(self.part, "set_epoch"):
+            self.part.set_epoch(self.epoch)
+
+    def _iterate(self, part: Any) -> Iterator[Any]:
+        """Yield this rank's samples of the rest of a pass.
+
+        Of each group of `stride` samples a rank keeps one. An incomplete last group is left out.
+        """
+        samples = iter(part)
+        while len(group := list(islice(samples, self.stride))) == self.stride:
+            yield group[self.rank % self.stride]
+
+    def _read(self) -> Any:
+        """Return the next sample. A new pass begins after the last one.
+
+        Raises:
+            DataError: If a new pass has no sample.
+        """
+        if self._samples is None:
+            self._samples = self._iterate(self.part)
+        for sample in self._samples:
+            return sample
+        self.epoch += 1
+        self._set_epoch()
+        self._samples = self._iterate(self.part)
+        for sample in self._samples:
+            return sample
+        raise DataError(f"{self.name}: the stream has no sample for this rank")
+
+
+class ReadStream(Dataset):
+    """All samples of a finite stream, in memory, for an evaluation.
+
+    Args:
+        stream: Stream of all ranks.
+        n_samples: Largest number of samples to read, or None for all.
+    """
+
+    def __init__(self, stream: Any, n_samples: int | None):
+        self.samples = list(islice(iter(stream), n_samples))
+        for attribute in ("tokenizer", "token_bytes"):
+            if hasattr(stream, attribute):
+                setattr(self, attribute, getattr(stream, attribute))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
+    """Return a dataset with an index. A stream of training is read step by step, others at once.
+
+    Args:
+        dataset: Dataset or stream.
+        name: Config key of the dataset.
+        n_samples: Largest number of samples of an evaluation, or None for all.
+    """
+    if not is_stream(dataset):
+        return dataset
+    is_training = name == "data.train"
+    return StreamDataset(dataset, name) if is_training else ReadStream(dataset, n_samples)
+
+
+def find_stream(dataset: Any) -> StreamDataset | None:
+    """Return the stream that a dataset reads, also through wrappers with an attribute `dataset`."""
+    while dataset is not None and not isinstance(dataset, StreamDataset):
+        dataset = getattr(dataset, "dataset", None)
+    return dataset
