@@ -202,9 +202,10 @@ def test_a_stream_without_a_state_begins_again_with_one_warning(fit):
     assert len(losses) == 6 and "begins again on a resume" in line_of(run, "data")
     with pytest.warns(UserWarning, match="no state_dict.*its first 16 samples are read again"):
         fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "again"))
-    line = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", code=2, begun=True).errors[0]
+    refusal = {"name": "refused", "code": 2, "begun": True}
+    (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
-    (line,) = fit(*words, "data.num_workers=2", code=2, begun=True).errors
+    (line,) = fit(*words, "data.num_workers=2", **refusal).errors
     assert "data.num_workers=2: a stream is read in the training process" in line
 
 
