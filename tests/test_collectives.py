@@ -73,6 +73,7 @@ def test_the_command_starts_its_ranks(command, tmp_path):
     done = command("-m", "gptrain.collectives", *words, f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     check_pictures(done.stdout, 2)
+    assert (tmp_path / "run").is_dir()  # the other words are not lost
 
 
 @pytest.mark.slow

@@ -250,9 +250,11 @@ def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, t
     secret, name = tmp_path / "secret", "chat_template.jinja"
     secret.write_text("mine")
     (saved_twice.folder / name).symlink_to(secret)
+    (saved_twice.folder / "added_tokens.json").write_text('{"<x>": 7}')
     _, folder, _ = export_run(f"from_run={saved_twice.folder}", "format=hf")
     (saved_twice.folder / name).unlink()
     assert (folder / "config.json").exists() and not (folder / name).exists()
+    assert (folder / "added_tokens.json").read_text() == '{"<x>": 7}'
 
 
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
