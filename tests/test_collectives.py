@@ -68,6 +68,7 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
     assert sent == {"through rank 0": (12.0, 4.0), "around a ring": (6.0, 6.0)}
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_ranks(command, tmp_path):
     words = ["--explain", "trainer.accelerator=cpu", "trainer.devices=2", "max_bytes=65536"]
     done = command("-m", "gptrain.collectives", *words, f"run_dir={tmp_path / 'run'}")

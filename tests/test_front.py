@@ -74,21 +74,13 @@ def test_the_composed_config_is_shown(capsys):
     assert line.startswith("error: modell.d_model=1")
 
 
-@pytest.mark.slow
-def test_under_torchrun_a_problem_is_reported_once_and_no_rank_writes(command, outputs):
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    done = command(*launcher, "train.py", "trainer.devices=2", "optimizer.lr=-1")
-    assert done.returncode != 0
-    assert done.stderr.count("error: optimizer.lr=-1") == 1
-    assert list(outputs.iterdir()) == []
-
-
-def test_only_the_first_rank_prints(capsys, monkeypatch):
+def test_a_problem_is_reported_by_the_first_rank_and_no_rank_writes(capsys, monkeypatch, outputs):
     for rank, said in ((0, True), (1, False)):
         for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, str(value))
         assert run_command(never, ["trainer.devices=3"]) == 2
         assert ("error: " in capsys.readouterr().err) == said
+    assert list(outputs.iterdir()) == []
 
 
 def test_a_rank_other_than_0_writes_no_log(monkeypatch, outputs):

@@ -41,17 +41,26 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.fixture
+def loss_by_itself(train, tmp_path_factory) -> float:
+    """val/loss of the run that gptrain starts. It is trained once for all tests."""
+    kept = tmp_path_factory.getbasetemp() / "loss_by_itself"
+    if not kept.exists():
+        run = train(*WORDS, tiny=False)
+        assert run.code == 0, run.err
+        kept.write_text(repr(run.metrics["val/loss"]))
+    return float(kept.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", STARTED)
-def test_a_launcher_gives_one_run_with_the_same_loss(command, train, tmp_path):
+def test_a_launcher_gives_one_run_with_the_same_loss(command, loss_by_itself, tmp_path):
     if not shutil.which(command[0]):
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
     assert run.returncode == 0, run.stderr
     (folder,) = (tmp_path / "train").iterdir()  # one: not a run for each process
-    by_itself = train(*WORDS, tiny=False)
-    assert by_itself.code == 0, by_itself.err
-    assert Finished(0, "", "", folder).metrics["val/loss"] == by_itself.metrics["val/loss"]
+    assert Finished(0, "", "", folder).metrics["val/loss"] == loss_by_itself
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
 
 

@@ -304,6 +304,18 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
     assert abs(truth.column("train/loss")[0] / fresh - 1) > 1e-3  # the initial weights matter
 
 
+def check_resumes_with_dropout(runs: Runs, name: str, n_ranks: int) -> None:
+    """Check that each rank draws its own dropout masks, and draws them again after a resume."""
+    words = (*PLACES[name], *DROPOUT)
+    whole = runs(*words)
+    resumed = runs(*words, f"ckpt_path={whole.checkpoint(3)}")
+    check_same_bits(resumed, whole, since=3)
+    masks = [whole.record(rank)["mask"].tolist()[:200] for rank in range(n_ranks)]
+    for rank, mask in enumerate(masks):
+        assert any(mask)
+        assert mask not in masks[:rank], f"rank {rank}"
+
+
 def check_muon(runs: Runs, name: str) -> None:
     """Check that Muon, whose work the ranks divide, equals one process."""
     words = (
@@ -361,15 +373,7 @@ class ResumeTests(StrategyTests):
     """Further tests, for one strategy per way to partition a net."""
 
     def test_a_run_with_dropout_resumes_bit_for_bit(self, runs):
-        """Each rank draws its own dropout masks, and draws them again after a resume."""
-        words = (*PLACES[self.name], *DROPOUT)
-        whole = runs(*words)
-        resumed = runs(*words, f"ckpt_path={whole.checkpoint(3)}")
-        check_same_bits(resumed, whole, since=3)
-        masks = [whole.record(rank)["mask"].tolist()[:200] for rank in range(len(self.data_ranks))]
-        for rank, mask in enumerate(masks):
-            assert any(mask)
-            assert mask not in masks[:rank], f"rank {rank}"
+        check_resumes_with_dropout(runs, self.name, len(self.data_ranks))
 
 
 class PrecisionTests(ResumeTests):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, training_bytes
@@ -61,6 +62,7 @@ def test_sent_and_kept_bytes_equal_the_plan():
         check_bytes("pipeline", schedule=schedule)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     check_bytes("fsdp_tensor_parallel")

@@ -4,13 +4,13 @@ import pytest
 import runs as helpers
 
 
-class TestFSDPTensorParallel(helpers.ResumeTests):
+class TestFSDPTensorParallel(helpers.StrategyTests):
     """The ranks of a tensor-parallel group are neighbours."""
 
     name, data_ranks = "fsdp_tensor_parallel", [0, 0, 1, 1]
 
 
-class TestDDPPipeline(helpers.ResumeTests):
+class TestDDPPipeline(helpers.StrategyTests):
     """The stages of a pipeline are on the most distant ranks."""
 
     name, data_ranks = "ddp_pipeline", [0, 1, 0, 1]
@@ -20,6 +20,12 @@ class TestHSDP(helpers.StrategyTests):
     """Two copies of the net, each sharded over two neighbouring ranks."""
 
     name, data_ranks = "hsdp", [0, 1, 2, 3]
+
+
+@pytest.mark.slow  # the fast tests resume each of the strategies that are combined
+@pytest.mark.parametrize("name", ["fsdp_tensor_parallel", "ddp_pipeline"])
+def test_a_combined_strategy_with_dropout_resumes_bit_for_bit(name, runs):
+    helpers.check_resumes_with_dropout(runs, name, n_ranks=4)
 
 
 def test_copies_exchange_only_the_gradients_of_their_shards(runs):

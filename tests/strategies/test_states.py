@@ -133,6 +133,7 @@ def test_any_strategy_reads_the_states_of_the_others():
     check_states(every_kind)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_any_combined_strategy_reads_the_states_of_the_others():
     check_states(every_mix)
