@@ -62,9 +62,9 @@ def load(
         raise ConfigError(problems)
     match content.get("checkpoint"):
         case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
-            found = find_weights(source, which, BestBy(monitor, mode))
+            weights = find_weights(source, which, BestBy(monitor, mode))
         case _:
-            found = find_weights(source, which)
+            weights = find_weights(source, which)
     try:
         with torch.random.fork_rng(devices=[]):
             section = ModelConfig.model_construct(**content["model"])
@@ -72,7 +72,7 @@ def load(
     except (TypeError, ValueError, RuntimeError) as error:  # the arguments do not fit the class
         message = f"cannot be made: {str(error).splitlines()[0]}"
         raise ConfigError.of("model", model["model"]["_target_"], message, code=BAD_DATA) from error
-    load_weights(net, found)
+    load_weights(net, weights)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
 
 

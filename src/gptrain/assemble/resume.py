@@ -104,26 +104,26 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
     Raises:
         ConfigError: If the checkpoint cannot be used, or the folder holds another run.
     """
-    asked = cfg.ckpt_path
-    if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
+    requested = cfg.ckpt_path
+    if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
         message = f"holds a run that was saved at step {steps[-1]}; a new run would mix with it"
         hint = "ckpt_path=last to resume it, or another run_dir"
         code = FOLDER_UNUSABLE
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=code)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
-        Mirror(url).join(store, lock, restore=asked == "last" and not store.steps())
+        Mirror(url).join(store, lock, restore=requested == "last" and not store.steps())
     checkpoint, monitor = None, cfg.checkpoint.monitor
-    with named_source("ckpt_path", asked or ""):
-        if asked == "last":
+    with named_source("ckpt_path", requested or ""):
+        if requested == "last":
             store.clean()
             checkpoint = store.newest_good()
-        elif asked == "best":
+        elif requested == "best":
             checkpoint = store.best(monitor, cfg.checkpoint.mode)
             if checkpoint is None:
                 raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
-        elif asked:
-            checkpoint = find_weights(asked, "last")
-    if checkpoint is None and asked:
+        elif requested:
+            checkpoint = find_weights(requested, "last")
+    if checkpoint is None and requested:
         text = f"from the beginning: {store.folder} holds no checkpoint yet"
         log.info(labels.line("start", text))
     return checkpoint
@@ -138,9 +138,10 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
     Raises:
         ConfigError: If they are damaged (exit code 65) or do not exist (66).
     """
-    asked, which = cfg.ckpt_path, "last" if cfg.ckpt_path == "last" else "best"
-    source = cfg.from_run or cfg.run_dir if asked in (None, "best", "last") else asked
-    key = "from_run" if asked is None else "ckpt_path"
+    requested = cfg.ckpt_path
+    which = "last" if requested == "last" else "best"
+    source = cfg.from_run or cfg.run_dir if requested in (None, "best", "last") else requested
+    key = "from_run" if requested is None else "ckpt_path"
     with named_source(key, cfg.value_of(key)):
         return find_weights(source, which, cfg.checkpoint)
 
@@ -226,8 +227,9 @@ def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -
     Args:
         saved: Entries of the checkpoint's manifest.
     """
-    asked, first = cfg.scheduler.warmup_steps, saved.get("warmup_steps")
-    is_other = asked != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
+    warmup = cfg.scheduler.warmup_steps
+    first = saved.get("warmup_steps")
+    is_other = warmup != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
     return lengths if first is None or is_other else replace(lengths, warmup_steps=first)
 
 

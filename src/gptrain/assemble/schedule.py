@@ -32,11 +32,11 @@ def configured_length(cfg: RunConfig, phase: str, step_tokens: int) -> float | N
     Raises:
         ConfigError: If the phase is given in tokens and is shorter than one step.
     """
-    asked = cfg.scheduler.phase(phase)
-    if asked.tokens is None:
-        return asked.steps
+    length = cfg.scheduler.phase(phase)
+    if length.tokens is None:
+        return length.steps
     with as_config_errors(cfg, f"scheduler.{phase}_tokens"):
-        return token_steps(asked.tokens, step_tokens)
+        return token_steps(length.tokens, step_tokens)
 
 
 def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
@@ -49,10 +49,10 @@ def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
     """
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
-    asked = configured_length(cfg, "warmup", lengths.step_tokens)
+    length = configured_length(cfg, "warmup", lengths.step_tokens)
     total = configured_length(cfg, "total", lengths.step_tokens)
     with as_config_errors(cfg, "scheduler.warmup_steps"):
-        return warmup_steps(asked, int(total) if total else lengths.n_steps)
+        return warmup_steps(length, int(total) if total else lengths.n_steps)
 
 
 def build_schedule(

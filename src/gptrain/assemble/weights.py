@@ -66,8 +66,8 @@ def find_weights(
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
         best = store.best(by.monitor, by.mode) if which == "best" else None
-        if found := best or store.newest_good():
-            return found
+        if checkpoint := best or store.newest_good():
+            return checkpoint
     folder = source.parent if source.name == STATE_NAME else source
     if (folder / MANIFEST_NAME).exists():
         return CheckpointStore(folder.parent).verify(folder)

@@ -152,43 +152,43 @@ def token_steps(max_tokens: float, step_tokens: int) -> int:
 DEFAULT_WARMUP_STEPS = 100
 
 
-def warmup_steps(asked: float | None, total_steps: int | None) -> int:
+def warmup_steps(length: float | None, total_steps: int | None) -> int:
     """Return the number of warm-up steps.
 
     Args:
-        asked: Number of steps, or a fraction of the run below 1. None stands for 100 steps or a
+        length: Number of steps, or a fraction of the run below 1. None stands for 100 steps or a
             tenth of the run, whichever is less.
         total_steps: Steps of the run, or None if only a time limit ends the run.
 
     Raises:
-        ValueError: If `asked` is neither an integer number of steps nor a fraction from 0 to 1, or
+        ValueError: If `length` is neither an integer number of steps nor a fraction from 0 to 1, or
             is a fraction and `total_steps` is None.
     """
-    if asked is not None:
-        return phase_steps(asked, total_steps)
+    if length is not None:
+        return phase_steps(length, total_steps)
     if total_steps is None:
         return DEFAULT_WARMUP_STEPS
     return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
 
 
-def phase_steps(asked: float, total_steps: int | None) -> int:
+def phase_steps(length: float, total_steps: int | None) -> int:
     """Return the number of steps of one phase of the schedule.
 
     Args:
-        asked: Integer number of steps, or a fraction of the run between 0 and 1.
+        length: Integer number of steps, or a fraction of the run between 0 and 1.
         total_steps: Steps of the run, or None if only a time limit ends the run.
 
     Raises:
-        ValueError: If `asked` is neither of the two, or is a fraction and the length of the run is
+        ValueError: If `length` is neither of the two, or is a fraction and the length of the run is
             unknown.
     """
-    if asked < 0 or (asked > 1 and asked != int(asked)):
+    if length < 0 or (length > 1 and length != int(length)):
         raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
-    if not 0 < asked < 1:
-        return int(asked)
+    if not 0 < length < 1:
+        return int(length)
     if total_steps is None:
         raise ValueError("a fraction of a run of unknown length")
-    return round(asked * total_steps)
+    return round(length * total_steps)
 
 
 DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392

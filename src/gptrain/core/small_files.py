@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from gptrain.core.errors import first_line
+
 
 class DataError(ValueError):
     """Raised for data that is empty, damaged or does not fit the run.
@@ -66,25 +68,26 @@ def read_json(path: str | Path) -> Any:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not JSON, or the path is not a regular file.
     """
-    text = read_bytes(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also if the bytes are not UTF-8
-        raise UnreadableFileError(path, f"not JSON ({error})") from None
+    return _parse(path, json.loads, "JSON")
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the value of a YAML file, made of plain lists, dicts and scalars.
+    """Return the value of a YAML file. Tags that would create Python objects are refused.
 
     Raises:
         OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the content is not YAML, or the path is not a regular file.
+        UnreadableFileError: If the content is not such YAML, or the path is not a regular file.
     """
+    return _parse(path, yaml.safe_load, "YAML")
+
+
+def _parse(path: str | Path, parse: Callable[[bytes], Any], language: str) -> Any:
+    """Return the value that `parse` finds in a file, or raise an UnreadableFileError."""
     text = read_bytes(path)
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UnreadableFileError(path, f"not YAML ({str(error).splitlines()[0]})") from None
+        return parse(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also if not UTF-8
+        raise UnreadableFileError(path, f"not {language} ({first_line(error)})") from None
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:

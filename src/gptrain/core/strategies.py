@@ -204,20 +204,20 @@ class Strategy:
     Attributes:
         axes: Axes of the device mesh over which the work is divided.
         needs: Attributes that a net must have (see `gptrain.models`).
-        made: `module:class` of the ParallelStrategy that partitions and trains the net.
+        parallel: `module:class` of the ParallelStrategy that partitions and trains the net.
         check: `module:function` that raises an error for a net, options and dims that do not fit.
         is_exact: True if the strategy computes the same losses and weights as one process, up to
             rounding.
         options: Type of the `strategy` group under this strategy.
         contract: Requirement on the code of a net, for the error message if a net violates it.
-        lightning: `module:class` of the Lightning strategy around the object in `made`.
+        lightning: `module:class` of the Lightning strategy around the object in `parallel`.
         costs: `module:class` that states what a rank stores and sends (see `costs.strategies`).
         defaults: Folder of `<name>.yaml` with the defaults of the options.
     """
 
     axes: tuple[str, ...]
     needs: tuple[str, ...]
-    made: str
+    parallel: str
     check: str = ""
     is_exact: bool = True
     options: type[StrategyOptions] = SingleOptions
@@ -231,7 +231,7 @@ _PARALLEL = "gptrain.parallel"
 _LIGHTNING = "gptrain.lit.strategies"
 _COSTS = "gptrain.costs.strategies"
 _PIPELINE: dict[str, Any] = {
-    "made": f"{_PARALLEL}.pipeline:Pipeline",
+    "parallel": f"{_PARALLEL}.pipeline:Pipeline",
     "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
     "costs": f"{_COSTS}:PipelineCosts",
     "check": f"{_PARALLEL}.pipeline:check_pipeline",
@@ -239,7 +239,7 @@ _PIPELINE: dict[str, Any] = {
     "called with the activations alone",
 }
 _TENSOR: dict[str, Any] = {
-    "made": f"{_PARALLEL}.sharded:TensorParallel",
+    "parallel": f"{_PARALLEL}.sharded:TensorParallel",
     "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
     "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
     "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
@@ -361,16 +361,16 @@ class ParallelDims:
         return self.data * self.tensor * self.pipeline
 
 
-def strategy_name(asked: str, world_size: int) -> str:
+def strategy_name(name: str, world_size: int) -> str:
     """Return the key of STRATEGIES for a `strategy.name`.
 
     Args:
-        asked: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`.
+        name: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`.
         world_size: Number of ranks of the job.
     """
-    if asked == "auto":
+    if name == "auto":
         return "single" if world_size == 1 else "ddp"
-    return asked
+    return name
 
 
 def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:

@@ -64,7 +64,7 @@ def build_strategy(
     row = STRATEGIES[name]
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
-    parallel_class: type[ParallelStrategy] = resolve_name(row.made)
+    parallel_class: type[ParallelStrategy] = resolve_name(row.parallel)
     # The planner calls this function under FakeTensorMode, whose tensors have no values. A device
     # mesh needs tensors with values.
     with unset_fake_temporarily():
