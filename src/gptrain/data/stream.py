@@ -11,6 +11,7 @@ A stream is a dataset with `__iter__` and without an index: `datasets` in stream
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -108,9 +109,9 @@ class StreamDataset(Dataset):
             self.part = self.stream.split_by_rank(rank, world_size)
             self.split = f"divided over {world_size} ranks by the dataset"
         elif type(self.stream).__module__.split(".")[0] == "datasets":
-            from datasets.distributed import split_dataset_by_node  # extra `datasets`
-
-            self.part = split_dataset_by_node(self.stream, rank, world_size)
+            # The stream is an object of this package, so the package is installed.
+            distributed = import_module("datasets.distributed")
+            self.part = distributed.split_dataset_by_node(self.stream, rank, world_size)
             self.split = f"divided over {world_size} ranks by split_dataset_by_node"
         else:
             self.stride = world_size
