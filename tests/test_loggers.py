@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import read_holder
-from gptrain.lit.loggers import CSVLogger
+from gptrain.lit.loggers import CSVLogger, JsonLinesLogger
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -18,6 +19,10 @@ EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 def rows(folder) -> list[dict[str, str]]:
     with open(folder / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def json_rows(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def events(folder, name: str) -> list[tuple[int, float]]:
@@ -52,12 +57,17 @@ def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(tr
     def curves(folder) -> tuple:
         found = rows(folder)
         table = [(row["step"], row["train/loss"], row["val/loss"]) for row in found]
-        return table, events(folder, "loss/train"), events(folder, "loss/val")
+        logged = ("train/loss", "val/loss", "lr", "tokens", "grad_norm")
+        objects = [[row.get(key) for key in ("step", *logged)] for row in json_rows(folder)]
+        return table, events(folder, "loss/train"), events(folder, "loss/val"), objects
 
     options = ("logger=[tensorboard,csv]", *EVERY_STEP, "trainer.max_steps=6")
     run = train(*options)
     assert run.code == 0, run.err
-    whole = table, losses, validated = curves(run.folder)
+    whole = table, losses, validated, objects = curves(run.folder)
+    assert [row[:3] for row in objects] == [
+        [int(step), float(loss), float(val) if val else None] for step, loss, val in table
+    ]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in validated] == [2, 4, 6]
     assert [float(loss) for _, loss, _ in table] == pytest.approx([loss for _, loss in losses])
@@ -79,6 +89,27 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
     again.log_metrics({"train/loss": 0.25, "perf/step_s": 1.0}, 3)
     told = [(row["step"], row["train/loss"], row["val/loss"]) for row in rows(tmp_path)]
     assert told == [("1", "1.0", ""), ("2", "0.5", ""), ("3", "0.25", "0.5")]
+
+
+def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
+    logger = JsonLinesLogger(str(tmp_path))
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": 1 / step, "perf/step_s": float("nan")}, step)
+    logger.log_metrics({"val/loss": 0.25}, 3)
+    logger.log_saved_step({"train/loss": 9.0}, 3)  # the object of the step is there
+    logger.log_saved_step({"train/loss": 0.25}, 4)  # the run dies before Lightning logs the step
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 5, "tr')
+    again = JsonLinesLogger(str(tmp_path))
+    again.discard_after(4)
+    again.log_metrics({"train/loss": 0.2}, 5)
+    rows = json_rows(tmp_path)
+    assert [(row["step"], row["train/loss"], row.get("val/loss")) for row in rows] == [
+        (1, 1.0, None), (2, 0.5, None), (3, 1 / 3, 0.25), (4, 0.25, None), (5, 0.2, None)
+    ]  # fmt: skip
+    assert rows[0]["perf/step_s"] is None
+    JsonLinesLogger(str(tmp_path)).discard_after(2)
+    assert [row["step"] for row in json_rows(tmp_path)] == [1, 2]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ Spawned ones, as a person's are, start in test_project.py and test_signals_run.p
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from types import SimpleNamespace
@@ -33,6 +34,8 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     two = train(*LOGGED, log, "trainer.devices=2", name="two words = ä")
     assert two.code == 0, two.err
     one_log_and_no_traces_of_other_ranks(two.folder)
+    for row in map(json.loads, (two.folder / "metrics.jsonl").read_text().splitlines()):
+        assert row["perf/slowest_rank"] in (0, 1) and 1 <= row["perf/slowest_over_median"] <= 2
     labels = [line.split()[0] for line in two.out.splitlines()]
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     lines = (two.folder / "train.log").read_text().splitlines()

@@ -6,12 +6,15 @@ import gc
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 
 import pytest
 import torch
 
+from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.timeline import TIMES, measure, recovery_times
 from gptrain.runtime.provenance import read_git
 from tests.conftest import ROOT
 
@@ -117,6 +120,62 @@ def test_a_result_says_what_it_was_made_by(train):
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     assert (made["git"] or {}).get("commit", "") == head
+
+
+def phase(name: str, step: int, begin_s: float, end_s: float) -> dict:
+    return {"phase": name, "step": step, "begin": begin_s, "time": end_s}
+
+
+# A start that is killed at step 9 after a save of step 6, and a start that ends the run at step 12.
+KILLED = [
+    {"start": 0, "time": 100.0},
+    phase("starting", 1, 100.0, 110.0),
+    phase("steps", 6, 110.0, 115.0),
+    phase("saves", 6, 115.0, 117.0),
+    phase("steps", 9, 117.0, 120.0),
+]
+RESUMED = [
+    {"start": 6, "time": 150.0},
+    phase("starting", 7, 150.0, 158.0),
+    phase("steps", 12, 158.0, 163.0),
+    phase("validation", 12, 163.0, 167.0),
+    {"end": 12, "time": 167.0},
+]
+
+
+def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
+    seconds = {"steps": 10, "validation": 4, "saves": 2, "starting": 18, "redone": 3,
+               "between_starts": 30}  # fmt: skip
+    assert seconds.keys() == set(TIMES)
+    times = {f"{name}_s": value for name, value in seconds.items()}
+    assert measure(KILLED + RESUMED) == {"goodput": round(10 / 67, 4), **times}
+    extended = [{"start": 12, "time": 9000.0}, phase("steps", 13, 9000.0, 9001.0)]
+    assert measure(KILLED + RESUMED + extended)["between_starts_s"] == 30  # the run was done
+    assert measure(KILLED)["redone_s"] == 0  # nobody knows yet whether a start resumes
+    # From the last line of the killed start to the end of step 10, the third of five steps.
+    assert recovery_times(KILLED + RESUMED) == [158 + 3 - 120]
+    assert recovery_times(KILLED + RESUMED[:2]) == []
+    assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
+
+
+def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
+    words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "logger=none")
+    first = train(*words, "trainer.max_steps=4")
+    (first.folder / "result.json").unlink()
+    shutil.rmtree(first.folder / "checkpoints/step-00000004")
+    again = train(*words, "trainer.max_steps=5", "ckpt_path=last")
+    made = result(again)
+    rows = read_json_lines(again.folder / "timeline.jsonl")
+    (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
+    started = rows[done + 1]
+    assert started["start"] == 3
+    age_s = rows[-1]["time"] - rows[0]["time"] - (started["time"] - rows[done]["time"])
+    assert sum(made[f"{name}_s"] for name in TIMES) == pytest.approx(age_s, abs=0.1)
+    assert made["redone_s"] > 0 and made["goodput"] == pytest.approx(
+        made["steps_s"] / age_s, abs=0.05
+    )
+    (line,) = (line for line in again.out.splitlines() if line.startswith("result "))
+    assert f" · goodput {made['goodput']:.2f} (" in line and " s starting" in line
 
 
 def test_a_repository_is_dirty_with_a_change_or_a_new_file(tmp_path, monkeypatch):

@@ -62,6 +62,21 @@ def four(tmp_path) -> Path:
     return tmp_path
 
 
+def test_goodput_is_shown_over_all_starts_of_a_run(four, show):
+    lines = [{"start": 0, "time": 1.0}]
+    lines += [{"phase": "starting", "step": 1, "begin": 1.0, "time": 3.0}]
+    lines += [{"phase": "steps", "step": 9, "begin": 3.0, "time": 9.0}]
+    write(four / "sweep/10/timeline.jsonl", "\n".join(map(json.dumps, lines)))
+    write(four / "a/timeline.jsonl", "[1]\n{}\nnothing\n")  # of somebody else
+    head, *rows = show(four)[1]
+    assert head.split()[-5:] == ["seconds", "goodput", "steps_s", "starting_s", "ended"]
+    (row,) = [row for row in rows if "lost" in row]
+    assert row.split()[-4:] == ["0.75", "6", "2", "lost"]
+    shown = {entry["run"]: entry for entry in json.loads("\n".join(show(four, "--json")[1]))}
+    assert shown[str(four / "sweep/10")]["goodput"] == 0.75
+    assert "goodput" not in shown[str(four / "a")]
+
+
 def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch):
     write(four / "export/.hydra/config.yaml", "model: {}")  # which is no run
     code, lines, err = show(four)

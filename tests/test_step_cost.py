@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.lit import LanguageModel, perf
 from gptrain.lit.loggers import CSVLogger
+from gptrain.parallel import clock
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -109,6 +112,55 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
         assert {float(row["perf/step_s"]) for row in rows} == {2.0}
         tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
         assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_the_collector_is_frozen_after_the_first_steps_and_still_frees_cycles(train, monkeypatch):
+    frozen, alive = [], []
+    training_step = LanguageModel.training_step
+
+    def step(self, batch, batch_idx):
+        frozen.append(gc.get_freeze_count() > 0)
+        alive.append(weakref.ref(Cycle()))
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModel, "training_step", step)
+    gc.unfreeze()  # the suite has frozen its own objects, see conftest.py
+    try:
+        run = train("trainer.max_steps=8", "trainer.val_check_interval=6", "logger=none")
+        assert run.code == 0, run.err
+        assert gc.isenabled() and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    assert frozen == [False] * 3 + [True] * 5
+    assert not any(reference() for reference in alive[3:6])  # collected at the validation
+
+
+def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    computing = clock.ComputeClock(torch.device("cpu"))
+    computing.resume()  # not started: one rank, or a validation
+    computing.start_step()
+    now.s += 1.0
+    with computing.paused():
+        now.s += 10.0
+        computing.pause()
+    now.s += 2.0
+    computing.stop()
+    with computing.paused():
+        now.s += 100.0
+    assert computing.read() == 3.0
+    computing.start()
+    now.s += 4.0
+    computing.stop()
+    assert computing.read() == 7.0
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

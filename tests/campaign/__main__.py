@@ -1,14 +1,37 @@
 """Run `python -m tests.campaign [--quick] [--only F01,F08] [--keep FOLDER]`."""
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.timeline import measure, recovery_times
 from tests.campaign.lab import Lab
 from tests.campaign.scenarios import SCENARIOS
+
+
+def print_times(folder: Path, faults: list[str]) -> None:
+    """Print goodput and time to recover by fault, see gptrain.checkpoints.timeline.
+
+    The campaign restarts a run as soon as it has ended, in a process that has imported torch.
+    """
+    print("median over the runs of a fault:")
+    for fault in dict.fromkeys(("reference", *faults, "")):
+        paths = sorted(folder.glob(f"*-{fault}*/timeline.jsonl"))
+        timelines = [read_json_lines(path) for path in paths]
+        goodputs = [times["goodput"] for timeline in timelines if (times := measure(timeline))]
+        recoveries = [seconds for timeline in timelines for seconds in recovery_times(timeline)]
+        if goodputs:
+            line = f"{fault or 'all':10}goodput {statistics.median(goodputs):.2f}"
+            if recoveries:
+                line += f"  time to recover {statistics.median(recoveries):6.1f} s"
+                line += f"  ({len(recoveries)} recoveries)"
+            print(line)
+
 
 parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
 parser.add_argument("--quick", action="store_true", help="a sample, about a minute")
@@ -28,5 +51,6 @@ with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         print(f"{row.fault}  {row.what:38}{held:5} of {len(futures)}", flush=True)
         print(*(f"     {problem}\n" for problem in problems), sep="", end="", flush=True)
         n_tries, n_failed = n_tries + len(futures), n_failed + len(problems)
+    print_times(lab.folder, [row.fault for row in rows])
 print(f"{n_tries - n_failed} of {n_tries} held, {time.monotonic() - begun_s:.0f} s")
 sys.exit(n_failed > 0)

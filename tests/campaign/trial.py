@@ -165,7 +165,7 @@ def reuse_pid(folder: Path, draw: Random) -> None:
 
 def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """One fault after another until the run is done: at least 20."""
-    run_dir, (_, reference) = lab.new("storm"), lab.reference(*row.reference)
+    run_dir, (_, reference) = lab.new(f"{row.fault}-storm"), lab.reference(*row.reference)
     for n_faults in range(200):
         attempt, found = befall(row, lab, draw, run_dir)
         if found or (attempt.code == 0 and n_faults < 20):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from pathlib import Path
@@ -15,14 +14,15 @@ from gptrain.checkpoints.amendment import load_state
 
 
 def record(run_dir: Path) -> dict[str, Any]:
-    """Return what a run has computed, by part: digests, micro-steps and rows of metrics.csv.
+    """Return what a run has computed, by part: digests, micro-steps and rows of metrics.jsonl.
 
     The parts of the last checkpoint (weights, optimizer, schedule, random states of all ranks,
     counters) are given as SHA-256. The options of the callback that injects the fault are left
     out, because the run without the fault has no such callback.
 
     Raises:
-        AssertionError: If a micro-step that was done twice had different results.
+        AssertionError: If a micro-step that was done twice had different results, or a step has
+            two rows.
     """
     newest = max((run_dir / "checkpoints").glob("step-????????"))
     state = load_state(newest)
@@ -36,23 +36,19 @@ def record(run_dir: Path) -> dict[str, Any]:
             number, _, rest = line.partition(" ")
             before = results.setdefault(f"{path.stem} {number}", rest)
             assert before == rest, f"{path.stem} {number}: {before}, then {rest}"
-    with (run_dir / "metrics.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            # perf/ columns are times, which differ between equal runs
-            values = {key: row[key] for key in row if row[key] and "perf/" not in key}
-            results[f"row {row['step']}"] = values
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        name = f"row {row['step']}"
+        assert name not in results, f"{name} is there twice"
+        # perf/ values are times, which differ between equal runs
+        results[name] = {key: value for key, value in row.items() if "perf/" not in key}
     return results
 
 
 def difference(run_dir: Path, reference: dict[str, Any]) -> str | None:
-    """Return how a run differs from the reference, or None if it is equal bit for bit.
-
-    Lightning logs a step after saving it. A run that was killed between the two lacks that row.
-    """
+    """Return how a run differs from the reference, or None if it is equal bit for bit."""
     results = record(run_dir)
-    starts = json.loads((run_dir / ".restarts").read_text())["starts"]
-    cut_off = {f"row {start['step']}" for start in starts} - results.keys()
-    keys = (reference.keys() | results.keys()) - cut_off
+    keys = reference.keys() | results.keys()
     parts = sorted(key for key in keys if results.get(key) != reference.get(key))
     return f"it differs in {', '.join(parts[:9])}" if parts else None
 

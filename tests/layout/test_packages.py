@@ -54,6 +54,7 @@ PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightnin
     "_signal_connector": "lit/lightning.py",
     "_broadcast_sigterm_tensor": "lit/lightning.py",
     "_checkpoint_connector": "lit/lightning.py",
+    "_logger_connector": "lit/lightning.py",
     "_user_managed": "lit/lightning.py",
     "_batches_that_stepped": "lit/lightning.py",
     "_restarting": "lit/lightning.py",
@@ -133,6 +134,7 @@ def test_the_private_names_that_are_relied_on_are_there():
     assert callable(trainer._signal_connector.register_signal_handlers)
     assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
     assert trainer._checkpoint_connector._user_managed is False
+    assert isinstance(vars(type(trainer._logger_connector))["metrics"], property)
     assert trainer.fit_loop._restarting is False
     state = trainer.fit_loop.state_dict()
     assert "_batches_that_stepped" in state["epoch_loop.state_dict"]

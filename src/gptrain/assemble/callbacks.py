@@ -18,16 +18,19 @@ from gptrain.checkpoints.lock import read_holder
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
 from gptrain.costs.optimizers import facts_of
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
 from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
 
 FP32_BYTES = 4
@@ -51,8 +54,11 @@ def build_callbacks(
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:
         own.append(ProgressBar())
-    keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
-    checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
+    is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
+    keeps = is_fit and cfg.checkpoint.name != "none"
+    is_recorded = is_fit and guard is not None and this_process().rank == 0
+    timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
+    checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
@@ -63,7 +69,9 @@ def build_callbacks(
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
         typed=typed_optimizer_keys(cfg),
+        timeline=timeline,
     )
+    own.insert(0, QuietCollector())
     if checkpoints is None:
         return [monitor, *own]
     typed = {
@@ -97,7 +105,11 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
 
 
 def build_checkpoints(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig,
+    lengths: RunLengths,
+    guard: Guard | None,
+    train: Dataset,
+    timeline: Timeline,
 ) -> Checkpoints:
     """Build the callback that saves checkpoints.
 
@@ -106,6 +118,7 @@ def build_checkpoints(
     Args:
         guard: Watchdog of this rank, or None.
         train: Training set, whose fingerprint is saved with each checkpoint.
+        timeline: Record of the phases of this start.
     """
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,
@@ -121,7 +134,15 @@ def build_checkpoints(
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     place = guard.heartbeat.folder / "failed" if guard is not None else None
     return Checkpoints(
-        store, facts, cfg.checkpoint, bytes_per_parameter, changed, objective, mirror, place
+        store,
+        facts,
+        cfg.checkpoint,
+        bytes_per_parameter,
+        changed,
+        objective,
+        mirror,
+        place,
+        timeline,
     )
 
 

@@ -17,6 +17,7 @@ from gptrain.lit.lightning import (
     disable_signals_and_autoresume,
     misconfiguration_as_config_error,
 )
+from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -71,13 +72,15 @@ def build_trainer(
 
 
 def build_loggers(cfg: RunConfig) -> list[Logger]:
-    """Build the loggers. Under fast_dev_run one logger that keeps nothing replaces all of them.
+    """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
-    Callbacks that log, such as LearningRateMonitor, refuse a Trainer without a logger.
+    Under fast_dev_run one logger that keeps nothing replaces all of them. Callbacks that log, such
+    as LearningRateMonitor, refuse a Trainer without a logger.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []
-    return [build_target(node.node()) for node in cfg.logger.values()]
+    loggers = [build_target(node.node()) for node in cfg.logger.values()]
+    return [*loggers, JsonLinesLogger(cfg.run_dir)]
 
 
 def assign_devices(strategy: Strategy, devices: RunDevices) -> int:

@@ -137,13 +137,13 @@ def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -
 
 def to_json(value: object) -> bytes:
     """Return a value as indented JSON. NaN and infinity become null, and paths become text."""
-    return json.dumps(_finite(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
+    return json.dumps(finite_values(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 
-def _finite(value: object) -> object:
+def finite_values(value: object) -> object:
     """Return the value with None in place of every NaN and infinity in nested dicts and lists."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,9 @@
 """Every use of Lightning's private names and undeclared attributes.
 
-The private names are needed for four purposes, each as of Lightning 2.6.6 and each with a test that
+The private names are needed for five purposes, each as of Lightning 2.6.6 and each with a test that
 the name still exists: Lightning's signal handlers, its broadcast of a stop request, its automatic
-search for a checkpoint, and the state of its loops in a checkpoint.
+search for a checkpoint, the state of its loops in a checkpoint, and the values that it is about to
+log.
 
 Lightning's connectors set some attributes of a Trainer that the class does not declare
 (`callbacks`, `datamodule`, `fast_dev_run`, `profiler`, `log_every_n_steps`). The functions below
@@ -126,6 +127,15 @@ def is_fast_dev_run(trainer: pl.Trainer) -> bool:
 def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
     """Make Lightning write logged values to the loggers in every `n_steps`-th step."""
     trainer.log_every_n_steps = n_steps  # ty: ignore[missing-attribute]
+
+
+def values_to_log(trainer: pl.Trainer) -> dict[str, float]:
+    """Return the values that Lightning will pass to the loggers after the hooks of this step.
+
+    Call it in `on_train_batch_end`. Values that later hooks log are not included.
+    """
+    metrics = trainer._logger_connector.metrics["log"]
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:

@@ -3,7 +3,8 @@
 import resource
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
@@ -109,6 +111,14 @@ class Speed:
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+
+@contextmanager
+def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, None, None]:
+    """Record the block as time in which a save blocks the training, not as computing time."""
+    clock = strategy_of(trainer).parallel.clock
+    with timeline.during("saves", trainer.global_step), clock.paused():
+        yield
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import fileops, timeline
 from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
 from gptrain.core import labels, shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.monitor import STEP, TrainingMonitor
+from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
@@ -28,6 +28,7 @@ from gptrain.lit.lightning import (
     strategy_of,
     train_loader_of,
 )
+from gptrain.lit.loggers.notes import STEP
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
 from gptrain.parallel.mesh import gather
 
@@ -111,6 +112,7 @@ class Report:
         best = best_checkpoint(trainer)
         path = self.run_dir / RESULT_NAME
         has_worked = monitor.first_step is not None or trainer.state.fn != "fit"
+        goodput = monitor.timeline.end(trainer.global_step)
         if not is_fast_dev_run(trainer) and (has_worked or not path.exists()):
             n_missing = monitor.missing_targets.n_steps
             missing = {"steps_without_target": n_missing} if n_missing else {}
@@ -124,9 +126,12 @@ class Report:
                 ended=ended,
                 peak_memory_bytes=peak_bytes,
                 **missing,
+                **goodput,
                 **self.facts,
             )
         parts = self._result_parts(trainer, monitor, metrics, seconds, peak_bytes)
+        if goodput:
+            parts.append(timeline.describe(goodput))
         parts.append(", ".join(ended.values()))
         log.info(labels.line("result", " · ".join(parts)))
         log.info(labels.line("next", self._next_command(trainer, best)))

@@ -139,7 +139,8 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             total = self.head_loss(net, hidden, targets, options)
             return total * factor.to(total.dtype)
 
-        total = self._run(True, self.microbatches, tokens, targets, loss, documents)
+        with self.clock.paused():
+            total = self._run(True, self.microbatches, tokens, targets, loss, documents)
         anchor = torch.ones((), requires_grad=True, device=total.device)
         checked_scale = scale if self._checks_scale else None
         return _LossWithGradients.apply(anchor, total / scale, checked_scale)

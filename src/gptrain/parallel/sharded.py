@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, compiler, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Optimizer
 
 from gptrain.core.strategies import ShardedOptions, StrategyOptions
+from gptrain.loss import LossOptions
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
@@ -79,8 +80,25 @@ class Sharded(ParallelStrategy[StrategyOptions]):
             fully_shard(block, reshard_after_forward=reshard, **arguments)
         # The backward pass begins with the parameters that the forward pass used last.
         fully_shard(net, reshard_after_forward=False, **arguments)
+        for block in net.blocks.children():
+            # The first hook runs before, the second one after FSDP's hook, which waits for the
+            # all-gather of the block.
+            block.register_forward_pre_hook(compiler.disable(self.clock.pause), prepend=True)
+            block.register_forward_pre_hook(compiler.disable(self.clock.resume))
         if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
             register_fsdp_forward_method(net, "hidden")
+
+    def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+        """Return the sum of the losses in nats, see `ParallelStrategy.loss_sum`.
+
+        The clock is paused until the first block: the forward pass begins with an all-gather of the
+        parameters outside of the blocks.
+        """
+        if isinstance(net, FSDPModule):
+            self.clock.pause()
+        loss = super().loss_sum(net, tokens, targets, options)
+        self.clock.resume()
+        return loss
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Disable `foreach` and `fused` in parameter groups that mix DTensors and plain tensors.

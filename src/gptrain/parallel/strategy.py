@@ -21,6 +21,7 @@ The loss of a training step is computed in four methods of this file and one fun
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -40,6 +41,7 @@ from gptrain.loss import (
 )
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
+from gptrain.parallel.clock import ComputeClock
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import Net
 
@@ -195,6 +197,11 @@ class ParallelStrategy(Generic[OptionsT]):
 
     def __post_init__(self) -> None:
         """Create the process groups of the strategy. The base class needs none."""
+
+    @cached_property
+    def clock(self) -> ComputeClock:
+        """Clock of the time that this rank computes."""
+        return ComputeClock(self.device)
 
     @property
     def activation_group(self) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import runs as package
+from gptrain.checkpoints.timeline import TIMES
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, Parser, printable
 from gptrain.core.locations import default_output_dir
 from gptrain.runs.folder import RunRecord, read_runs
@@ -15,7 +16,8 @@ from gptrain.runs.table import align_columns, differing_keys, rank_runs, run_nam
 from gptrain.runtime.streams import flush_output, prepare_streams
 
 JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
-NEVER_COMPARED = {"overrides", "command", "started"}
+# Keys that --diff leaves out: what was typed is compared by value, and equal runs differ in times.
+NEVER_COMPARED = {"overrides", "command", "started", "goodput", *(f"{name}_s" for name in TIMES)}
 
 
 def main() -> NoReturn:
@@ -70,7 +72,10 @@ def answer(args: argparse.Namespace) -> str:
         return difference(runs)
     metric, runs = rank_runs(runs)
     if args.json:
-        rows = [{"run": str(run.path)} | {k: getattr(run, k) for k in JSON_FIELDS} for run in runs]
+        rows = [
+            {"run": str(run.path)} | {k: getattr(run, k) for k in JSON_FIELDS} | run.goodput
+            for run in runs
+        ]
         return json.dumps(rows, indent=1)
     return text_table(runs, metric)
 

@@ -12,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.lock import is_held
 from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.shell import by_key
 from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
@@ -38,6 +40,8 @@ class RunRecord:
         is_done: True if the run reached its own end.
         ended: Reason of the end in a word or two, such as "done", "running" or "lost".
         detail: Explanation of the reason. May be empty.
+        goodput: Goodput and where the time of all starts went, see `timeline.measure`. Empty for a
+            run without a timeline.
     """
 
     path: Path
@@ -48,6 +52,7 @@ class RunRecord:
     is_done: bool
     ended: str
     detail: str
+    goodput: dict[str, float]
 
     @property
     def typed(self) -> dict[str, str]:
@@ -110,6 +115,7 @@ def read_run(folder: Path) -> RunRecord:
         is_done=is_done,
         ended=str(ended),
         detail=str(detail).removeprefix("error: "),
+        goodput=measure(read_json_lines(folder / TIMELINE_NAME)),
     )
 
 

@@ -66,15 +66,18 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     """Return the table of some runs: a row of column names, then one row per run.
 
     The columns are the run's name, the overrides in which the runs differ, the metrics, steps,
-    seconds, and how the run ended. A value that a run does not have is None.
+    seconds, the goodput with the times that are not negligible, and how the run ended. A value that
+    a run does not have is None.
     """
     keys = differing_keys([run.typed for run in runs])
-    rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", "ended"]]
+    names = dict.fromkeys(name for run in runs for name, value in run.goodput.items())
+    times = [name for name in names if any(run.goodput.get(name, 0) >= 0.05 for run in runs)]
+    rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", *times, "ended"]]
     for run, name in zip(runs, run_names(runs), strict=True):
         values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
         seconds = None if run.seconds is None else round(run.seconds, 1)
         ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
-        rows.append([name, *values, run.steps, seconds, ending])
+        rows.append([name, *values, run.steps, seconds, *map(run.goodput.get, times), ending])
     return rows
 
 

@@ -14,6 +14,7 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import DONE, ConfigIssue, first_line
 from gptrain.lit.callbacks.resume import (
@@ -32,6 +33,8 @@ from gptrain.lit.lightning import (
     loop_state_after,
     strategy_of,
 )
+from gptrain.lit.loggers.notes import log_saved_step
+from gptrain.lit.perf import blocked_by_save
 from gptrain.parallel.mesh import gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class Checkpoints(Checkpoint):
             last copy before they exit. None if there is no mirror.
         agreement_folder: Shared folder of this start of the run, in which failed ranks agree on
             whether to save. If None, a run of several ranks does not save after an error.
+        timeline: Record of the phases of this start. None records nothing.
 
     Attributes:
         stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
@@ -95,6 +99,7 @@ class Checkpoints(Checkpoint):
         objective: str,
         mirror: Mirror | None,
         agreement_folder: Path | None = None,
+        timeline: Timeline | None = None,
     ):
         self.store = store
         self.identity = identity
@@ -105,6 +110,7 @@ class Checkpoints(Checkpoint):
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
         self.agreement_folder = agreement_folder
+        self.timeline = timeline or Timeline(None)
         self.stopping = False
         self.time_is_up = False
         self.saved = SavedStep(0, True)
@@ -190,6 +196,7 @@ class Checkpoints(Checkpoint):
         if not self._has_pending_hooks(trainer):
             self._completed_step = trainer.global_step
             if self._is_due(trainer):
+                log_saved_step(trainer)
                 self.save(trainer)
 
     def before_validation(self, trainer: Trainer) -> None:
@@ -267,6 +274,8 @@ class Checkpoints(Checkpoint):
             self.finish(trainer)
             self._is_salvaging = True
             if is_unsaved:
+                if trainer.training:
+                    log_saved_step(trainer)
                 self.save(trainer, validated=validated)
             log.info(labels.line("saved", f"step {step}, before the error"))
             self._wait_for_mirror(trainer)
@@ -301,14 +310,15 @@ class Checkpoints(Checkpoint):
         )
         self.saved = SavedStep(step, validated)
         if is_amendment:
-            self._amend(trainer)
+            with blocked_by_save(trainer, self.timeline):
+                self._amend(trainer)
             return
         self.finish(trainer)
         if not trainer.is_global_zero:
             self._allow_long_phase("save")
         is_large = self._needed_bytes >= BACKGROUND_BYTES
         is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
-        with self.store.writing(
+        writing = self.store.writing(
             step,
             kind="sharded" if strategy.parallel.is_partitioned else "full",
             config=self.identity,
@@ -317,7 +327,8 @@ class Checkpoints(Checkpoint):
             rank=trainer.global_rank,
             gather=gather,
             in_background=self.options.background and is_large and not is_last,
-        ) as writer:
+        )
+        with blocked_by_save(trainer, self.timeline), writing as writer:
             strategy.saves_to_store = True
             try:
                 trainer.save_checkpoint(writer.path, weights_only=False, storage_options=writer)
@@ -374,10 +385,11 @@ class Checkpoints(Checkpoint):
         """
         if not self.store.is_unfinished:
             return
-        self._allow_long_phase("save")
-        self._writing_vote.close()
-        self.store.finish()
-        self._prune(trainer)
+        with blocked_by_save(trainer, self.timeline):
+            self._allow_long_phase("save")
+            self._writing_vote.close()
+            self.store.finish()
+            self._prune(trainer)
 
     def _finish_if_written(self, trainer: Trainer) -> None:
         """Turn a background save into a checkpoint once all ranks have written it."""
@@ -405,7 +417,8 @@ class Checkpoints(Checkpoint):
             mirror.wait()
 
         self._allow_long_phase("mirror")
-        wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
+        with blocked_by_save(trainer, self.timeline):
+            wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _prune(self, trainer: Trainer) -> None:
         """Remove all checkpoints but the newest `checkpoint.keep` and the best, on rank 0."""

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import PreemptedError, shorten
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import first_line
 from gptrain.core.lengths import RunLengths
@@ -32,7 +33,7 @@ from gptrain.lit.lightning import (
     set_log_interval,
     strategy_of,
 )
-from gptrain.lit.loggers.notes import discard_after, log_note
+from gptrain.lit.loggers.notes import STEP, discard_after, log_note
 from gptrain.lit.module import (
     LanguageModel,
     describe_optimizer,
@@ -42,12 +43,12 @@ from gptrain.lit.module import (
 )
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.perf import Speed
+from gptrain.lit.slowest import SlowestRank
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
-STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
 COMPILING_S = 3600.0  # time that a first step may take if it compiles the model, in seconds
 
 
@@ -77,6 +78,7 @@ class TrainingMonitor(Callback):
         compiles: Whether the first training step and the first evaluation step compile the model,
             so that the watchdog must allow them COMPILING_S.
         typed: Key -> value of the overrides of the optimizer and the scheduler group.
+        timeline: Record of the phases of this start. None records nothing.
 
     Attributes:
         speed: Clock of the steps, set when training starts.
@@ -100,6 +102,7 @@ class TrainingMonitor(Callback):
         checkpoints: Checkpoints | None = None,
         compiles: bool = False,
         typed: Mapping[str, Any] | None = None,
+        timeline: Timeline | None = None,
     ):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
@@ -109,6 +112,8 @@ class TrainingMonitor(Callback):
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
         self.typed = typed or {}
+        self.timeline = timeline or Timeline(None)
+        self.slowest: SlowestRank | None = None  # None with one rank
         self.votes = Vote()
         self.missing_targets = MissingTargets()
         self.stopping = False  # the ranks have agreed to stop
@@ -157,6 +162,9 @@ class TrainingMonitor(Callback):
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
+        if trainer.world_size > 1:
+            self.slowest = SlowestRank(trainer.global_rank, trainer.strategy.root_device)
+            strategy_of(trainer).parallel.clock.start_step()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -171,6 +179,10 @@ class TrainingMonitor(Callback):
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue to count the computing time, before the same hook of other callbacks."""
+        strategy_of(trainer).parallel.clock.resume()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -188,13 +200,17 @@ class TrainingMonitor(Callback):
         Raises:
             NonFiniteError: If the step was refused, and its outcome is needed now.
         """
-        self._beat(trainer.global_step, "train")
+        step = trainer.global_step
+        self._beat(step, "train")
+        self.timeline.update(step)
         if not ends_step(trainer, batch_idx):
             return
         strategy = strategy_of(trainer)
         strategy.is_updating = False
+        strategy.parallel.clock.stop()
+        if step - 1 == self.first_step:
+            self.timeline.enter("steps", step)
         self._vote(trainer)
-        step = trainer.global_step
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
@@ -204,6 +220,8 @@ class TrainingMonitor(Callback):
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
+        if self.slowest is not None:
+            strategy.parallel.clock.start_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -212,6 +230,7 @@ class TrainingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send a heartbeat, and finish the vote that is still pending."""
         self._beat(phase="end")
+        self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -248,9 +267,11 @@ class TrainingMonitor(Callback):
         """
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            strategy_of(trainer).parallel.clock.stop()
             if self.checkpoints is not None:
                 self.checkpoints.before_validation(trainer)
             self._stop_if_agreed(trainer)
+            self.timeline.enter("validation", trainer.global_step)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
@@ -262,6 +283,7 @@ class TrainingMonitor(Callback):
             PreemptedError: If the ranks have agreed to stop, or in an evaluation this rank alone.
         """
         self._beat(phase="test" if trainer.testing else "validate")
+        self.timeline.update(trainer.global_step)
         if trainer.state.fn != "fit":
             if self.guard is not None:
                 self.guard.leave_if_asked()
@@ -293,6 +315,10 @@ class TrainingMonitor(Callback):
         """Interrupt the clock of the steps, and send the heartbeat of the training phase."""
         self._is_paused = True
         self._beat(phase="train")
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.timeline.enter("steps", trainer.global_step)
+            if self.slowest is not None:
+                strategy_of(trainer).parallel.clock.start()
 
     # Checkpoints
 
@@ -320,12 +346,17 @@ class TrainingMonitor(Callback):
             prog_bar = bar is not None and not isinstance(bar, ProgressBar)
             pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=prog_bar)
         speed = self.speed.read()
+        if self.slowest is not None:
+            speed |= self.slowest.compare(strategy.parallel.clock.read())
         if strategy.grad_norm is not None:
             pl_module.log("grad_norm", strategy.grad_norm)
         if isinstance(bar, ProgressBar):
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
             bar.logged["lr"] = f"{self.lr:.3g}"
             bar.logged[f"{self.lengths.unit}/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
+            if self.slowest is not None:
+                rank, ratio = speed["perf/slowest_rank"], speed["perf/slowest_over_median"]
+                bar.logged["slowest"] = f"rank {rank:.0f}, {ratio:.2f} of the median"
             if self.lengths.n_steps:
                 left_s = (self.lengths.n_steps - trainer.global_step) * speed["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))

@@ -62,6 +62,11 @@ class CSVLogger(Logger):
             self._last_row_bytes = file.tell()
             csv.DictWriter(file, self._columns).writerow(row)
 
+    def log_saved_step(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add the row of a step before the step is saved, if the step has no row yet."""
+        if self._last_row.get("step") != step:
+            self.log_metrics(metrics, step)
+
     @rank_zero_only
     def discard_after(self, step: int) -> None:
         """Remove the rows of later steps, and a last row that was written only in part.

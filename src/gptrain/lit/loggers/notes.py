@@ -1,6 +1,10 @@
-"""Calls of the two methods that a logger may have in addition to those of Lightning's Logger."""
+"""Calls of the methods that a logger may have in addition to those of Lightning's Logger."""
 
 from lightning.pytorch import Trainer
+
+from gptrain.lit.lightning import values_to_log
+
+STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
 
 
 def discard_after(trainer: Trainer, step: int) -> None:
@@ -13,6 +17,24 @@ def discard_after(trainer: Trainer, step: int) -> None:
     for logger in trainer.loggers:
         if discard := getattr(logger, "discard_after", None):
             discard(step)
+
+
+def log_saved_step(trainer: Trainer) -> None:
+    """Pass the values of a step to the loggers that write one row per step, before it is saved.
+
+    Lightning passes the values to all loggers after the save. A run that fails between the two
+    would have no row of the step, because a resumed run begins with the next step. Does nothing if
+    the step is not logged. All ranks must call it, during training and not during a validation.
+
+    Args:
+        trainer: Trainer of the run.
+    """
+    values = values_to_log(trainer)
+    if values.pop(STEP, None) != trainer.global_step:
+        return
+    for logger in trainer.loggers:
+        if log_saved := getattr(logger, "log_saved_step", None):
+            log_saved(values, trainer.global_step)
 
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:

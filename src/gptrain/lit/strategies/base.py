@@ -114,9 +114,12 @@ class LightningStrategy(SavingStrategy):
         loader = trainer.train_dataloader
         if step_targets := getattr(loader, "step_targets", None):
             n_targets = step_targets.pop(0) or 0
-            self.step_mean.compute_divisor(n_targets, getattr(loader, "read_ahead", 1))
+            n_micro_batches = getattr(loader, "read_ahead", 1)
         else:
-            self.step_mean.compute_divisor(count_batch_targets(batch) or 0, 1)
+            n_targets = count_batch_targets(batch) or 0
+            n_micro_batches = 1
+        with self.parallel.clock.paused():
+            self.step_mean.compute_divisor(n_targets, n_micro_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step; before the first micro-step, free the old gradients.
@@ -144,6 +147,9 @@ class LightningStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the micro-step's loss for `step_loss`, then run Lightning's backward pass."""
         self.micro_losses.append(closure_loss.detach())
+        if closure_loss.requires_grad:
+            # This hook runs after on_before_backward of all callbacks, whose time counts.
+            closure_loss.register_hook(self.parallel.clock.pause)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
@@ -161,6 +167,11 @@ class LightningStrategy(SavingStrategy):
             NonFiniteError: If a loss or a gradient of the step before was NaN or infinite, or one
                 of this step with an optimizer that cannot skip an update on its device.
         """
+        with self.parallel.clock.paused():
+            self._clip(optimizer, max_norm)
+        self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
+
+    def _clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
         if not self._gradients_finished:
@@ -171,7 +182,6 @@ class LightningStrategy(SavingStrategy):
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.decide_step is not None:
             self.decide_step(optimizer)
-        self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def step_loss(self) -> Tensor:
         """Return the mean loss of this rank's micro-steps in the last step, after `correction`."""

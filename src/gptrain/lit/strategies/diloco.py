@@ -38,8 +38,9 @@ class LightningDiLoCo(LightningMultiRank):
         trainer = self.module.trainer
         step = trainer.global_step + 1  # Lightning increases global_step after this hook
         if step % self.parallel.options.sync_every == 0 or step == trainer.max_steps:
-            self.conclude_step()  # the synchronization changes the weights
-            self.parallel.sync(step)
+            with self.parallel.clock.paused():
+                self.conclude_step()  # the synchronization changes the weights
+                self.parallel.sync(step)
         return result
 
     def on_validation_start(self) -> None:

@@ -1,0 +1,193 @@
+"""Where the wall-clock time of a run went, over all of its starts: timeline.jsonl and goodput.
+
+The launcher appends a line at each start. Rank 0 appends a line for each phase of the training and
+keeps the last line up to date. A process that is killed loses at most UPDATE_S of this record.
+
+Definitions, in seconds of wall-clock time, over all starts of one run folder:
+
+    steps           optimizer steps that count: each step once, in the start whose result was kept
+    validation      validations
+    saves           training waits for a checkpoint or the mirror, and the end of the run
+    starting        from the command, or the restart by the supervisor, to the end of the first
+                    step: imports, data, building, loading, compilation
+    redone          optimizer steps after the checkpoint from which a later start resumed. Their
+                    result was lost, and the later start did them again
+    between_starts  from the last line of a start to the beginning of the next start: the time in
+                    which nothing ran, and the work of a killed process since its last line. The
+                    time after a run has reached its own end is not counted
+
+    goodput = steps / (sum of all six)
+
+A recovery is the time from the last line of a start that did not reach the end of the run to the
+first step that no start before had done. It contains between_starts, starting and redone.
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal
+
+from gptrain.checkpoints.json_lines import JsonLines, read_json_lines
+
+TIMELINE_NAME = "timeline.jsonl"
+UPDATE_S = 0.5  # interval at which the last line is updated, in seconds
+Phase = Literal["starting", "steps", "validation", "saves"]
+TIMES = ("steps", "validation", "saves", "starting", "redone", "between_starts")
+# Value of `time.time()` when the command or the job of a sweep began, until its start is recorded.
+COMMAND_TIME_S: ContextVar[float | None] = ContextVar("COMMAND_TIME_S", default=None)
+
+
+def record_start(run_dir: str | Path, step: int) -> None:
+    """Append a start to the timeline of a run. Call it under the run lock, before ranks start.
+
+    Args:
+        run_dir: Folder of the run.
+        step: Step of the checkpoint from which the run starts.
+    """
+    begin_s = round(COMMAND_TIME_S.get() or time.time(), 3)
+    COMMAND_TIME_S.set(None)  # a restart by the supervisor begins when it is recorded
+    path = Path(run_dir) / TIMELINE_NAME
+    JsonLines(path, [*read_json_lines(path), {"start": step, "time": begin_s}])
+
+
+class Timeline:
+    """Records the phases of one start of a run. The first phase is "starting".
+
+    Args:
+        folder: Folder of the run. None records nothing, as on ranks other than 0.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._phase: Phase | None = None  # None: nothing is recorded
+        if folder is None:
+            return
+        rows = read_json_lines(folder / TIMELINE_NAME)
+        self._file = JsonLines(folder / TIMELINE_NAME, rows)
+        self._phase = "starting"
+        self._begin_s = rows[-1]["time"] if rows else time.time()  # the last line is this start
+        self._write(0, self._file.append)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """End the current phase and begin another one.
+
+        Args:
+            phase: Phase that begins.
+            step: Number of optimizer steps done.
+        """
+        if self._phase is None:
+            return
+        self._write(step, self._file.replace_last)
+        self._phase = phase
+        self._begin_s = self._written_s
+        self._write(step, self._file.append)
+
+    @contextmanager
+    def during(self, phase: Phase, step: int) -> Generator[None, None, None]:
+        """Record the block as this phase, and then begin the phase before it again."""
+        outer = self._phase
+        if outer is None or outer == phase:
+            yield
+            return
+        self.enter(phase, step)
+        try:
+            yield
+        finally:
+            self.enter(outer, step)
+
+    def update(self, step: int) -> None:
+        """Record that the current phase continues. Does nothing within UPDATE_S of the last call.
+
+        Args:
+            step: Number of optimizer steps done.
+        """
+        if self._phase is not None and time.time() - self._written_s >= UPDATE_S:
+            self._write(step, self._file.replace_last)
+
+    def end(self, step: int) -> dict[str, float]:
+        """Record that the run has reached its own end, and return `measure` of all starts."""
+        if self._phase is None:
+            return {}
+        self._write(step, self._file.replace_last)
+        self._phase = None
+        self._file.append({"end": step, "time": self._written_s})
+        return measure(read_json_lines(self._file.path))
+
+    def _write(self, step: int, write: Any) -> None:
+        self._written_s = round(time.time(), 3)
+        row = {"phase": self._phase, "step": step, "begin": self._begin_s, "time": self._written_s}
+        write(row)
+
+
+def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the goodput of a run and its times, or an empty dict if no step is recorded.
+
+    Args:
+        rows: Lines of timeline.jsonl, which may come from an untrusted folder.
+
+    Returns:
+        `goodput`, and for each of TIMES its seconds, such as `steps_s`.
+    """
+    seconds = dict.fromkeys(TIMES, 0.0)
+    kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
+    last_s = None  # time of the last line, unless the run has reached its own end
+    try:
+        for row in rows:
+            if "start" in row:
+                if last_s is not None:
+                    seconds["between_starts"] += max(0.0, row["time"] - last_s)
+                seconds["redone"] += sum(s for step, s in kept if step > row["start"])
+                kept = [(step, s) for step, s in kept if step <= row["start"]]
+            elif "phase" in row:
+                interval_s = max(0.0, row["time"] - row["begin"])
+                if row["phase"] == "steps":
+                    kept.append((row["step"], interval_s))
+                else:
+                    seconds[row["phase"]] += interval_s
+            last_s = None if "end" in row else row["time"]
+        seconds["steps"] = sum(s for _, s in kept)
+        total_s = sum(seconds.values())
+    except (LookupError, TypeError):
+        return {}
+    if not seconds["steps"] or not math.isfinite(total_s):
+        return {}
+    times = {f"{name}_s": round(value, 3) for name, value in seconds.items()}
+    return {"goodput": round(seconds["steps"] / total_s, 4), **times}
+
+
+def recovery_times(rows: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the seconds of each recovery, see above. A recovery that did not end is left out.
+
+    Within an interval of several steps, all steps are assumed to take the same time.
+
+    Args:
+        rows: Lines of timeline.jsonl of a trusted run.
+    """
+    recoveries = []
+    last_s = None  # time of the last line, unless the run has reached its own end
+    failed_s = None  # time of the last line before the start that has not recovered yet
+    newest = 0  # newest step that any start has done
+    step = 0  # step at the beginning of the interval
+    for row in rows:
+        if "start" in row:
+            step = row["start"]
+            failed_s = failed_s or last_s
+        elif "phase" in row:
+            if failed_s is not None and row["step"] > newest:
+                fraction = (newest + 1 - step) / (row["step"] - step)
+                new_step_s = row["begin"] + fraction * (row["time"] - row["begin"])
+                recoveries.append(new_step_s - failed_s)
+                failed_s = None
+            step = max(step, row["step"])
+            newest = max(newest, step)
+        last_s = None if "end" in row else row["time"]
+    return recoveries
+
+
+def describe(times: Mapping[str, float]) -> str:
+    """Return the goodput and its times as one phrase for a person, without times below 0.05 s."""
+    shown = {name: times[f"{name}_s"] for name in TIMES}
+    parts = [f"{s:.1f} s {name.replace('_', ' ')}" for name, s in shown.items() if s >= 0.05]
+    return f"goodput {times['goodput']:.2f} ({', '.join(parts)})"

@@ -1,0 +1,63 @@
+"""The logged values of the slowest rank, and the warning about a rank that stays slow."""
+
+import logging
+import socket
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from gptrain.parallel.mesh import gather
+
+log = logging.getLogger(__name__)
+SLOW_RATIO = 1.5  # computing time over the median of all ranks, from which a rank is slow
+SLOW_STEPS = 10  # number of logged steps in a row after which a slow rank is reported
+
+
+class SlowestRank:
+    """Compares the computing times of all ranks in the logged steps, see `ComputeClock`.
+
+    Args:
+        rank: Global rank of this process.
+        device: Device of this rank.
+    """
+
+    def __init__(self, rank: int, device: torch.device):
+        self.rank = rank
+        self.device = device
+        self._slow_rank: int | None = None  # rank that was slow in the last logged step
+        self._n_slow = 0  # number of logged steps in a row in which this rank was slow
+
+    def compare(self, seconds: float) -> dict[str, float]:
+        """Gather the computing times of a step, and return the logged values of the slowest rank.
+
+        Logs one warning when a rank has been slow in SLOW_STEPS logged steps in a row. All ranks
+        must call this method. It waits for the device.
+
+        Args:
+            seconds: Computing time of this rank.
+
+        Returns:
+            perf/slowest_rank and perf/slowest_over_median, identical on all ranks.
+        """
+        # MPS has no float64.
+        times = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=self.device)
+        times[self.rank] = seconds
+        dist.all_reduce(times)
+        all_seconds = times.tolist()
+        slowest = max(range(len(all_seconds)), key=all_seconds.__getitem__)
+        ratio = all_seconds[slowest] / max(median(all_seconds), 1e-9)
+        slow_rank = slowest if ratio > SLOW_RATIO else None
+        self._n_slow = self._n_slow + 1 if slow_rank == self._slow_rank else 1
+        self._slow_rank = slow_rank
+        if slow_rank is not None and self._n_slow == SLOW_STEPS:
+            places = gather(f"rank {self.rank} on {socket.gethostname()}, {self.device}")
+            if self.rank == 0:
+                log.warning(
+                    "warning: %s computes %.1f times as long as the median of all ranks, in %d "
+                    "logged steps in a row",
+                    places[slowest],
+                    ratio,
+                    SLOW_STEPS,
+                )
+        return {"perf/slowest_rank": float(slowest), "perf/slowest_over_median": ratio}

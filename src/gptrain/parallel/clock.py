@@ -1,0 +1,88 @@
+"""The time that a rank computes in an optimizer step, without the time that it waits for others."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class ComputeClock:
+    """Measures the computing time of one rank in one optimizer step.
+
+    Ranks that train together finish every step at the same time, because the collectives of a step
+    make the fast ranks wait for the slowest one. The clock therefore stops where a rank may wait:
+
+        counted      callbacks, the wait for data, the forward passes, the optimizer's update
+        not counted  backward passes, in which gradients are communicated while they are computed;
+                     collectives of the number of targets, the gradient norm and DiLoCo; FSDP's
+                     all-gathers in the forward pass; the schedule of a pipeline; saves,
+                     validations, votes and the logging of a step
+
+    A backward pass takes a fixed multiple of the forward pass, so leaving it out keeps the ratio of
+    two ranks. The collectives of tensor parallelism within the forward pass are counted: ranks of
+    one tensor group that wait for each other there appear equally slow.
+
+    On a GPU the time is that of the current CUDA stream, measured by events. The host does not wait
+    for the GPU before `read`.
+
+    Args:
+        device: Device of this rank.
+    """
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._is_started = False
+        self._marks: list[Any] = []  # begin and end of each counted interval, alternating
+
+    def start_step(self) -> None:
+        """Begin to measure a step."""
+        self._marks.clear()
+        self.start()
+
+    def start(self) -> None:
+        """Continue to measure the step that `stop` has interrupted."""
+        self._is_started = True
+        self.resume()
+
+    def stop(self) -> None:
+        """End or interrupt the step. `pause` and `resume` do nothing until it is started again."""
+        self.pause()
+        self._is_started = False
+
+    def pause(self, *_: Any) -> None:
+        """Stop counting. The arguments, which hooks of torch pass, are ignored."""
+        if self._is_started and len(self._marks) % 2:
+            self._mark()
+
+    def resume(self, *_: Any) -> None:
+        """Continue to count. The arguments, which hooks of torch pass, are ignored."""
+        if self._is_started and len(self._marks) % 2 == 0:
+            self._mark()
+
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Do not count the block."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def read(self) -> float:
+        """Return the counted seconds of the step that `stop` has ended. Waits for a GPU."""
+        begins, ends = self._marks[::2], self._marks[1::2]
+        if not self._is_cuda:
+            return sum(end - begin for begin, end in zip(begins, ends, strict=True))
+        torch.cuda.synchronize()
+        milliseconds = [begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
+        return sum(milliseconds) / 1000
+
+    def _mark(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
