@@ -67,7 +67,7 @@ def test_goodput_is_shown_over_all_starts_of_a_run(four, show):
     lines += [{"phase": "starting", "step": 1, "begin": 1.0, "time": 3.0}]
     lines += [{"phase": "steps", "step": 9, "begin": 3.0, "time": 9.0}]
     write(four / "sweep/10/timeline.jsonl", "\n".join(map(json.dumps, lines)))
-    write(four / "a/timeline.jsonl", "[1]\n{}\nnothing\n")  # of somebody else
+    write(four / "a/timeline.jsonl", "[1]\n{}\nnothing\n")  # an untrusted folder
     head, *rows = show(four)[1]
     assert head.split()[-5:] == ["seconds", "goodput", "steps_s", "starting_s", "ended"]
     (row,) = [row for row in rows if "lost" in row]

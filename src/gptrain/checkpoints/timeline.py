@@ -40,7 +40,7 @@ TIMES = ("steps", "validation", "saves", "starting", "redone", "between_starts")
 COMMAND_TIME_S: ContextVar[float | None] = ContextVar("COMMAND_TIME_S", default=None)
 
 
-def record_start(run_dir: str | Path, step: int) -> None:
+def add_start(run_dir: str | Path, step: int) -> None:
     """Append a start to the timeline of a run. Call it under the run lock, before ranks start.
 
     Args:

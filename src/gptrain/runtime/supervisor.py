@@ -27,7 +27,7 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.status import RESULT_NAME, clear_status, read_status
-from gptrain.checkpoints.timeline import record_start
+from gptrain.checkpoints.timeline import add_start
 from gptrain.core.errors import (
     DONE,
     FAILED,
@@ -120,7 +120,7 @@ def prepare_start(
         message = f"{FRUITLESS_STARTS} starts in a row made no progress"
         raise ConfigError.of("", None, message, code=FAILED)
     if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
-        record_start(cfg.run_dir, step)
+        add_start(cfg.run_dir, step)
     clear_status(cfg.run_dir)
     return cfg
 
