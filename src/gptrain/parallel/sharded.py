@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Optimizer
 
 from gptrain.core.strategies import ShardedOptions, StrategyOptions
-from gptrain.loss import LossOptions
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
@@ -88,15 +87,15 @@ class Sharded(ParallelStrategy[StrategyOptions]):
         if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
             register_fsdp_forward_method(net, "hidden")
 
-    def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    def loss_sum(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the sum of the losses in nats, see `ParallelStrategy.loss_sum`.
 
         The clock is paused until the first block: the forward pass begins with an all-gather of the
         parameters outside of the blocks.
         """
-        if isinstance(net, FSDPModule):
+        if isinstance(self.net, FSDPModule):
             self.clock.pause()
-        loss = super().loss_sum(net, tokens, targets, options)
+        loss = super().loss_sum(*args, **kwargs)
         self.clock.resume()
         return loss
 
