@@ -16,13 +16,14 @@ from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
-from gptrain.core.errors import DONE, ConfigIssue, first_line
+from gptrain.core.errors import first_line
 from gptrain.lit.callbacks.resume import (
     STATE,
     add_state,
     reproducible_metrics,
     restore_logged,
     resume_run,
+    warn_about_missing,
 )
 from gptrain.lit.callbacks.salvage import allow_amendment, may_save
 from gptrain.lit.callbacks.vote import Vote
@@ -223,7 +224,8 @@ class Checkpoints(Checkpoint):
         trainer.should_stop |= self._only_validates
         self._metrics = reproducible_metrics(trainer)
         if trainer.is_global_zero:
-            self._warn_about_missing(self._metrics)
+            warn_about_missing(self._expected_metrics, self._metrics)
+        self._expected_metrics = {}
         if not ends_epoch(trainer):
             self._complete(trainer)
             self.save(trainer)
@@ -454,18 +456,3 @@ class Checkpoints(Checkpoint):
         every_n_steps = self.options.every_n_steps
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
         return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
-
-    def _warn_about_missing(self, metrics: dict[str, float]) -> None:
-        """Log a warning for each configured metric that the first validation has not logged.
-
-        Names under perf/ are not checked, because `metrics` does not contain them.
-
-        Args:
-            metrics: Result of `reproducible_metrics`.
-        """
-        logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
-        for key, (name, effect) in self._expected_metrics.items():
-            if name not in metrics and not name.startswith("perf/"):
-                message = f"not logged in the first validation; {effect}"
-                log.warning("%s", ConfigIssue(key, name, message, logged_names, code=DONE).line)
-        self._expected_metrics = {}

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
+from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.labels import count_text
 from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
 from gptrain.parallel.mesh import gather
@@ -43,6 +44,24 @@ def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
     """Return the logged metrics without perf/*, which depend on measured time."""
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
+
+
+def warn_about_missing(
+    expected: Mapping[str, tuple[str | None, str]], metrics: Mapping[str, float]
+) -> None:
+    """Log a warning for each configured metric that the first validation has not logged.
+
+    Names under perf/ are not checked, because `reproducible_metrics` leaves them out.
+
+    Args:
+        expected: Config key -> logged name, and the effect if the validation does not log it.
+        metrics: Result of `reproducible_metrics`.
+    """
+    logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
+    for key, (name, effect) in expected.items():
+        if name not in metrics and not str(name).startswith("perf/"):
+            message = f"not logged in the first validation; {effect}"
+            log.warning("%s", ConfigIssue(key, name, message, logged_names, code=DONE).line)
 
 
 def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
