@@ -276,8 +276,7 @@ class Checkpoints(Checkpoint):
             self.finish(trainer)
             self._is_salvaging = True
             if is_unsaved:
-                if trainer.training:
-                    log_saved_step(trainer)
+                log_saved_step(trainer)
                 self.save(trainer, validated=validated)
             log.info(labels.line("saved", f"step {step}, before the error"))
             self._wait_for_mirror(trainer)

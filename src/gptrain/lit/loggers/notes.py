@@ -24,12 +24,12 @@ def log_saved_step(trainer: Trainer) -> None:
 
     Lightning passes the values to all loggers after the save. A run that fails between the two
     would have no row of the step, because a resumed run begins with the next step. Does nothing if
-    the step is not logged. All ranks must call it, during training and not during a validation.
+    the step is not logged, and in a validation. All ranks must call it.
 
     Args:
         trainer: Trainer of the run.
     """
-    values = values_to_log(trainer)
+    values = values_to_log(trainer) if trainer.training else {}
     if values.pop(STEP, None) != trainer.global_step:
         return
     for logger in trainer.loggers:
