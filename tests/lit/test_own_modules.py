@@ -102,6 +102,25 @@ def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
         assert not (wrong := differences(two.state(6), again.state(6))), wrong[:8]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strategy):
+    """A checkpoint has the buffers of one rank: other ranks would evaluate and resume with others.
+
+    Without the synchronization the validation loss of two ranks is not that of the checkpoint.
+    """
+    gone = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
+    net = (f"model._target_={OWN}.nets.RunningMeans", *(f"~model.{key}" for key in gone))
+    words = [word for word in TWO if "model." not in word]
+    words = [*net, *words, "trainer.val_check_interval=2", "checkpoint.keep=9", "data.batch_size=4"]
+    words += [f"strategy={strategy}", "optimizer.lr=0.1", "trainer.max_steps=4"]
+    two = fit(*words, name="two")
+    ckpt = f"ckpt_path={two.folder}/checkpoints/step-00000004"
+    one = fit(*net, "task=validate", ckpt, name="one")
+    assert one.metrics["val/loss"] == pytest.approx(two.metrics["val/loss"], rel=1e-6)
+    again = fit(*words, "ckpt_path=last", name=two.copy_until(2, "back"))
+    assert not (wrong := differences(two.state(4), again.state(4))), wrong[:8]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
 def test_a_plain_lightning_module_is_refused_under_sharding_strategies(refused, strategy):
     line = refused(*TWO, f"strategy={strategy}", f"{MODULES}.Plain")

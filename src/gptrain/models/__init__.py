@@ -39,6 +39,10 @@ unmodified net before the first step if the strategy partitions the net, if the 
 if activation checkpointing is on (see gptrain/parallel/comparison.py). If the logits or gradients
 of a small batch differ, the run ends with an error that names the first module that differs.
 
+Buffers that change in training, such as the running averages of BatchNorm, are updated by each rank
+with its own samples. After each step all data-parallel ranks take the buffers of the first of them.
+The losses of such a net on several ranks therefore differ from those of one process.
+
 Roles of `tensor_plan`, whose patterns are matched by `fnmatch`. Every net needs layers with the
 roles `vocab_embedding` (the token embedding, which splits the activations into shards of the
 sequence), `sequence` (the norm in front of each split layer, which gathers them) and `vocab_head`:

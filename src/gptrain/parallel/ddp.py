@@ -16,7 +16,7 @@ from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.strategy import ParallelStrategy
 
 # Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
-# renamed the argument. The buffers of gptrain's models are constants and need no broadcast.
+# renamed the argument. LightningStrategy.synchronize_buffers does it once per step.
 SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters

@@ -208,6 +208,7 @@ class TrainingMonitor(Callback):
         strategy = strategy_of(trainer)
         strategy.is_updating = False
         strategy.parallel.clock.stop()
+        strategy.synchronize_buffers()
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
         self._vote(trainer)

@@ -4,14 +4,16 @@
 combine it with a strategy of Lightning.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from gptrain.checkpoints.rng import capture
 from gptrain.data.samples import count_batch_targets
@@ -80,6 +82,7 @@ class LightningStrategy(SavingStrategy):
     step_mean: StepMean
     micro_losses: list[Tensor]
     micro_steps: list[tuple[Any, Any, dict[str, Any]]]
+    _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
     _gradients_finished = False  # True after the first call of `clip` in a step
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -100,6 +103,29 @@ class LightningStrategy(SavingStrategy):
             self.parallel.prepare(self.module, optimizer)
         self.parallel.accumulate = trainer.accumulate_grad_batches
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
+        self._buffer_places = find_saved_buffers(self.module)
+
+    def synchronize_buffers(self) -> None:
+        """Give all data-parallel ranks the buffers of the first of them.
+
+        Each rank updates the buffers with its own samples, for example the running averages of
+        BatchNorm. A checkpoint has those of one rank, so that without this method the other ranks
+        would evaluate and resume with other values. All ranks must call it after each step.
+        """
+        group = self.parallel.data_group
+        if group is None or group.size() == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for owner, name in self._buffer_places:
+            buffer = getattr(owner, name)
+            if isinstance(buffer, Tensor):
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.flatten() for buffer in buffers]).to(self.root_device)
+            dist.broadcast(flat, group=group, group_src=0)
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Compute the divisor of the losses before the first micro-batch of a step.
@@ -188,6 +214,21 @@ class LightningStrategy(SavingStrategy):
         n_accumulated = self.module.trainer.accumulate_grad_batches
         # Lightning has divided each loss by n_accumulated.
         return torch.stack(self.micro_losses).mean() * n_accumulated * self.correction
+
+
+def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the owner and the name of each buffer that checkpoints contain.
+
+    Metrics are left out, because their states are sums over the samples of one rank.
+    """
+    saved = module.state_dict(keep_vars=True).keys()
+    return [
+        (owner, name)
+        for prefix, owner in module.named_modules()
+        if not isinstance(owner, Metric)
+        for name, _ in owner.named_buffers(recurse=False)
+        if f"{prefix}.{name}".removeprefix(".") in saved
+    ]
 
 
 def check_optimization(module: pl.LightningModule) -> None:
