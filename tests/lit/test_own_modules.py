@@ -10,6 +10,8 @@ from tests.lit.conftest import ACCURACY, OWN, differences
 MODULES = f"module._target_={OWN}.modules"
 TWO = ("trainer.devices=2", "data.batch_size=4", "data.global_batch_size=8", "model.n_layers=2")
 ONE = ("data.batch_size=8", "model.n_layers=2")
+# Keys of model=gpt_nano that the nets of these tests do not have.
+GPT_KEYS = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
 
 
 # One rank
@@ -102,14 +104,21 @@ def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
         assert not (wrong := differences(two.state(6), again.state(6))), wrong[:8]
 
 
+@pytest.mark.parametrize("ranks", [(), ("trainer.devices=2", "strategy=fsdp")])
+def test_a_net_that_returns_no_tensor_is_refused_in_one_line(fit, ranks):
+    target = f"model._target_={OWN}.nets.ReturnsPair"
+    line = fit(target, *(f"~model.{key}" for key in GPT_KEYS), *ranks, code=2, begun=True).errors[0]
+    assert f"error: {target}: ReturnsPair.forward returns a tuple for tokens of shape (" in line
+    assert line.endswith("; allowed: logits (B, T, V)")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strategy):
     """A checkpoint has the buffers of one rank: other ranks would evaluate and resume with others.
 
     Without the synchronization the validation loss of two ranks is not that of the checkpoint.
     """
-    gone = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
-    net = (f"model._target_={OWN}.nets.RunningMeans", *(f"~model.{key}" for key in gone))
+    net = (f"model._target_={OWN}.nets.RunningMeans", *(f"~model.{key}" for key in GPT_KEYS))
     words = [word for word in TWO if "model." not in word]
     words = [*net, *words, "trainer.val_check_interval=2", "checkpoint.keep=9", "data.batch_size=4"]
     words += [f"strategy={strategy}", "optimizer.lr=0.1", "trainer.max_steps=4"]

@@ -51,7 +51,7 @@ from gptrain.parallel.differences import (
 from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
-from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss
+from gptrain.parallel.strategy import ParallelStrategy, net_logits, supports_chunked_loss
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Comparison:
         first_names = tied_names(net)
         add_noise(net, first_names, device)
         with torch.no_grad(), recording(net, record):
-            logits = net(tokens)
+            logits = net_logits(net, tokens, tokens)
         # Run the same samples in batches of other sizes, to measure how much the batch size changes
         # the logits.
         split_logits = torch.cat([net(tokens[:1]), net(tokens[1:])])

@@ -43,7 +43,7 @@ from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.clock import ComputeClock
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
-from gptrain.parallel.requirements import Net
+from gptrain.parallel.requirements import IncompatibleModelError, Net
 
 SINGLE_RANK = ParallelDims()
 CPU = torch.device("cpu")
@@ -401,12 +401,16 @@ def net_logits(
     """Run the net on tokens (B, T) and return its logits (B, T, V).
 
     Raises:
-        ValueError: If the net returns a tensor of another shape.
+        IncompatibleModelError: If the net returns anything else, such as a tuple.
     """
     logits = net(tokens, **layout_argument(documents))
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"{type(net).__name__}.forward returns shape {tuple(logits.shape)} for tokens of shape "
-            f"{tuple(tokens.shape)}; allowed: logits (B, T, V)"
+    is_tensor = isinstance(logits, Tensor)
+    if not is_tensor or logits.shape[:-1] != targets.shape:
+        name = type(net).__name__.removeprefix("FSDP")  # FSDP2 adds it to the class of a net
+        result = f"shape {tuple(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
+        raise IncompatibleModelError(
+            "model._target_",
+            f"{name}.forward returns {result} for tokens of shape "
+            f"{tuple(tokens.shape)}; allowed: logits (B, T, V)",
         )
     return logits

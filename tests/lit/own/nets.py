@@ -43,6 +43,17 @@ class Tied(nn.Module):
         return self.out(self.table(tokens))
 
 
+class ReturnsPair(Tied):
+    """A net whose forward returns a pair, like those of transformers with a cache."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.blocks = nn.ModuleList()
+
+    def forward(self, tokens):
+        return super().forward(tokens), None
+
+
 class RunningMeans(nn.Module):
     """A net whose buffers change in training: those of BatchNorm, and one that is replaced."""
 
