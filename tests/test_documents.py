@@ -128,6 +128,12 @@ def test_json_lines_that_are_not_declared_so_are_never_trained_on(tmp_path):
         read(path)
     (tmp_path / "code.json").write_text(json.dumps({"a": [1, {"b": 2}]}, indent=1) * 300)
     read(tmp_path / "code.json")
+    # A single object is a record if it has the key of the text.
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({"text": "word " * 300}))
+    with pytest.raises(DataError, match=r"one\.json: JSON lines"):
+        read(one)
+    read(one, text_key="content")
 
 
 @pytest.mark.parametrize("key", [None, "data"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,7 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     assert "optimizer.lr=0.0006" in out.splitlines()[1]  # 3e-4 * (32 / 8)^(1/2)
     code, out, err = ladder("ladder.budget=1e12")
     assert code == 0, err
+    assert sys.argv[0] == "command"  # the runs have had their own words
     folder = tmp_path / "ladder"
     facts = json.loads((folder / "ladder.json").read_text())
     assert len(facts["points"]) == 6 and out.count("\nrun  ") == 6
@@ -178,6 +180,8 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
         assert result["tokens"] == point["tokens"]
         each = point["tokens"] / point["parameters"]["all"]
         assert each == pytest.approx(point["tokens_per_parameter"], rel=0.05)
+    shortest = json.loads((tmp_path / facts["points"][0]["run"] / "result.json").read_text())
+    assert f"the smallest net has {shortest['steps']} steps: too few for a law" in err
     target = facts["target"]
     low, high = target["interval"]
     assert low <= target["loss"] <= high and f"loss {target['loss']:.4f}" in out
@@ -222,4 +226,6 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
 def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):
     code, _, err = ladder("ladder.sizes=[0.25,0.26]", "ladder.seeds=[0,2]")  # seeds are allowed
     assert code == 2 and "as another" in err
+    code, _, err = ladder("ladder.tokens_per_parameter=[0.1,0.001]")
+    assert code == 2 and "ladder.tokens_per_parameter" in err and "0.01" in err
     assert not (tmp_path / "ladder").exists()

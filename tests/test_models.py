@@ -225,6 +225,14 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
     assert is_tied == (expected.head.weight is expected.token_embedding.weight)
 
 
+def test_options_that_are_not_given_are_those_of_gpt_2_and_of_llama():
+    gpt = SimpleGPT(**SIZES)
+    assert {part.p for part in gpt.modules() if isinstance(part, nn.Dropout)} == {0.1}
+    llama = Llama(**SIZES, n_kv_heads=2, d_ff=40)
+    assert not [name for name, _ in llama.named_modules() if name.endswith(("norm_q", "norm_k"))]
+    assert llama.head.weight is not llama.token_embedding.weight
+
+
 # Llama's parts
 
 

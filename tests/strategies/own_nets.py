@@ -207,6 +207,10 @@ class UnplannedEmbedding(OwnNet):
     }
 
 
+class UnknownRole(OwnNet):
+    tensor_plan: ClassVar[dict] = {**OwnNet.tensor_plan, "blocks.*.mlp": "diagonal"}
+
+
 class StrictBlock(Block):
     def forward(self, x, mask):
         return super().forward(x, mask)

@@ -62,16 +62,23 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
     )
 
 
-def test_a_tensor_plan_without_the_token_embedding_is_refused_before_any_rank_starts():
-    net = own_nets.UnplannedEmbedding()
+@pytest.mark.parametrize(
+    "net_class, message",
+    [
+        (
+            own_nets.UnplannedEmbedding,
+            "UnplannedEmbedding.tensor_plan gives no layer the role vocab_embedding; "
+            "needed: vocab_embedding, sequence, vocab_head (see gptrain.models)",
+        ),
+        (own_nets.UnknownRole, "UnknownRole.tensor_plan has roles diagonal; allowed: "),
+    ],
+)
+def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class, message):
     options = default_options("tensor_parallel")
-    modes = {"compile": "none", "activation_checkpointing": "none"}
+    modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
     with pytest.raises(IncompatibleModelError) as error:
-        check_fit(net, options, parallel_dims(options, 2), **modes)
-    assert str(error.value) == (
-        "UnplannedEmbedding.tensor_plan gives no layer the role vocab_embedding; "
-        "needed: vocab_embedding, sequence, vocab_head (see gptrain.models)"
-    )
+        check_fit(net_class(), options, parallel_dims(options, 2), **modes)
+    assert str(error.value).startswith(message)
 
 
 @on_ranks(2)
