@@ -275,9 +275,9 @@ def clear_restarting_flags(trainer: pl.Trainer) -> None:
         trainer.fit_loop.epoch_loop.restarting = False
 
 
-# Beginnings of the RuntimeErrors by which Lightning refuses a configuration: EarlyStopping monitors
-# a metric that is never logged, or two callbacks would store their states under the same key.
-MISCONFIGURATION_MESSAGES = ("Early stopping conditioned", "Found more than one stateful callback")
+# Beginning of the RuntimeError by which Lightning refuses two callbacks that would store their
+# states under the same key.
+SAME_STATE_KEY = "Found more than one stateful callback"
 
 
 @contextmanager
@@ -289,13 +289,13 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
     Raises:
         ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
-            message begins with one of MISCONFIGURATION_MESSAGES. Other errors pass unchanged.
+            message begins with SAME_STATE_KEY. Other errors pass unchanged.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
-        if isinstance(error, RuntimeError) and not message.startswith(MISCONFIGURATION_MESSAGES):
+        if isinstance(error, RuntimeError) and not message.startswith(SAME_STATE_KEY):
             raise
         raise ConfigError.of(key, None, message) from error
 
