@@ -36,7 +36,7 @@ datasets.disable_progress_bars()
 known = tokenizers.Tokenizer.from_file(tokenizer)
 end = known.token_to_id("<|endoftext|>")
 def encode(batch):
-    return {"ids": [one.ids + [end] for one in known.encode_batch_fast(batch["text"])]}
+    return {"ids": [encoding.ids + [end] for encoding in known.encode_batch_fast(batch["text"])]}
 start = time.perf_counter()
 texts = datasets.load_dataset("json", data_files=source, split="train", cache_dir=folder)
 made = texts.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=["text"])
@@ -54,8 +54,8 @@ TAIL = "print('took', time.perf_counter() - start, sum(os.times()[:4]), n_tokens
 def write_records(file: Path, n_bytes: int) -> list[str]:
     """JSON lines, {"text": ...} each; the first thousand texts."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = [one for one in sorted(library.rglob("*.py")) if "site-packages" not in one.parts]
-    texts = [one.read_text(errors="replace") for one in files]
+    files = [file for file in sorted(library.rglob("*.py")) if "site-packages" not in file.parts]
+    texts = [file.read_text(errors="replace") for file in files]
     with open(file, "w") as lines:
         for text in itertools.cycle(texts):
             if lines.write(json.dumps({"text": text}) + "\n") and lines.tell() > n_bytes:
@@ -74,7 +74,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(dir=place) as folder:
                     words = [sys.executable, "-c", HEAD + code + TAIL, source, tokenizer, folder]
                     made = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
-                line = next(one for one in made.stdout.splitlines() if one.startswith("took"))
+                line = next(line for line in made.stdout.splitlines() if line.startswith("took"))
                 seconds, cpu_s, n_tokens = map(float, line.split()[1:])
                 found[name].append(size / seconds)
                 print(f"{turn} {name:13}{size / seconds:7.2f} MB/s  {cpu_s:6.1f} CPU s  "

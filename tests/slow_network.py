@@ -83,10 +83,10 @@ def main() -> None:
             if words and not any(word in name for word in words):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                one = race(row, rate, Path(folder))
+                result = race(row, rate, Path(folder))
             print(
-                f"{name:16}{one['tokens_per_s']:10,.0f}{one['bytes'] / 1e6:11.3f}"
-                f"{one['loss']:10.4f}{one['seconds']:10.0f}",
+                f"{name:16}{result['tokens_per_s']:10,.0f}{result['bytes'] / 1e6:11.3f}"
+                f"{result['loss']:10.4f}{result['seconds']:10.0f}",
                 flush=True,
             )
 

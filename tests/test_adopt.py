@@ -126,7 +126,9 @@ def test_the_users_dependencies_are_kept_and_copied(project, run, tmp_path):
     assert run("other", "--to", f"{tmp_path}/other", cwd=project)[0] == 0
     for folder in (project, tmp_path / "other"):
         needed = read_configuration(folder / "pyproject.toml")["project"]["dependencies"]
-        assert "peft>=0.10" in needed and any(one.startswith("torch>=") for one in needed)
+        assert "peft>=0.10" in needed and any(
+            requirement.startswith("torch>=") for requirement in needed
+        )
 
 
 def test_the_readme_of_a_project_names_its_own_files_and_no_command_without_them(

@@ -207,7 +207,7 @@ class Medium:
 
     def sync(self, path: Path) -> None:
         entries = os.scandir(path) if path.is_dir() else None
-        names = entries and {one.name: (one.inode(), one.is_dir()) for one in entries}
+        names = entries and {entry.name: (entry.inode(), entry.is_dir()) for entry in entries}
         self.safe[path.stat().st_ino] = path.read_bytes() if names is None else names
 
     def put_back(self, root: Path, target: Path) -> None:

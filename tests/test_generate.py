@@ -77,7 +77,7 @@ def test_all_pieces_together_are_the_text_of_all_tokens(bpe, tokens, n_prompt):
 )
 def test_a_text_ends_before_the_first_stop_text_that_is_made(text, stop):
     made = text[1:]
-    ends = [made.index(one) + len(one) for one in stop if one in made]
+    ends = [made.index(text) + len(text) for text in stop if text in made]
     shown = pieces(text.encode(), stop=stop)
     if not ends:
         assert "".join(shown) == text

@@ -97,7 +97,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", *(json.dumps(MEASURED | one) for one in WRONG)], ids=range(2 + len(WRONG))
+    "text",
+    ["", "[]", *(json.dumps(MEASURED | damage) for damage in WRONG)],
+    ids=range(2 + len(WRONG)),
 )
 def test_a_damaged_measurement_is_named(text, tmp_path):
     (tmp_path / "machine.json").write_text(text)

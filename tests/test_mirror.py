@@ -269,7 +269,7 @@ def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path):
         save(store, b"again", step)
         store.prune(2)
         copy(store, mirror)
-        assert names(tmp_path / "mirror") == {f"step-{one:08d}" for one in there}
+        assert names(tmp_path / "mirror") == {f"step-{step:08d}" for step in there}
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_at_the_start(train, tmp_path):

@@ -288,7 +288,7 @@ def test_recomputed_activations_are_the_same():
 def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts):
     tokens, cache = random_tokens(), net.new_cache()
     logits = [net(part, cache) for part in tokens.split(parts, dim=1)]
-    assert [one.shape for one in logits] == [(3, n, 97) for n in parts]
+    assert [part.shape for part in logits] == [(3, n, 97) for n in parts]
     torch.testing.assert_close(torch.cat(logits, 1), net(tokens), **CLOSE)
     assert cache.length == 16
     with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len=16"):

@@ -25,7 +25,7 @@ GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq
 def sent(name, dims, **options):
     """Bytes that a rank sends in a step of GPT-2."""
     work = Work(GPT2, default_options(name).model_copy(update=options), dims, 4, 512)
-    return sum(one.n_bytes for one in find_traffic(work))
+    return sum(entry.n_bytes for entry in find_traffic(work))
 
 
 @pytest.mark.parametrize("sizes", [(61, 32, 4, 4, 16), (50257, 512, 8, 6, 512)])
@@ -223,10 +223,10 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
     n_bytes = 2 * 4 * (2 * 64 + 2 * 32 + 3 * 48)  # bf16, four blocks
     # A rank has a quarter of each matrix to exchange with the other shard of its copy, sends half
     # of that twice, and then its half of all updates to the other copy: half of it in a ring.
-    sent = {one.what: one.n_bytes for one in find_traffic(work)}["updates of Muon"]
+    sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}["updates of Muon"]
     assert sent == 2 * n_bytes / 4 / 2 + n_bytes / 2 / 2
     # Gloo gathers two shards, then the quarters of all ranks.
-    on_cpu = {one.what: one.n_bytes for one in find_traffic(replace(work, is_cpu=True))}
+    on_cpu = {entry.what: entry.n_bytes for entry in find_traffic(replace(work, is_cpu=True))}
     assert on_cpu["updates of Muon"] == n_bytes / 2 + n_bytes * 3 / 4
 
 
@@ -237,7 +237,7 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
     """
     options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 8})
     work = Work(GPT2, options, ParallelDims(data=4), 4, 512)
-    sent = {one.what: one.n_bytes for one in find_traffic(work)}
+    sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}
     half = 4 * GPT2.n_parameters / 2
     assert sent == {
         "gradients": 2 * half,

@@ -78,7 +78,7 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
     problem = refused(compose(changed, "ckpt_path=last"))
     key = changed.partition("=")[0].replace("data.batch_size", "data.global_batch_size")
     assert problem.code == 2
-    assert [one.key for one in problem.problems] == [key]
+    assert [issue.key for issue in problem.problems] == [key]
     assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), LOCK, 1)
 
 

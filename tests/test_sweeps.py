@@ -42,7 +42,7 @@ def test_every_combination_runs_in_its_own_folder(train):
     tried = [(cfg.optimizer.lr, cfg.seed) for cfg in cfgs]
     assert tried == [(1e-3, 1), (1e-3, 2), (3e-4, 1), (3e-4, 2)]
     results = [result(sweep.folder / name) for name in names]
-    assert len({one["metrics"]["train/loss"] for one in results}) == 4
+    assert len({result["metrics"]["train/loss"] for result in results}) == 4
     lines = sweep.out.splitlines()
     begun = [line.split()[1:] for line in lines if line.startswith("job ")]
     assert begun == [
@@ -150,13 +150,13 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
     assert sweep.code == 79
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
-    for one in table[:2]:
-        assert one["ended"].startswith("early stop: val/loss=") and one["ended"] in sweep.out
+    for row in table[:2]:
+        assert row["ended"].startswith("early stop: val/loss=") and row["ended"] in sweep.out
     failed = table[2:]
-    assert [one["run"] for one in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
-    for one in failed:
-        assert one["ended"].startswith("nonfinite: the loss of rank 0 at step")
-        assert one["ended"] in sweep.out
+    assert [row["run"] for row in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
+    for row in failed:
+        assert row["ended"].startswith("nonfinite: the loss of rank 0 at step")
+        assert row["ended"] in sweep.out
     assert sweep.err.count("is not finite") == 2
 
 

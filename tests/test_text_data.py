@@ -202,12 +202,12 @@ def test_folders_and_files_behind_links_are_part_of_a_corpus(tmp_path, recwarn):
     (corpus / "shard").symlink_to(disk / "shard")
     (corpus / "c.txt").symlink_to("../disk/c.txt")
     whole = ["b.txt", "c.txt", "shard/deep/a.txt"]
-    assert [one.name for one in find_sources(corpus)] == whole
-    assert [one.name for one in find_sources(corpus, "shard/*.txt")] == whole[2:]
+    assert [source.name for source in find_sources(corpus)] == whole
+    assert [source.name for source in find_sources(corpus, "shard/*.txt")] == whole[2:]
     assert len(find_sources(corpus / "*")) == len(find_sources(corpus / "**" / "*.txt")) == 3
     assert len(find_sources([corpus / "shard", corpus / "b.txt"])) == 2
     (tmp_path / "link").symlink_to(corpus)
-    assert [one.name for one in find_sources(tmp_path / "link")] == whole
+    assert [source.name for source in find_sources(tmp_path / "link")] == whole
     assert not recwarn.list
 
 
@@ -222,9 +222,9 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
     (corpus / "gone").symlink_to("/unmounted/shard")
     (corpus / "gone.txt").symlink_to("/unmounted/gone.txt")
     with pytest.warns(UserWarning) as said:
-        names = [one.name for one in find_sources(corpus)]
+        names = [source.name for source in find_sources(corpus)]
     assert names == ["a/text.txt", "b/text.txt"]
-    lines = sorted(str(one.message).replace(str(corpus), "corpus") for one in said)
+    lines = sorted(str(warning.message).replace(str(corpus), "corpus") for warning in said)
     assert lines == [
         "1 link leads back to a folder that contains it and is skipped:"
         " for example corpus/up/corpus",
@@ -247,7 +247,7 @@ def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
     (corpus / "a.txt").symlink_to("z/text.txt")
     (corpus / "b").symlink_to("z")
     with pytest.warns(UserWarning, match="2 paths lead by links to data that other paths name"):
-        assert [one.name for one in find_sources(corpus)] == ["z/text.txt"]
+        assert [source.name for source in find_sources(corpus)] == ["z/text.txt"]
 
 
 def test_a_link_is_known_by_its_suffix_as_in_the_hub_cache_of_hugging_face(tmp_path):

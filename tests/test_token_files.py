@@ -188,8 +188,8 @@ def test_a_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
 def write_megatron(path, sequences, dtype=np.uint16, code=8):
     """As Megatron's IndexedDatasetBuilder: path.bin of tokens, path.idx of what they are."""
     tokens = [np.array(sequence, dtype=dtype) for sequence in sequences]
-    lengths = [len(one) for one in tokens]
-    path.with_suffix(".bin").write_bytes(b"".join(one.tobytes() for one in tokens))
+    lengths = [len(document) for document in tokens]
+    path.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in tokens))
     places = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
     path.with_suffix(".idx").write_bytes(
         b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)

@@ -71,8 +71,8 @@ MORE = [
 @pytest.mark.parametrize(
     ("name", "n_ranks", "words"),
     [
-        *((*one[:2], f"{one[2]} model.n_layers=2") for one in FEW),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE),
+        *((*case[:2], f"{case[2]} model.n_layers=2") for case in FEW),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
 def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name, n_ranks, words):

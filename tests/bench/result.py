@@ -19,22 +19,24 @@ def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[
     added_s: time of a step of ours over its own.
     memory_ratio: peak of ours over its own.
     """
-    ours = next((one for one in contestants if one.name == "ours"), None)
+    ours = next((contestant for contestant in contestants if contestant.name == "ours"), None)
     step_tokens = spec["batch_size"] * (spec["seq_len"] - 1)  # of one rank
     results = []
-    for one in contestants:
+    for contestant in contestants:
         result = {
-            "name": one.name,
-            "n_ranks": one.n_ranks,
-            "step_s": over_rounds(one.steps_s),
-            "tokens_per_s": over_rounds(one.n_ranks * step_tokens / s for s in one.steps_s),
-            "peak_bytes": one.peak_bytes,
+            "name": contestant.name,
+            "n_ranks": contestant.n_ranks,
+            "step_s": over_rounds(contestant.steps_s),
+            "tokens_per_s": over_rounds(
+                contestant.n_ranks * step_tokens / s for s in contestant.steps_s
+            ),
+            "peak_bytes": contestant.peak_bytes,
         }
-        if ours not in (None, one):
+        if ours not in (None, contestant):
             result |= {
-                "ours_ratio": over_rounds(map(truediv, one.steps_s, ours.steps_s)),
-                "added_s": over_rounds(map(sub, ours.steps_s, one.steps_s)),
-                "memory_ratio": ours.peak_bytes / max(1, one.peak_bytes),
+                "ours_ratio": over_rounds(map(truediv, contestant.steps_s, ours.steps_s)),
+                "added_s": over_rounds(map(sub, ours.steps_s, contestant.steps_s)),
+                "memory_ratio": ours.peak_bytes / max(1, contestant.peak_bytes),
             }
         results.append(result)
     return results
@@ -49,16 +51,17 @@ def over_rounds(values: Iterable[float]) -> dict[str, float]:
 def table(results: list[dict[str, Any]]) -> str:
     """For people; ratios as median (lowest-highest) of the rounds."""
     lines = []
-    for one in results:
-        name = one["name"] + (f" x {one['n_ranks']}" if one["n_ranks"] > 1 else "")
+    for result in results:
+        name = result["name"] + (f" x {result['n_ranks']}" if result["n_ranks"] > 1 else "")
         lines.append(
-            f"{name:12}  {one['tokens_per_s']['median']:11,.0f} tokens/s"
-            f"  {1e3 * one['step_s']['median']:9.4g} ms  {one['peak_bytes'] / 2**20:7,.0f} MiB"
+            f"{name:12}  {result['tokens_per_s']['median']:11,.0f} tokens/s"
+            f"  {1e3 * result['step_s']['median']:9.4g} ms"
+            f"  {result['peak_bytes'] / 2**20:7,.0f} MiB"
         )
-        if "ours_ratio" in one:
-            ratio, added_ms = one["ours_ratio"], 1e3 * one["added_s"]["median"]
+        if "ours_ratio" in result:
+            ratio, added_ms = result["ours_ratio"], 1e3 * result["added_s"]["median"]
             lines[-1] += (
                 f"  ours: {ratio['median']:.3g} ({ratio['low']:.3g}-{ratio['high']:.3g}) x its"
-                f" tokens/s, {added_ms:+.3f} ms, {one['memory_ratio']:.2f} x its memory"
+                f" tokens/s, {added_ms:+.3f} ms, {result['memory_ratio']:.2f} x its memory"
             )
     return "\n".join(lines)

@@ -82,18 +82,20 @@ def middle(runs: list[dict[str, Any]], key: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe(one: dict[str, Any]) -> str:
+def describe(result: dict[str, Any]) -> str:
     """What a run took, or the medians of some."""
-    return f"{one['tokens']:,.0f} tokens, {one['steps']:,.0f} steps, {one['seconds']:.0f} s"
+    return (
+        f"{result['tokens']:,.0f} tokens, {result['steps']:,.0f} steps, {result['seconds']:.0f} s"
+    )
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """For people: medians over seeds, and tokens over those of the first."""
     lines = []
-    for one in results:
-        low, high = (f(run["target"] for run in one["runs"]) for f in (min, max))
+    for result in results:
+        low, high = (f(run["target"] for run in result["runs"]) for f in (min, max))
         took = "missed"
-        if one["tokens"] is not None:
-            took = f"{describe(one)}, {one['tokens_ratio']:.2f} x the tokens"
-        lines += [one["config"], f"  to val/loss {low:.3f}-{high:.3f}: {took}"]
+        if result["tokens"] is not None:
+            took = f"{describe(result)}, {result['tokens_ratio']:.2f} x the tokens"
+        lines += [result["config"], f"  to val/loss {low:.3f}-{high:.3f}: {took}"]
     return "\n".join(lines)

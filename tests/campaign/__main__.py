@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
     lab.folder.mkdir(parents=True, exist_ok=True)
     tries = {row: [pool.submit(row.attempt, lab, i) for i in range(counts[row])] for row in rows}
     for row, futures in tries.items():
-        problems = [problem for one in futures if (problem := one.result())]
+        problems = [problem for future in futures if (problem := future.result())]
         held = len(futures) - len(problems)
         print(f"{row.fault}  {row.what:38}{held:5} of {len(futures)}", flush=True)
         print(*(f"     {problem}\n" for problem in problems), sep="", end="", flush=True)

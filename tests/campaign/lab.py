@@ -68,7 +68,11 @@ class Attempt:
     def left(self) -> list[str]:
         """Its processes that live: number, name and state."""
         session = str(self.process.pid)
-        return [f"{pid} {one[0]} {one[1]}" for pid, one in living().items() if one[4] == session]
+        return [
+            f"{pid} {process[0]} {process[1]}"
+            for pid, process in living().items()
+            if process[4] == session
+        ]
 
 
 class Lab:

@@ -181,13 +181,13 @@ def crowd(row: Scenario, lab: Lab, draw: Random) -> str | None:
     attempts = [lab.start(run_dir, "trainer.max_steps=1000000") for _ in range(3)]
     running = list(attempts)
     while len(running) > 1 or not (run_dir / "witness-0.txt").exists():
-        running = [one for one in attempts if one.code is None]
+        running = [attempt for attempt in attempts if attempt.code is None]
         if time.monotonic() > give_up_s or not running:
-            return f"exit codes {[one.code for one in attempts]}"
+            return f"exit codes {[attempt.code for attempt in attempts]}"
         time.sleep(0.02)
     holder = running[0].process.pid
     os.kill(holder, signal.SIGTERM)
-    codes = [(one.wait(), f"process {holder} on " in one.text()) for one in attempts]
+    codes = [(attempt.wait(), f"process {holder} on " in attempt.text()) for attempt in attempts]
     right = sorted(codes) == [(73, True), (73, True), (75, False)] and not repeated(run_dir)
     return None if right else f"{codes}, {repeated(run_dir)} steps twice: {attempts[0].text()}"
 

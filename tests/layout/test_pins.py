@@ -29,22 +29,24 @@ def asked() -> list[Requirement]:
     found = [
         Requirement(text) for text in [*extras, *lines("src/gptrain/adopt/files/requirements.txt")]
     ]
-    return [one for one in found if one.name != "gptrain"]  # an extra made of others
+    return [
+        requirement for requirement in found if requirement.name != "gptrain"
+    ]  # an extra made of others
 
 
 def test_every_requirement_is_pinned_within_its_range_on_every_python():
     pins = [Requirement(line) for line in lines(".ci/constraints.txt")]
     wrong = []
-    for one in asked():
+    for requirement in asked():
         for python in PYTHONS:
             where = {"python_full_version": f"{python}.0", "python_version": python}
-            found = [pin for pin in pins if canonicalize_name(one.name) == pin.name]
+            found = [pin for pin in pins if canonicalize_name(requirement.name) == pin.name]
             found = [pin for pin in found if pin.marker is None or pin.marker.evaluate(where)]
             versions = [pin.specifier for pin in found]
             if [str(version)[:2] for version in versions] != ["=="]:
-                wrong.append(f"{one} on {python}: {[*map(str, found)]}")
-            elif not one.specifier.contains(str(versions[0])[2:]):
-                wrong.append(f"{one} on {python}: pinned as {versions[0]}")
+                wrong.append(f"{requirement} on {python}: {[*map(str, found)]}")
+            elif not requirement.specifier.contains(str(versions[0])[2:]):
+                wrong.append(f"{requirement} on {python}: pinned as {versions[0]}")
     assert not wrong, wrong
 
 

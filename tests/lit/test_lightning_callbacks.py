@@ -49,9 +49,9 @@ REFUSED = {
 }
 NOT_UNDER = {  # callbacks that work in general, but not with these overrides
     "EMAWeightAveraging": [
-        (f"strategy={one} trainer.devices=2 model.n_layers=2",
-         f"under strategy={one}; strategies that work: single, ddp")
-        for one in ("fsdp", "tensor_parallel", "pipeline")
+        (f"strategy={strategy} trainer.devices=2 model.n_layers=2",
+         f"under strategy={strategy}; strategies that work: single, ddp")
+        for strategy in ("fsdp", "tensor_parallel", "pipeline")
     ],
     "OnExceptionCheckpoint": [("trainer.devices=2", "checkpoint.every_n_steps")],
     "LearningRateMonitor": [("logger=none", "try: logger=csv")],

@@ -247,7 +247,7 @@ def test_early_stopping_on_a_name_that_is_never_logged_is_one_line(fit):
 def test_progress_bars_and_monitors_of_lightning_work(fit, callbacks, first):
     pytest.importorskip("psutil")  # for DeviceStatsMonitor
     run = fit(
-        *(f"+callbacks.n{n}={{_target_: {LIGHTNING}.{one}}}" for n, one in enumerate(callbacks)),
+        *(f"+callbacks.n{n}={{_target_: {LIGHTNING}.{c}}}" for n, c in enumerate(callbacks)),
         "trainer.accumulate_grad_batches=2", "trainer.enable_progress_bar=true",
     )  # fmt: skip
     assert [int(row["step"]) for row in run.rows] == list(range(first, 7))

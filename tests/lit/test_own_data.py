@@ -18,7 +18,7 @@ TWO = ("trainer.devices=2", "model.n_layers=2")
 def of(name: str, *more: str) -> tuple[str, ...]:
     """Return the overrides that train and validate on a class of own/data.py, with extra keys."""
     words = [f"data.{part}._target_={DATA}.{name}" for part in ("train", "val")]
-    return (*words, *(f"+data.{part}.{one}" for part in ("train", "val") for one in more))
+    return (*words, *(f"+data.{part}.{option}" for part in ("train", "val") for option in more))
 
 
 def line_of(run, label: str) -> str:

@@ -214,7 +214,8 @@ def read_shards(path: Path) -> dict:
 def differences(mine: object, theirs: object) -> list[str]:
     """List the places where two states are not bit-identical."""
     mine, theirs = (
-        {keystr(path): leaf for path, leaf in tree_leaves_with_path(one)} for one in (mine, theirs)
+        {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
+        for state in (mine, theirs)
     )
     lone = [f"{place}: in one state only" for place in mine.keys() ^ theirs.keys()]
     return lone + [
@@ -268,7 +269,9 @@ def check_same_bits(run: Run, whole: Run, since: int = 0) -> None:
     """
     assert not differences(run.state(whole.n_steps), whole.state(whole.n_steps))
     columns = ("step", "train/loss", "lr", "grad_norm", "val/loss")
-    mine, expected = ([[row.get(c) for c in columns] for row in one.rows] for one in (run, whole))
+    mine, expected = (
+        [[row.get(c) for c in columns] for row in some_run.rows] for some_run in (run, whole)
+    )
     assert mine == [row for row in expected if float(row[0]) > since]
 
 
@@ -357,11 +360,13 @@ class StrategyTests:
         n_steps, run = STEPS.get(self.name, N_STEPS), plain(runs, self.name)
         seen = [run.record(rank) for rank in range(len(self.data_ranks))]
         dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
-        for rank, one in enumerate(seen):
-            named = [dataset[sample][0] for step in one["samples"] for sample in step]
-            assert torch.equal(torch.stack(named), torch.cat(one["tokens"])), f"rank {rank}"
-            assert one["samples"] == seen[self.data_ranks.index(self.data_ranks[rank])]["samples"]
-            assert len(one["samples"]) == n_steps
+        for rank, record in enumerate(seen):
+            named = [dataset[sample][0] for step in record["samples"] for sample in step]
+            assert torch.equal(torch.stack(named), torch.cat(record["tokens"])), f"rank {rank}"
+            assert (
+                record["samples"] == seen[self.data_ranks.index(self.data_ranks[rank])]["samples"]
+            )
+            assert len(record["samples"]) == n_steps
         first_of = [self.data_ranks.index(number) for number in sorted(set(self.data_ranks))]
         for step, alone in enumerate(plain(runs, "single").record()["samples"][:n_steps]):
             together = [sample for rank in first_of for sample in seen[rank]["samples"][step]]

@@ -46,7 +46,7 @@ def check_bytes(name, **options):
     assert abs(training_bytes(kind) / held - 1) < 0.05, name
     with Sent() as counted:
         kind.step(1)
-    sent = sum(one.n_bytes for one in find_traffic(work))
+    sent = sum(entry.n_bytes for entry in find_traffic(work))
     assert abs(counted.total / sent - 1) < 0.01, (name, counted.n_bytes, sent)
 
 
@@ -76,7 +76,7 @@ def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     has_bf16 = native_dtype(CPU) == torch.bfloat16
     work = make_work(kind.options, kind.dims)
     work = replace(work, optimizer=MuonFacts(), is_cpu=True, has_bf16=has_bf16)
-    sent = {one.what: one.n_bytes for one in find_traffic(work)}["updates of Muon"]
+    sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}["updates of Muon"]
     assert abs(counted.total / sent - 1) < 0.01, (counted.n_bytes, sent)
 
 

@@ -42,7 +42,9 @@ def check_same_replicas(run, whole):
     """Check that the last checkpoints are equal, for the first and for the second replica."""
     assert not helpers.differences(run.state(6), whole.state(6))
     name = "replica-0001.ckpt"
-    files = (torch.load(one.checkpoint(6) / name, weights_only=True) for one in (run, whole))
+    files = (
+        torch.load(some_run.checkpoint(6) / name, weights_only=True) for some_run in (run, whole)
+    )
     assert not helpers.differences(*files)
 
 

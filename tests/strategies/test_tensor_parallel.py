@@ -66,8 +66,8 @@ def test_frozen_parameters_of_every_role_stay_frozen_when_they_are_split():
     dims = parallel_dims(options, dist.get_world_size())
     net, _ = build_strategy(make_half_frozen_net, options, dims, CPU)
     frozen, expected = (
-        {name for name, parameter in one.named_parameters() if not parameter.requires_grad}
-        for one in (net, make_half_frozen_net())
+        {name for name, parameter in half_frozen.named_parameters() if not parameter.requires_grad}
+        for half_frozen in (net, make_half_frozen_net())
     )
     assert frozen == expected and len(expected) > 20
 

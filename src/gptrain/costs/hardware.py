@@ -66,7 +66,7 @@ _EFFICIENCY["gb200"] = _EFFICIENCY["b200"]
 
 @dataclass(frozen=True)
 class Device:
-    """One device, in the sense in which the driver counts devices.
+    """Memory and speeds of one device. A board with two GPUs counts as two devices.
 
     Attributes:
         name: Name of the device, which is its key in DEVICES.

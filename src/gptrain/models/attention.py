@@ -53,7 +53,7 @@ class SequenceLayout:
 
 
 def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
-    """Return the keyword argument with which a net is called; nothing without documents.
+    """Return {"layout": layout} for a net that is called with packed documents, else {}.
 
     Args:
         documents: Number of the document of each token, (B, T), or None.

@@ -169,7 +169,7 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End the run if the ranks have agreed to stop, and restart an interrupted clock.
+        """End the run if the ranks have agreed to stop. Restart a step timer that was interrupted.
 
         Raises:
             PreemptedError: If the ranks have agreed to stop.
