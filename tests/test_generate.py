@@ -183,7 +183,7 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
         "error: prompt=hello: the run's folder has no tokenizer; try: token ids, as in '1 2 3'\n"
     )
     code, _, err = write(saved_twice.folder, "prompt=5 256")
-    assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 269" in err
+    assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 255" in err
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):

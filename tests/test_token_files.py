@@ -241,7 +241,7 @@ def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp
         write_raw(path, range(9))
     (tokens / "shard").symlink_to(disk)
     (tokens / "gone").symlink_to("/unmounted")
-    with pytest.warns(UserWarning, match=r"1 links have no target.*for example .*gone -> /unm"):
+    with pytest.warns(UserWarning, match=r"1 link has no target.*for example .*gone -> /unm"):
         names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
     assert names == ["a.bin", "shard/train/b.bin"]
     assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]
