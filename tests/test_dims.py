@@ -45,6 +45,16 @@ def test_sizes_that_do_not_fit_are_refused_with_the_equation(
         parallel_dims(options(name, tensor, pipeline), world_size)
 
 
+def test_a_context_group_has_the_ranks_of_a_node_unless_its_size_is_given():
+    given = default_options("context_parallel")
+    assert parallel_dims(given, 8) == ParallelDims(context=8)
+    assert parallel_dims(given, 16, n_nodes=2) == ParallelDims(data=2, context=8)
+    sized = given.model_copy(update={"context_parallel_size": 3})
+    assert parallel_dims(sized, 6) == ParallelDims(data=2, context=3)
+    with pytest.raises(ValueError, match=r"data 2 x context 3 .*= 6, but there are 8 ranks"):
+        parallel_dims(sized, 8)
+
+
 def test_replicas_are_of_the_data_axis():
     """HSDP: four copies of the net, each sharded over two ranks."""
     dims = parallel_dims(default_options("fsdp").model_copy(update={"replicas": 4}), 8)

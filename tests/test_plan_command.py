@@ -51,7 +51,7 @@ def test_every_strategy_has_its_bytes_time_and_traffic(plan):
     assert found["parameters"] == 124_439_808
     rows = found["strategies"]
     assert rows.keys() == {"single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
-                           "pipeline", "ddp_pipeline", "diloco"}  # fmt: skip
+                           "pipeline", "ddp_pipeline", "diloco", "context_parallel"}  # fmt: skip
     for name, row in rows.items():
         held = row["bytes_per_device"]
         states = held["weights"] + held["gradients"] + held["optimizer"]
@@ -87,6 +87,25 @@ def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
     assert "model.activation_checkpointing=full" in typed
     again = answer(plan, *typed[2:], "hardware=v100_sxm2_32gb")
     assert again["strategies"][again["best"]]["fits"]
+
+
+def test_a_sequence_that_does_not_fit_one_gpu_is_divided_over_eight(plan):
+    words = ["model=llama_8b", "trainer.devices=8", "data.batch_size=1", *H100]
+    words.append("trainer.precision=bf16-mixed")
+    found = answer(plan, *words, "data.seq_len=131072", "model.max_seq_len=131072")
+    row, whole = (found["strategies"][name] for name in ("context_parallel", "fsdp"))
+    held, of_whole = row["bytes_per_device"], whole["bytes_per_device"]
+    assert held["weights"] == of_whole["weights"]
+    assert 7 < of_whole["activations"] / held["activations"] < 8  # two copies of attention's output
+    # In each of 32 blocks 16,384 rows of 16 bits: q and out of 4096 columns, k and v of 1024.
+    exchanged = 2 * 32 * 16384 * (2 * 4096 + 2 * 1024) * 2 * 7 / 8
+    (sent,) = (n for what, n in row["wire"].items() if what.startswith("heads"))
+    assert sent == exchanged and row["tokens_per_s"] / whole["tokens_per_s"] == pytest.approx(
+        1, 0.1
+    )
+    assert found["best"] == "context_parallel"
+    assert "strategy=context_parallel" in found["command"]
+    assert answer(plan, *words, "data.seq_len=8192")["best"] != "context_parallel"
 
 
 def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):

@@ -29,6 +29,9 @@ def answer(plan, *words):
 
 GPT, LLAMA, WIDE = "model=gpt_nano", "model=llama_nano", "model.vocab_size=20000"
 HALF, FULL = "trainer.precision=bf16-mixed", "model.activation_checkpointing=full"
+SELECTIVE = "model.activation_checkpointing=selective"
+COPIES = "strategy=context_parallel strategy.shard=false"
+GROUPS = "strategy=context_parallel model.n_kv_heads=1"  # fewer than the ranks of a context group
 ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
 # Strategy, ranks, words; those of each commit have two layers.
 FEW = [
@@ -37,6 +40,7 @@ FEW = [
     ("fsdp", 8, f"{LLAMA} {FSDP} {HALF}"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
+    ("context_parallel", 4, f"{LLAMA} strategy=context_parallel {HALF}"),
 ]
 MORE = [
     ("single", 1, f"{GPT} {FULL} {ACCUMULATE}"),
@@ -63,6 +67,11 @@ MORE = [
     ("diloco", 4, f"{LLAMA} strategy=diloco strategy.outer_dtype=bf16"),
     ("fsdp_tensor_parallel", 4, f"{GPT} strategy=fsdp_tensor_parallel"),
     ("fsdp_tensor_parallel", 8, f"{LLAMA} strategy=fsdp_tensor_parallel {HALF}"),
+    ("context_parallel", 4, f"{GPT} strategy=context_parallel {FULL}"),
+    ("context_parallel", 4, f"{LLAMA} strategy=context_parallel {SELECTIVE} {ACCUMULATE}"),
+    ("context_parallel", 4, f"{GPT} {COPIES} optimizer=muon"),
+    ("context_parallel", 8, f"{GPT} {COPIES} strategy.context_parallel_size=2"),
+    ("context_parallel", 8, f"{LLAMA} {GROUPS} strategy.context_parallel_size=4 {HALF} {FULL}"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),
 ]
@@ -76,7 +85,10 @@ MORE = [
     ],
 )
 def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name, n_ranks, words):
-    words = [*words.split(), f"trainer.devices={n_ranks}", "data.seq_len=65", "data.batch_size=8"]
+    # A context group of four ranks divides 32 samples into as many tokens per rank.
+    size = 32 if name == "context_parallel" else 8
+    words = [*words.split(), f"trainer.devices={n_ranks}", "data.seq_len=65"]
+    words.append(f"data.batch_size={size}")
     traced, formulas = answer(plan, *words, "--trace"), answer(plan, *words)
     assert traced["parameters"] == formulas["parameters"]
     mine, theirs = traced["strategies"][name], formulas["strategies"][name]

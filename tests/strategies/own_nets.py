@@ -236,3 +236,73 @@ class CappedGPT(SimpleGPT):
 
     def forward(self, tokens, cache=None):
         return 2 * torch.tanh(super().forward(tokens, cache) / 2)
+
+
+class ExchangingAttention(Attention):
+    """Attention that exchanges positions for heads, as context parallelism needs."""
+
+    exchange = None
+
+    def forward(self, x, mask=None):
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_width)) for part in (self.q, self.k, self.v)
+        )
+        if self.exchange is not None:
+            q, k, v = self.exchange.to_heads(q, k, v)
+        y = attend(q, k, v, mask)
+        if self.exchange is not None:
+            y = self.exchange.to_positions(y.unflatten(-1, (-1, self.head_width))).flatten(2)
+        return self.out(y)
+
+
+class DividesSequences(OwnNet):
+    """A net with learned positions whose sequences may be divided over ranks."""
+
+    attention = ExchangingAttention
+    context_plan = ("blocks.*.attention",)
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.positions = nn.Embedding(64, self.norm.normalized_shape[0])
+
+    def embed(self, tokens, layout=None):
+        places = torch.arange(tokens.shape[1]) if layout is None else layout.positions
+        return self.embedding(tokens) + self.positions(places)
+
+    def hidden(self, tokens, layout=None):
+        x = self.embed(tokens, layout)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens, layout=None):
+        return self.head(self.hidden(tokens, layout=layout))
+
+
+class AttendsToItsPart(DividesSequences):
+    """A net whose attention ignores the exchange."""
+
+    attention = Attention
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.attention.exchange = None
+
+
+class ForgetsItsPositions(DividesSequences):
+    """A net that counts the positions of a part from 0."""
+
+    def embed(self, tokens, layout=None):
+        return super().embed(tokens)
+
+
+class MixesNeighbors(DividesSequences):
+    """A net that mixes the embeddings of neighboring positions outside of attention."""
+
+    def hidden(self, tokens, layout=None):
+        x = self.embed(tokens, layout)
+        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)

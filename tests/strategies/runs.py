@@ -71,6 +71,7 @@ PLACES = {
     "ddp": ("strategy=ddp", "trainer.devices=2"),
     "fsdp": ("strategy=fsdp", "trainer.devices=2"),
     "tensor_parallel": ("strategy=tensor_parallel", "trainer.devices=2"),
+    "context_parallel": ("strategy=context_parallel", "trainer.devices=2"),
     "pipeline": ("strategy=pipeline", "trainer.devices=2"),
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "trainer.devices=4"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "trainer.devices=4"),

@@ -32,7 +32,7 @@ def make_work(options, dims, *, checkpointing="none"):
         T,
         accumulate=ACCUMULATE,
         checkpointing=checkpointing,
-        rank=dist.get_rank() // (dims.data * dims.tensor),  # pipelines are outermost
+        rank=dist.get_rank() // (dims.data * dims.ranks_per_sample),  # pipelines are outermost
     )
 
 
@@ -68,6 +68,8 @@ def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     check_bytes("fsdp_tensor_parallel")
     check_bytes("ddp_pipeline")
     check_bytes("fsdp", replicas=2)
+    check_bytes("context_parallel", context_parallel_size=2)
+    check_bytes("context_parallel", shard=False, recomputes="selective")
     kind = Parallel("fsdp", replicas=2)
     kind.step(0)
     muon = Muon(muon_groups(kind.net))

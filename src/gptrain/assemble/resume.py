@@ -22,6 +22,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import STRATEGIES, parallel_dims
+from gptrain.runtime.process import count_nodes
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
-    batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
+    dims = parallel_dims(cfg.strategy, world_size, count_nodes(cfg.trainer.num_nodes))
+    batch = batch_of(cfg, dims.data)
     saved, size = checkpoint.manifest["config"], batch.global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)

@@ -115,7 +115,8 @@ def check(cfg: RunConfig) -> None:
     Raises:
         ConfigError: If a part does not fit.
     """
-    dims = parallel_dims(cfg.strategy, find_devices(cfg).world_size)
+    devices = find_devices(cfg)
+    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)
@@ -151,7 +152,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
     """
     process, devices = this_process(), find_devices(cfg)
-    dims = parallel_dims(cfg.strategy, devices.world_size)
+    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     device = devices.device(process.local_rank)
     if guard is not None:
         guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
@@ -210,9 +211,9 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         test,
         lengths,
         seed=cfg.seed,
-        rank=process.rank // dims.tensor % dims.data,
+        rank=process.rank // dims.ranks_per_sample % dims.data,
         world_size=dims.data,
-        ranks_per_sample=dims.tensor,
+        ranks_per_sample=dims.ranks_per_sample,
         equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
         num_workers=cfg.data.num_workers,
         pin_memory=devices.accelerator == "cuda",

@@ -19,11 +19,14 @@ from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import (
     ANY_NET,
+    CONTEXT,
     PIPELINE,
     STAGES_PER_RANK,
     STRATEGIES,
     TENSOR,
+    ContextParallelOptions,
     DDPOptions,
+    ParallelDims,
     PipelineOptions,
     count_microbatches,
     parallel_dims,
@@ -207,6 +210,11 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if precision in FP16:
         message = f"strategy={name} does not scale the loss, which fp16 needs"
         yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
+    if isinstance(run.strategy, ContextParallelOptions) and run.strategy.shard is False:
+        for key in ("cpu_offload", "accumulate_shards"):
+            if getattr(run.strategy, key):
+                message = "no effect on weights that are not sharded"
+                yield checked.error(f"strategy.{key}", message, "strategy.shard=true")
     if name not in ANY_NET and run.model.compile == "model":
         message = f"strategy={name} has collectives and hooks between the blocks"
         yield checked.error("model.compile", message, "model.compile=blocks")
@@ -258,9 +266,9 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
     ):
         return
     try:
-        dims = parallel_dims(options, world_size)
+        dims = parallel_dims(options, world_size, count_nodes(run.trainer.num_nodes or 1))
     except ValueError as error:
-        axes = (axis for axis in (TENSOR, PIPELINE) if options.axis_size(axis))
+        axes = (axis for axis in (CONTEXT, TENSOR, PIPELINE) if options.axis_size(axis))
         key = next((f"strategy.{axis}_parallel_size" for axis in axes), "trainer.devices")
         yield checked.error(key, str(error))
         return
@@ -268,7 +276,7 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
         hint = "trainer.devices=2"
         yield ConfigIssue("strategy", name, "no effect on one device", hint=hint, code=DONE)
     if isinstance(run.model, DecoderConfig):
-        yield from _check_split(checked, run.model, dims.tensor, dims.pipeline)
+        yield from _check_split(checked, run.model, dims)
     if dims.data % dims.replicas:
         message = f"does not divide the {dims.data} data-parallel ranks"
         yield checked.error("strategy.replicas", message, allowed=divisors(dims.data))
@@ -284,7 +292,7 @@ def divisors(number: int) -> str:
 
 
 def _check_split(
-    checked: CheckedConfig, model: DecoderConfig, tensor: int, pipeline: int
+    checked: CheckedConfig, model: DecoderConfig, dims: ParallelDims
 ) -> Iterator[ConfigIssue]:
     """Check that heads and layers of a decoder can be divided over so many ranks per axis."""
     options = checked.run.strategy
@@ -292,11 +300,14 @@ def _check_split(
     if isinstance(model, LlamaConfig):
         heads = {"model.n_kv_heads": model.n_kv_heads, **heads}
     for key, n_heads in heads.items():
-        if n_heads and n_heads % tensor:
-            message = f"does not divide {key}={n_heads}; a head is not split over ranks"
-            allowed = divisors(n_heads)
-            yield checked.error("strategy.tensor_parallel_size", message, allowed=allowed)
-    n_stages = pipeline
+        # Context parallelism repeats heads of k and v for ranks that would have none.
+        n_context = dims.context if key == "model.n_heads" else 1
+        for axis, n_ranks in ((CONTEXT, n_context), (TENSOR, dims.tensor)):
+            if n_heads and n_heads % n_ranks:
+                message = f"does not divide {key}={n_heads}; a head is not split over ranks"
+                allowed = divisors(n_heads)
+                yield checked.error(f"strategy.{axis}_parallel_size", message, allowed=allowed)
+    n_stages = dims.pipeline
     if isinstance(options, PipelineOptions):
         n_stages *= STAGES_PER_RANK[options.schedule]
     if model.n_layers and n_stages > model.n_layers:

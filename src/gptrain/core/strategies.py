@@ -3,6 +3,7 @@
 Nothing in this file imports torch, so that the command line and the planner can read the table.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing_extensions import Self
 
 from gptrain.core.value_types import BelowOne, Count, OpenSection, Positive, PositiveNumber
 
-DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
+DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 # Number of pipeline stages that one rank holds, by `strategy.schedule`.
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
 DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
@@ -46,7 +47,7 @@ class StrategyOptions(OpenSection):
         """Return the number of ranks that the user set for an axis of the mesh, or None.
 
         Args:
-            axis: DATA, TENSOR or PIPELINE.
+            axis: DATA, CONTEXT, TENSOR or PIPELINE.
         """
         return None
 
@@ -178,6 +179,29 @@ class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
     """Options of `fsdp_tensor_parallel`."""
 
 
+class ContextParallelOptions(ShardedOptions):
+    """Options of `context_parallel`.
+
+    Attributes:
+        context_parallel_size: Number of ranks that share a sequence. `parallel_dims` has the
+            default.
+        shard: Whether weights, gradients and optimizer states are sharded over all ranks by FSDP2.
+            Otherwise every rank has a copy, and the options of FSDP2 have no effect.
+    """
+
+    context_parallel_size: Count | None
+    shard: bool
+
+    @property
+    def keeps_weights_on_cpu(self) -> bool:
+        """True if FSDP offloads weights and optimizer states to the CPU."""
+        return self.shard and self.cpu_offload
+
+    def axis_size(self, axis: str) -> int | None:
+        """Return `context_parallel_size` for the context axis."""
+        return self.context_parallel_size if axis == CONTEXT else super().axis_size(axis)
+
+
 class PipelineOptions(StrategyOptions, extra="forbid"):
     """Options of `pipeline` and `ddp_pipeline`.
 
@@ -281,6 +305,18 @@ STRATEGIES: dict[str, Strategy] = {
         options=FSDPTensorParallelOptions,
         costs=f"{_COSTS}:FSDPTensorParallelCosts",
     ),
+    "context_parallel": Strategy(
+        (DATA, CONTEXT),
+        ("blocks", "context_plan", "n_heads"),
+        f"{_PARALLEL}.context:ContextParallel",
+        options=ContextParallelOptions,
+        lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
+        costs=f"{_COSTS}:ContextParallelCosts",
+        check=f"{_PARALLEL}.context:check_context_parallel",
+        contract="context parallelism needs in context_plan every module whose output at a "
+        "position depends on other positions; q, k, v and the output of its attention must pass "
+        "through its exchange, and positions must be those of layout",
+    ),
     "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE, options=PipelineOptions),
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE, options=PipelineOptions),
     "diloco": Strategy(
@@ -340,7 +376,7 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 class ParallelDims:
     """Number of ranks along each axis of the device mesh.
 
-    The world size is data x tensor x pipeline.
+    The world size is data x context x tensor x pipeline.
 
     Attributes:
         data: Number of data-parallel ranks.
@@ -348,17 +384,29 @@ class ParallelDims:
         pipeline: Number of pipeline ranks.
         replicas: Number of copies of the sharded net along the data axis. It divides `data`. With
             1 replica, the net is sharded over all ranks of the data axis.
+        context: Number of ranks that share a sequence.
     """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     replicas: int = 1
+    context: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of ranks that average their gradients: those of the data and context axes."""
+        return self.data * self.context
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Number of neighboring ranks that read the same samples."""
+        return self.context * self.tensor
 
 
 def strategy_name(name: str, world_size: int) -> str:
@@ -373,16 +421,17 @@ def strategy_name(name: str, world_size: int) -> str:
     return name
 
 
-def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:
+def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -> ParallelDims:
     """Return the number of ranks along each axis of a strategy.
 
-    The size of the data axis is the world size, divided by the sizes of the tensor and the pipeline
-    axis. A tensor or pipeline axis without a configured size has 2 ranks if the strategy has a data
-    axis, and all ranks otherwise.
+    The size of the data axis is the world size, divided by the sizes of the other axes. A context
+    axis without a configured size has all ranks of a node. A tensor or pipeline axis without a
+    configured size has 2 ranks if the strategy has a data axis, and all ranks otherwise.
 
     Args:
         options: Options of the strategy.
         world_size: Number of ranks of the job.
+        n_nodes: Number of nodes of the job.
 
     Raises:
         ValueError: If the sizes do not multiply to the world size. The message has the equation.
@@ -390,15 +439,15 @@ def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:
     name = strategy_name(options.name, world_size)
     axes = STRATEGIES[name].axes
     default = 2 if DATA in axes else world_size
-    tensor, pipeline = (
-        (options.axis_size(axis) or default) if axis in axes else 1 for axis in (TENSOR, PIPELINE)
-    )
-    n_data = max(1, world_size // (tensor * pipeline)) if DATA in axes else 1
-    dims = ParallelDims(n_data, tensor, pipeline, options.copies)
+    defaults = {CONTEXT: max(1, world_size // n_nodes), TENSOR: default, PIPELINE: default}
+    sizes = {axis: options.axis_size(axis) or defaults[axis] for axis in axes if axis != DATA}
+    n_data = max(1, world_size // math.prod(sizes.values())) if DATA in axes else 1
+    dims = ParallelDims(n_data, replicas=options.copies, **sizes)
     if dims.world_size != world_size:
-        equation = f"data {n_data} x tensor {tensor} x pipeline {pipeline} = {dims.world_size}"
+        shown = (DATA, CONTEXT) if CONTEXT in axes else (DATA, TENSOR, PIPELINE)
+        equation = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in shown)
         raise ValueError(
-            f"strategy={name}: {equation}, but there are {world_size} ranks; "
+            f"strategy={name}: {equation} = {dims.world_size}, but there are {world_size} ranks; "
             f"{_advice(axes, world_size)}"
         )
     return dims
@@ -445,7 +494,7 @@ def _advice(axes: tuple[str, ...], world_size: int) -> str:
     """Return the part of an error message that names sizes which fit the world size."""
     if not axes:
         return "use one device, or strategy=ddp"
-    axis = TENSOR if TENSOR in axes else PIPELINE
+    axis = axes[-1]
     if DATA not in axes:
         return f"use {axis}_parallel_size={world_size}, or null"
     divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import ANY_NET, STRATEGIES
+from gptrain.core.strategies import ANY_NET, CONTEXT, DATA, STRATEGIES
 from gptrain.costs.machine import Machine
 from gptrain.costs.shape import find_shape
 from gptrain.costs.speed import TIMES, estimate
@@ -26,7 +26,8 @@ def compare(
     """Return the estimate of each strategy, and the best strategy.
 
     The best strategy is the first in the table of strategies among those that are exact, fit, and
-    are about as fast as the fastest. `LEVELS` is tried in turn if nothing fits.
+    are about as fast as the fastest. `LEVELS` is tried in turn if nothing fits. If one sequence
+    does not fit on one device, context parallelism comes first; otherwise it is not chosen.
 
     Args:
         run: Configuration of the run.
@@ -51,13 +52,19 @@ def compare(
     is_fp16 = str(run.trainer.precision) in ("16-mixed", "16", "16-true")
     is_compiled = run.model.compile == "model"
     allowed = ANY_NET if is_fp16 or is_compiled else STRATEGIES
-    exact = {name for name in allowed if STRATEGIES[name].is_exact}
+    exact = [name for name in allowed if STRATEGIES[name].is_exact]
+    with_context = [name for name in exact if CONTEXT in STRATEGIES[name].axes]
+    names = [name for name in exact if name not in with_context]
+    least = estimates(run.changed(LEVELS[-1]), sample_tokens, machine, n_nodes)
+    on_one_device = [name for name in exact if set(STRATEGIES[name].axes) <= {DATA}]
+    if not any(name in least and least[name]["fits"] for name in on_one_device):
+        names = with_context + names
     for level in LEVELS:
         level_rows = estimates(run.changed(level), sample_tokens, machine, n_nodes)
         speeds = {
-            name: row["tokens_per_s"]
-            for name, row in level_rows.items()
-            if row["fits"] and name in exact
+            name: level_rows[name]["tokens_per_s"]
+            for name in names
+            if name in level_rows and level_rows[name]["fits"]
         }
         for name, speed in speeds.items():
             if speed >= EQUAL * max(speeds.values()):

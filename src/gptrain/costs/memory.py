@@ -44,7 +44,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     gradients = states["gradients"]
     n_tensor = work.dims.tensor
     n_blocks, _, is_last = work.part
-    tokens = work.tokens / work.microbatches  # of one microbatch
+    tokens = work.rank_tokens / work.microbatches  # of one microbatch
 
     # Activations. The last stage also keeps the input and the output of the last norm.
     kept_per_token, recomputed_per_token = block_activations(work)
@@ -128,6 +128,10 @@ def block_activations(work: Work) -> tuple[float, float]:
     # q and the output of the attention, k and v; the fp32 logsumexp of each head.
     attention_width = 2 * shape.d_q + 2 * shape.d_kv
     attention = attention_width / n_tensor * value_bytes + 4 * shape.n_heads / n_tensor
+    exchanged = 0.0
+    if work.dims.context > 1:
+        # The output of attention before its exchange, and repeated heads of k and v.
+        exchanged = (shape.d_q + 2 * (work.kv_width - shape.d_kv)) * value_bytes
     inner = shape.d_ff / n_tensor * value_bytes  # one tensor of width d_ff
     block_output = shape.d_model / n_tensor * value_bytes
 
@@ -146,7 +150,7 @@ def block_activations(work: Work) -> tuple[float, float]:
 
     everything = 2 * norm_bytes * shape.d_model / n_tensor + norm_statistics + normed + attention
     everything += 2 * shape.n_up_matrices * inner
-    everything += head_norms + scores + masks
+    everything += head_norms + scores + masks + exchanged
     if work.checkpointing == "none":
         return everything, 0.0
     if work.checkpointing == "full":

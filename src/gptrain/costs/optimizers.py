@@ -105,7 +105,7 @@ class MuonFacts(OptimizerFacts):
         if dims.tensor > 1:
             n_shapes += 1  # the shards of out_proj have a shape of their own
         calls = 2 * n_shapes if is_sharded else n_shapes
-        axis = DATA if dims.data > 1 else TENSOR
+        axis = DATA if dims.gradient_ranks > 1 else TENSOR
         yield Traffic("updates of Muon", axis, sent, calls, n_ranks - 1)
 
 
@@ -115,7 +115,7 @@ def ranks_of_update(work: Work) -> int:
     Under FSDP these are all ranks of the mesh: copies of the shards divide the updates, too.
     """
     if work.costs.shards_weights:
-        return work.dims.tensor * work.dims.data
+        return work.dims.tensor * work.dims.gradient_ranks
     return work.dims.tensor if work.dims.tensor > 1 else work.costs.step_ranks
 
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gptrain.core.strategies import PIPELINE, TENSOR, ParallelDims
+from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, ParallelDims
 from gptrain.costs.communication import Traffic, find_traffic
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.hardware import Link
@@ -165,7 +165,7 @@ def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
         kept += block_activations(plain_work)[0]
     per_token = forward_repeats(work) * passes * work.shape.n_layers * kept
     per_token += overhead.per_logit * 4 * work.shape.vocab_size / work.dims.tensor  # fp32 logits
-    tokens = work.tokens * work.accumulate / work.dims.pipeline
+    tokens = work.rank_tokens * work.accumulate / work.dims.pipeline
     return tokens * per_token + overhead.per_parameter * weights
 
 
@@ -214,17 +214,19 @@ def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
     """Return the slowest link of the ring that a step's traffic takes, with its bandwidth.
 
     A ring over several nodes leaves each node through the network cards of all its ranks on this
-    node. These are all ranks of a node for a tensor group. A data group has one rank per tensor
-    group. The latency per message is that of a tree over the nodes, which NCCL uses where latency
-    matters: log2(number of nodes) messages between nodes.
+    node. These are all ranks of a node for a tensor group or a context group. A data group has one
+    rank per tensor group, and all ranks of its context groups. The latency per message is that of a
+    tree over the nodes, which NCCL uses where latency matters: log2(number of nodes) messages
+    between nodes.
     """
-    if traffic.axis == TENSOR:
+    n_ranks = getattr(dims, traffic.axis)
+    if traffic.axis in (CONTEXT, TENSOR):
         stride = 1  # distance of two neighbours of the ring, in ranks
     elif traffic.axis == PIPELINE:
         stride = dims.data * dims.tensor
     else:
         stride = dims.tensor
-    n_ranks = getattr(dims, traffic.axis)
+        n_ranks = dims.gradient_ranks
     n_on_node = max(1, machine.n_local // stride)
     link = machine.link
     if machine.host is not None and machine.island < stride * min(n_on_node, n_ranks):

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from gptrain.core import strategies
 from gptrain.core.strategies import (
+    CONTEXT,
     DATA,
     PIPELINE,
     TENSOR,
+    ContextParallelOptions,
     DDPOptions,
     DiLoCoOptions,
     ParallelDims,
@@ -54,19 +56,22 @@ class StrategyCosts(Generic[OptionsT]):
     Attributes:
         options: The `strategy` group.
         dims: Number of ranks along each axis.
-        shards_weights: True if ranks store shards of the weights and gather them for each pass.
     """
 
     options: OptionsT
     dims: ParallelDims
-    shards_weights: ClassVar[bool] = False
 
     # Division of the work
 
     @property
+    def shards_weights(self) -> bool:
+        """True if ranks store shards of the weights and gather them for each pass."""
+        return False
+
+    @property
     def step_ranks(self) -> int:
-        """Number of data ranks that average their gradients in each step."""
-        return self.dims.data
+        """Number of ranks that average their gradients in each step."""
+        return self.dims.gradient_ranks
 
     @property
     def n_shards(self) -> int:
@@ -146,7 +151,8 @@ class AveragingCosts(StrategyCosts[OptionsT]):
         """Yield one all-reduce of all gradients, overlapped with the last backward pass.
 
         A bucket waits for its last gradient, and the gradient of a tied table is the last of all.
-        Pipelines average after all passes. PowerSGD sends full gradients in its first 1000 steps.
+        Pipelines and context groups average after all passes. PowerSGD sends full gradients in its
+        first 1000 steps.
         """
         n_ranks = self.step_ranks
         n_parameters = sum(work.held)
@@ -155,7 +161,8 @@ class AveragingCosts(StrategyCosts[OptionsT]):
         bucket = options.bucket_cap_mb * 2**20 / work.weight_bytes  # parameters per bucket
         n_buckets = -(-n_parameters // bucket)
         last_bucket = max(bucket, work.shape.table) if work.shape.is_tied else bucket
-        exposed = min(1.0, last_bucket / n_parameters) if self.dims.pipeline == 1 else 1.0
+        averages_at_end = self.dims.pipeline > 1 or self.dims.context > 1
+        exposed = 1.0 if averages_at_end else min(1.0, last_bucket / n_parameters)
         sent = all_reduce_bytes(n_parameters * value_bytes, n_ranks)
         overlap = 2 / 3 / work.accumulate  # the backward pass is two thirds of a micro-step
         yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n_ranks - 1), exposed, overlap)
@@ -223,12 +230,15 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 class ShardedCosts(StrategyCosts[ShardedOptions]):
     """`fsdp`: shards of weights, gradients and states over the data axis."""
 
-    shards_weights = True
+    @property
+    def shards_weights(self) -> bool:
+        """True: ranks store shards of the weights."""
+        return True
 
     @property
     def n_shards(self) -> int:
         """Number of ranks that share one copy of the parameters."""
-        return self.dims.data // self.dims.replicas
+        return self.dims.gradient_ranks // self.dims.replicas
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
         """Return the bytes of gathered weights, of unsharded gradients, and of their copies."""
@@ -299,6 +309,47 @@ class FSDPTensorParallelCosts(ShardedCosts):
         """Yield the traffic of the tensor group, and that of the data group."""
         yield from tensor_traffic(work)
         yield from super().traffic(work)
+
+
+@dataclass(frozen=True)
+class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
+    """`context_parallel`: parts of every sequence, with shards or copies of the weights."""
+
+    @property
+    def weights(self) -> StrategyCosts:
+        """Costs of the weights and their gradients: those of `fsdp`, or of averaged copies."""
+        if self.options.shard:
+            return ShardedCosts(self.options, self.dims)
+        return AveragingCosts(self.options, self.dims)
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if ranks store shards of the weights and gather them for each pass."""
+        return self.weights.shards_weights
+
+    @property
+    def n_shards(self) -> int:
+        """Number of ranks that share one copy of the parameters."""
+        return self.weights.n_shards
+
+    def step_memory(self, work: Work, gradients: float) -> StepMemory:
+        """Return the bytes of a rank during a step that depend on the sharding of the weights."""
+        return self.weights.step_memory(work, gradients)
+
+    def traffic(self, work: Work) -> Iterator[Traffic]:
+        """Yield the exchanges of attention, and the traffic of the weights and gradients.
+
+        Each block exchanges q, k and v in one all-to-all and the output of attention in another.
+        Their gradients take the same way back. Recomputation repeats the forward pass.
+
+        Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.2.
+        """
+        n_blocks = work.part[0]
+        passes = work.accumulate * (2 if work.checkpointing == "none" else 3)
+        row_bytes = 2 * (work.shape.d_q + work.kv_width) * work.matmul_bytes
+        sent = gather_bytes(work.rank_tokens * row_bytes, self.dims.context)
+        yield Traffic("heads", CONTEXT, passes * n_blocks * sent, 2 * passes * n_blocks)
+        yield from self.weights.traffic(work)
 
 
 @dataclass(frozen=True)

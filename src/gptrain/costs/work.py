@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
@@ -92,6 +93,17 @@ class Work:
         return self.batch_size * self.seq_len
 
     @property
+    def rank_tokens(self) -> int:
+        """Tokens of a micro-step on one rank. A context group divides and pads every sequence."""
+        return self.batch_size * -(-self.seq_len // self.dims.context)
+
+    @property
+    def kv_width(self) -> int:
+        """Width of a token's keys in attention. A context group repeats heads for its ranks."""
+        n_ranks = self.dims.context
+        return self.shape.d_kv * (n_ranks // math.gcd(self.shape.n_kv_heads, n_ranks))
+
+    @property
     def step_tokens(self) -> int:
         """Tokens of an optimizer step on all ranks together."""
         return self.tokens * self.accumulate * self.dims.data
@@ -163,7 +175,7 @@ def find_work(
     nodes = run.trainer.num_nodes
     n_nodes = nodes if isinstance(nodes, int) else 1  # "auto" is one node for the planner
     options = strategies.options_for(name, run.strategy).on_ranks(n_nodes, world_size)
-    ranks = strategies.parallel_dims(options, world_size)
+    ranks = strategies.parallel_dims(options, world_size, n_nodes)
     batch = plan_batch(
         run.data.batch_size,
         run.data.global_batch_size,
@@ -186,6 +198,7 @@ def find_work(
     )
     is_even = (
         shape.n_kv_heads % ranks.tensor == 0
+        and shape.n_heads % ranks.context == 0
         and batch.batch_size % work.microbatches == 0
         and ranks.data % ranks.replicas == 0
     )

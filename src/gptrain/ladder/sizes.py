@@ -146,7 +146,7 @@ def make_size(
     train = build_datasets(cfg)[0]
     n_nodes = count_nodes(cfg.trainer.num_nodes)
     n_devices = machine.n_local * n_nodes
-    n_data = parallel_dims(cfg.strategy, n_devices).data
+    n_data = parallel_dims(cfg.strategy, n_devices, n_nodes).data
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
     shape = find_shape(cfg.model)
     attention = (shape.n_layers, shape.d_q, lengths.sample_tokens) if shape else ()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,31 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
 
+class HeadExchange(Protocol):
+    """Exchange, between ranks, of positions of all heads for all positions of some heads.
+
+    Context parallelism sets an object of this kind on each attention module of a net. A rank then
+    has t positions of a sequence of S positions, and computes attention for h of the H heads.
+    """
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of all positions for this rank's heads.
+
+        Args:
+            q: Queries of this rank's positions, (B, t, H, K).
+            k: Keys of this rank's positions, (B, t, G, K).
+            v: Values of this rank's positions, (B, t, G, K).
+
+        Returns:
+            Queries (B, S, h, K), keys and values (B, S, g, K). `g` divides `h`.
+        """
+        ...
+
+    def to_positions(self, y: Tensor) -> Tensor:
+        """Return attention's results for this rank's positions, (B, S, h, K) -> (B, t, H, K)."""
+        ...
+
+
 class CausalSelfAttention(nn.Module):
     """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
 
@@ -71,7 +96,13 @@ class CausalSelfAttention(nn.Module):
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
         d_head: Width K of a head. None for `d_model / n_heads`.
+
+    Attributes:
+        exchange: Exchange with the ranks that have other positions of the same sequence. None if
+            this rank has all positions.
     """
+
+    exchange: HeadExchange | None = None
 
     def __init__(
         self,
@@ -107,12 +138,16 @@ class CausalSelfAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.d_head))
         start = 0 if cache is None else cache.length
         q, k = self.apply_positions(q, k, start, None if layout is None else layout.positions)
+        if self.exchange is not None:
+            q, k, v = self.exchange.to_heads(q, k, v)  # (B, S, h, K), (B, S, g, K)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
         mask = None
         if cache is not None:
             k, v, mask = cache.extend(k, v)
-        y = attend(q, k, v, mask, layout, self.dropout if self.training else 0.0)
-        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
+        y = attend(q, k, v, mask, layout, self.dropout if self.training else 0.0).transpose(1, 2)
+        if self.exchange is not None:
+            y = self.exchange.to_positions(y)  # (B, S, h, K) -> (B, T, H, K)
+        return self.out_proj(y.flatten(2))  # (B, T, H, K) -> (B, T, D)
 
     def apply_positions(
         self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None

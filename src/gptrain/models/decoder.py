@@ -45,6 +45,7 @@ class Decoder(nn.Module):
         "norm": "sequence",
         "head": "vocab_head",
     }
+    context_plan: ClassVar[tuple[str, ...]] = ("blocks.*.attention",)
     # On a pipeline stage, token_embedding, norm and head are None if another stage holds them.
     token_embedding: nn.Embedding
     blocks: nn.ModuleList

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gptrain.core.strategies import DATA, PIPELINE, TENSOR, ParallelDims
+from gptrain.core.strategies import CONTEXT, DATA, PIPELINE, TENSOR, ParallelDims
 from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
@@ -30,18 +30,30 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
+def build_context_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
+    """Build the device mesh of context parallelism, with the axes "data" and "context".
+
+    The ranks that share a sequence are neighbors, which usually share a node and its fast links.
+    Every rank must call this function, after the process group was created.
+    """
+    sizes = (dims.data, dims.context)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(DATA, CONTEXT))
+
+
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     """Return the mesh over which FSDP shards the parameters.
 
-    Without replicas this is the data axis of `mesh`. With replicas (hybrid sharding) it has two
-    axes, "replicate" and "shard", which together replace the data axis. The ranks that share one
-    copy of the net are neighbours, because they all-gather weights; the copies exchange gradients
-    only. Every rank must call this function.
+    Without replicas this is the data axis of `mesh`. With a context axis it is one axis of all
+    ranks. With replicas (hybrid sharding) it has two axes, "replicate" and "shard", which together
+    replace the data axis. The ranks that share one copy of the net are neighbours, because they
+    all-gather weights; the copies exchange gradients only. Every rank must call this function.
 
     Args:
-        mesh: Mesh of `build_mesh`.
+        mesh: Mesh of `build_mesh` or of `build_context_mesh`.
         dims: Number of ranks along each axis, and number of copies of the net.
     """
+    if dims.context > 1:
+        return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))
     if dims.replicas == 1:
         return mesh["data"]
     sizes = (dims.replicas, dims.data // dims.replicas)

@@ -22,6 +22,7 @@ class Net(nn.Module):
     head: nn.Linear
     n_heads: int
     tensor_plan: dict[str, str]
+    context_plan: tuple[str, ...]
 
 
 class IncompatibleModelError(ValueError):

@@ -30,15 +30,16 @@ from gptrain.core.strategies import ShardedOptions, StrategyOptions
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.strategy import OptionsT, ParallelStrategy
 from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters, vocab_parallel_loss
 
 
-class Sharded(ParallelStrategy[StrategyOptions]):
+class Sharded(ParallelStrategy[OptionsT]):
     """Shard every parameter over the data axis with FSDP2, if the strategy includes FSDP.
 
     Attributes:
         mesh: Device mesh with the axes "pipeline", "data" and "tensor".
+        shard_mesh: Device mesh over which FSDP2 shards the parameters.
         net: Net that `shard` was called with.
     """
 
@@ -46,6 +47,7 @@ class Sharded(ParallelStrategy[StrategyOptions]):
 
     def __post_init__(self):
         self.mesh = build_mesh(self.device.type, self.dims)
+        self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
         self.data_group = self.mesh["data"].get_group()
 
     def shard(self, net: Net) -> None:
@@ -56,7 +58,7 @@ class Sharded(ParallelStrategy[StrategyOptions]):
         self.net = net
         if not isinstance(self.options, ShardedOptions):
             return
-        mesh = build_shard_mesh(self.mesh, self.dims)
+        mesh = self.shard_mesh
         # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
         # in fp32. Under any other precision both keep the type of the parameters.
         is_mixed = self.precision == "bf16-mixed"
@@ -132,7 +134,7 @@ class Sharded(ParallelStrategy[StrategyOptions]):
             self.net.set_requires_gradient_sync(True)
 
 
-class TensorParallel(Sharded):
+class TensorParallel(Sharded[StrategyOptions]):
     """Split layers over the tensor axis, and shard them with FSDP2 if the strategy includes FSDP.
 
     See `gptrain.parallel.tensor`.

@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
-COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "send")
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 
 
 class Sent(TorchDispatchMode):
     """Counter of the bytes that this rank sends inside a `with` block.
 
     Collectives count as rings. For a tensor of b bytes on n ranks, a rank sends (n-1)/n b in an
-    all-gather or a reduce-scatter, as much on average in a broadcast, and 2 (n-1)/n b in an
-    all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The counter sees the
+    all-gather, a reduce-scatter or an all-to-all, as much on average in a broadcast, and 2 (n-1)/n
+    b in an all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The counter sees the
     collectives of DDP, FSDP and DTensor, because they all pass through torch's dispatcher.
 
     Attributes:
@@ -64,10 +64,12 @@ def _sent_bytes(kind: str, args: Any, out: Any) -> float:
     n_bytes = sum(tensor.nbytes for tensor in tensors)
     if kind == "send":
         return n_bytes
-    if isinstance(args[1], str):  # `_c10d_functional`: name of the reduction, name of the group
-        size = dist.distributed_c10d._resolve_process_group(args[2]).size()
-    else:
-        size = dist.ProcessGroup.unbox(args[1]).size()
+    names = [argument for argument in args if isinstance(argument, str)]
+    if names:  # `_c10d_functional`: the name of the group is the last string
+        size = dist.distributed_c10d._resolve_process_group(names[-1]).size()
+    else:  # the group is the first object of C++
+        group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+        size = dist.ProcessGroup.unbox(group).size()
     return (2 if kind == "allreduce" else 1) * n_bytes * (size - 1) / size
 
 

@@ -48,6 +48,7 @@ from gptrain.parallel.placement import (
 from gptrain.parallel.requirements import check_fit
 from gptrain.parallel.strategy import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
+from gptrain.runtime.process import count_nodes
 
 # Strategies without a pipeline: stages exchange the shapes of tensors as data, which fake tensors
 # do not have.
@@ -139,7 +140,8 @@ def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None)
         message = f"not traced; traced: {', '.join(TRACED)}"
         raise ConfigError.of("strategy.name", name, message)
     with as_config_errors(cfg, "trainer.devices"):
-        dims = parallel_dims(cfg.strategy, world_size)
+        n_nodes = count_nodes(cfg.trainer.num_nodes)
+        dims = parallel_dims(cfg.strategy, world_size, n_nodes)
     if sample_tokens is None:
         sample = build_dataset(cfg, "train")[0]
         sample_tokens = check_sample(cfg, sample) or 1

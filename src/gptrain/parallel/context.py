@@ -1,0 +1,277 @@
+"""Context parallelism: every rank holds a part of every sequence.
+
+The ranks of a context group read the same samples. Each rank computes a contiguous part of the
+positions. Only attention needs other positions: before attention each rank exchanges its positions
+of all heads for all positions of some heads, and afterwards it exchanges them back. Each exchange
+is one all-to-all, which sends (n-1)/n of a rank's values.
+Source: Jacobs et al. 2023 (DeepSpeed-Ulysses), arXiv:2309.14509.
+
+A net states with `context_plan` that it may be computed in this way (see `gptrain.models`).
+
+The loss and the outputs of the net are those of the full sequence on every rank of the group. All
+backward passes are exact adjoints of the communication. The mean of the gradients over the data and
+the context ranks is then the gradient of the mean of the losses, as under DDP.
+"""
+
+# B batch, T time, n ranks of the context axis, T' = T padded to a multiple of n, t = T' / n,
+# H heads of q, G heads of k and v, h = H / n, g heads of k and v on one rank, K d_head
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gptrain.core.strategies import ContextParallelOptions, ParallelDims
+from gptrain.loss import IGNORED, LossOptions, next_token_loss
+from gptrain.models.attention import SequenceLayout, layout_argument
+from gptrain.parallel.gradients import sum_gradients
+from gptrain.parallel.mesh import build_context_mesh, build_shard_mesh
+from gptrain.parallel.requirements import IncompatibleModelError, Net
+from gptrain.parallel.sharded import Sharded
+from gptrain.parallel.strategy import supports_chunked_loss
+from gptrain.parallel.tensor import gather_sequence
+
+
+class ContextParallel(Sharded[ContextParallelOptions]):
+    """Divide every sequence over the context axis, and shard the weights over all ranks.
+
+    With `strategy.shard=false` every rank has a copy of the weights, and the gradients are averaged
+    once per step.
+
+    Attributes:
+        mesh: Device mesh with the axes "data" and "context".
+        group: Ranks that share a sequence.
+    """
+
+    def __post_init__(self):
+        self.mesh = build_context_mesh(self.device.type, self.dims)
+        self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
+        self.data_group = self.mesh["data"].get_group()
+        self.group = self.mesh["context"].get_group()
+        if not self.options.shard:
+            self.replicas = self.shard_mesh
+
+    @property
+    def activation_group(self) -> dist.ProcessGroup:
+        """Ranks that each hold a shard of a module's output: the context axis."""
+        return self.group
+
+    def split(self, net: Net) -> None:
+        """Let the net run on this rank's part of a sequence, in place."""
+        exchange = AllToAllHeads(self.group)
+        for _, attention in attention_modules(net):
+            attention.exchange = exchange
+        net.forward = partial(self.run_part, net.forward)
+        if hasattr(net, "hidden"):
+            net.hidden = partial(self.run_part, net.hidden)
+
+    def shard(self, net: Net) -> None:
+        """Apply FSDP2 in place, if `strategy.shard` is set."""
+        if self.options.shard:
+            super().shard(net)
+        else:
+            self.net = net
+
+    def finish_gradients(self) -> None:
+        """Average the gradients that FSDP2 does not average, once per step."""
+        super().finish_gradients()
+        if not self.options.shard:
+            self.average(self.net.parameters())
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average the gradients of parameters over the data and the context ranks."""
+        sum_gradients(parameters, self.shard_mesh.get_group(), divisor=self.shard_mesh.size())
+
+    def loss_sum(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of the losses of the full sequences, on every rank of the group.
+
+        Each rank computes the losses of its own positions. The targets were shifted before they are
+        divided, so that the target of a part's last position is the first token of the next part.
+        """
+        part = self.part_layout(tokens, **layout_argument(documents))
+        tokens = tokens[:, part.index]
+        targets = targets[:, part.index].masked_fill(part.is_padding, IGNORED)
+        if supports_chunked_loss(net):
+            total = self.head_loss(net, net.hidden(tokens, layout=part), targets, options)
+        else:
+            logits = net(tokens, layout=part)
+            total = next_token_loss(logits, targets, reduction="sum", **asdict(options))
+        # The backward pass of the gathering adds the gradients of the losses of all ranks.
+        return gather_sequence(total.reshape(1, 1), self.group).sum()
+
+    def run_part(
+        self,
+        method: Callable[..., Tensor],
+        tokens: Tensor,
+        cache: None = None,
+        layout: SequenceLayout | None = None,
+    ) -> Tensor:
+        """Run a method of the net on this rank's part of the sequences.
+
+        Args:
+            method: Method `forward` or `hidden` of the net.
+            tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
+                `PartLayout`, this rank's part (B, t).
+            cache: None.
+            layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
+
+        Returns:
+            Outputs (B, T, ...) of the full sequences, or (B, t, ...) of the part.
+
+        Raises:
+            ValueError: If there is a cache, which holds the positions of full sequences.
+        """
+        if cache is not None:
+            raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
+        if isinstance(layout, PartLayout):
+            return method(tokens, layout=layout)
+        part = self.part_layout(tokens, layout)
+        output = method(tokens[:, part.index], layout=part)  # (B, t, ...)
+        output = gather_sequence(output, self.group)  # (B, T', ...)
+        n_tokens = tokens.shape[1]
+        # FSDP warns about views.
+        return output if output.shape[1] == n_tokens else output[:, :n_tokens].clone()
+
+    def part_layout(self, tokens: Tensor, layout: SequenceLayout | None = None) -> "PartLayout":
+        """Return the layout of this rank's part of the sequences.
+
+        The sequences are padded at their end with copies of the last token, which does not change
+        the other outputs of a causal net.
+
+        Args:
+            tokens: Full sequences, (B, T).
+            layout: Layout of the full sequences. By default the positions are 0 to T - 1.
+        """
+        n_tokens = tokens.shape[1]
+        part_length = -(-n_tokens // self.group.size())
+        padded = torch.arange(part_length * self.group.size(), device=tokens.device)  # (T',)
+        place = padded[self.group.rank() * part_length :][:part_length]  # (t,)
+        index = place.clamp(max=n_tokens - 1)
+        is_padding = place >= n_tokens
+        if layout is None:
+            return PartLayout(index, index=index, is_padding=is_padding)
+        positions = layout.positions[..., index]
+        if layout.documents is not None and len(padded) > n_tokens:
+            documents = layout.documents[:, padded.clamp(max=n_tokens - 1)]
+            layout = SequenceLayout.of_documents(documents)
+        return PartLayout(
+            positions,
+            layout.documents,
+            layout.block_mask,
+            index=index,
+            is_padding=is_padding,
+        )
+
+
+@dataclass(frozen=True)
+class PartLayout(SequenceLayout):
+    """Layout of a rank's part of sequences; `documents` are those of the full sequences.
+
+    Attributes:
+        index: Place of each token of the part in the full sequences, (t,).
+        is_padding: True for tokens of the part that are padding, (t,).
+    """
+
+    index: Tensor = field(kw_only=True)
+    is_padding: Tensor = field(kw_only=True)
+
+
+class AllToAllHeads:
+    """Exchange of positions for heads by all-to-all, the `HeadExchange` of attention.
+
+    Args:
+        group: Ranks that share a sequence, in the order of their parts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of all positions for this rank's heads, see `HeadExchange`.
+
+        With fewer heads of k and v than ranks, the heads are repeated as often as necessary. Head i
+        of q still uses head i G // H of k and v, because heads are exchanged in order.
+        """
+        n_ranks = self.group.size()
+        repeats = n_ranks // math.gcd(k.shape[2], n_ranks)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        parts = [x.unflatten(2, (n_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
+        by_heads = torch.cat(parts, 3)  # (n, B, t, h + 2 g, K)
+        by_positions = _AllToAll.apply(by_heads, self.group).movedim(0, 1)  # (B, n, t, ...)
+        sizes = [part.shape[3] for part in parts]
+        q, k, v = by_positions.flatten(1, 2).split(sizes, 2)  # (B, T', h, K), (B, T', g, K)
+        return q, k, v
+
+    def to_positions(self, y: Tensor) -> Tensor:
+        """Return attention's results for this rank's positions, (B, T', h, K) -> (B, t, H, K)."""
+        by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
+        by_heads = _AllToAll.apply(by_positions, self.group)
+        return by_heads.movedim(0, 2).flatten(2, 3)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group = group
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def attention_modules(net: Net) -> list[tuple[str, Any]]:
+    """Return name and module of each module that `net.context_plan` names."""
+    return [
+        (name, module)
+        for name, module in net.named_modules()
+        if any(fnmatch(name, pattern) for pattern in net.context_plan)
+    ]
+
+
+def check_context_parallel(net: Net, options: ContextParallelOptions, dims: ParallelDims) -> None:
+    """Check that every sequence can be divided over `dims.context` ranks.
+
+    Args:
+        net: Net with `context_plan` and `n_heads`, for example on the meta device.
+        options: Options of the `strategy` group. This check does not depend on them.
+        dims: Number of ranks along each axis.
+
+    Raises:
+        IncompatibleModelError: If the ranks do not divide the heads, or if `context_plan` names no
+            module or one without `exchange`.
+    """
+    if net.n_heads % dims.context:
+        allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
+        raise IncompatibleModelError(
+            "strategy.context_parallel_size",
+            f"{dims.context} ranks do not divide n_heads={net.n_heads}; a rank computes attention "
+            f"for whole heads; allowed: {allowed}",
+        )
+    modules = attention_modules(net)
+    unfit = [name for name, module in modules if not hasattr(module, "exchange")]
+    if unfit or not modules:
+        names = f"{unfit[0]}, which has no attribute exchange" if unfit else "no module of the net"
+        raise IncompatibleModelError(
+            "strategy.name",
+            f"{type(net).__name__}.context_plan={net.context_plan} names {names} (see "
+            "gptrain.models)",
+        )

@@ -1,0 +1,67 @@
+"""Context parallelism on two and four ranks equals one process, with copies and with shards."""
+
+from unittest.mock import patch
+
+import kinds
+import own_nets
+import torch.nn.functional as F
+from kinds import GRADIENT_RTOL, NOISE, OneProcess, Parallel, check_equals_one_process, close
+from ranks import on_ranks
+from test_own_nets import build, check_refused
+
+from gptrain.models import Llama
+
+
+@on_ranks(2)
+def test_a_step_equals_one_process_also_with_masked_documents_and_recomputation():
+    for packs, options in ((False, {}), (True, {"shard": False}), (True, {"recomputes": "full"})):
+        check_equals_one_process(Parallel("context_parallel", **options), packs)
+    check_equals_one_process(Parallel("context_parallel", recomputes="selective"))
+
+
+def make_llama():
+    """Build a Llama that has fewer heads of k and v than four ranks."""
+    return Llama(61, 32, 4, 2, n_layers=2, d_ff=40, max_seq_len=16, qk_norm=True)
+
+
+@on_ranks(4)
+def test_a_llama_on_four_ranks_equals_one_process_also_with_repeated_heads_of_k_and_v():
+    with patch.object(kinds, "make_net", make_llama):
+        for shard, size, packs in ((True, 4, True), (True, 2, True), (False, 4, False)):
+            kind = Parallel("context_parallel", shard=shard, context_parallel_size=size)
+            check_equals_one_process(kind, packs)
+            assert (kind.dims.data, kind.dims.context) == (4 // size, size)
+
+
+@on_ranks(2)
+def test_forward_returns_full_logits_with_the_gradients_of_plain_cross_entropy():
+    """A loss of the user's own calls the net; every rank computes it from the same logits."""
+    truth = OneProcess()
+    tokens, targets = kinds.make_batch(0, 0)
+    expected = truth.net(tokens)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    for shard in (True, False):
+        kind = Parallel("context_parallel", shard=shard)
+        logits = kind.net(tokens)
+        close(logits, expected, GRADIENT_RTOL)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        kind.parallel.finish_gradients()
+        for name, gradient in kind.gradients().items():
+            if NOISE not in name:
+                close(gradient, truth.gradients()[name], GRADIENT_RTOL)
+
+
+@on_ranks(2)
+def test_a_net_that_states_its_context_plan_wrongly_is_refused():
+    build("context_parallel", own_nets.DividesSequences)
+    check_refused(
+        "context_parallel",
+        {
+            own_nets.AttendsToItsPart: "blocks.0.attention (Attention) is the first module that "
+            "differs, in the input that it passes to blocks.0.attention.out",
+            own_nets.ForgetsItsPositions: "ForgetsItsPositions.forward is the first module that "
+            "differs, in the input that it passes to positions",
+            own_nets.MixesNeighbors: "MixesNeighbors.forward is the first module that differs, in "
+            "the input that it passes to blocks.0",
+        },
+    )

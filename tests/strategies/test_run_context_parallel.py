@@ -1,0 +1,7 @@
+"""strategy=context_parallel through train.py."""
+
+import runs as helpers
+
+
+class TestStrategy(helpers.PrecisionTests):
+    name, data_ranks = "context_parallel", [0, 0]
