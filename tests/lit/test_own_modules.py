@@ -104,7 +104,10 @@ def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
         assert not (wrong := differences(two.state(6), again.state(6))), wrong[:8]
 
 
-@pytest.mark.parametrize("ranks", [(), ("trainer.devices=2", "strategy=fsdp")])
+TWO_SHARDED = pytest.param(("trainer.devices=2", "strategy=fsdp"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ranks", [(), TWO_SHARDED])
 def test_a_net_that_returns_no_tensor_is_refused_in_one_line(fit, ranks):
     target = f"model._target_={OWN}.nets.ReturnsPair"
     line = fit(target, *(f"~model.{key}" for key in GPT_KEYS), *ranks, code=2, begun=True).errors[0]
@@ -112,7 +115,8 @@ def test_a_net_that_returns_no_tensor_is_refused_in_one_line(fit, ranks):
     assert line.endswith("; allowed: logits (B, T, V)")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strategy):
     """A checkpoint has the buffers of one rank: other ranks would evaluate and resume with others.
 
