@@ -25,6 +25,7 @@ ONE_LINE = {
     "trainer.precision=16-mixed trainer.accelerator=cpu": ["16-mixed", "on CPU", "bf16-mixed"],
     "strategy=tensor_parallel trainer.devices=4 strategy.tensor_parallel_size=4 model.n_heads=6 "
     "model.d_model=510": ["strategy.tensor_parallel_size=4", "model.n_heads=6", "1, 2, 3, 6"],
+    "model.dropout=1": ["model.dropout=1", "must be < 1"],
     "optimizer.lr=-1e-3": ["optimizer.lr=-0.001", "must be > 0"],
     "scheduler.warmup_steps=2000 scheduler.total_steps=1000": [
         "scheduler.warmup_steps=2000", "<= scheduler.total_steps=1000",

@@ -88,6 +88,13 @@ class Shim:
         raise OSError(self.number, os.strerror(self.number))
 
 
+def test_a_draft_that_a_dead_process_has_left_does_not_stop_a_replacement(tmp_path):
+    (tmp_path / f".status.json.{os.getpid()}.tmp").write_text("from another start")
+    fileops.replace(tmp_path / "status.json", b"new")
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.read_text()) == ("status.json", "new")
+
+
 # Whole
 
 

@@ -62,6 +62,13 @@ def test_weights_that_do_not_match_the_run_are_one_line_that_names_both_sides(tr
     assert "blocks.2.norm_1.weight only in the net" in deeper.err and deeper.err.count("\n") == 1
 
 
+def test_a_tensor_that_is_not_shown_is_counted(tmp_path):
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(1)) for name in "abcdef"})
+    torch.save({"f": torch.ones(1)}, tmp_path / "weights.ckpt")
+    with pytest.raises(ValueError, match="d only in the net; and 1 more"):
+        load_weights(net, tmp_path / "weights.ckpt")
+
+
 TABLE = "position_embedding.weight"
 
 

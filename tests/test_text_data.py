@@ -521,5 +521,7 @@ def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):
     assert prepare(corpus, "bytes", cache, vocab_size=300).vocab_size == 256
     with pytest.raises(DataError, match="tokenizer has 256 tokens, vocab_size=255"):
         prepare(corpus, "bytes", cache, vocab_size=255)
-    with pytest.raises(ValueError, match="vocab_size=255"):
+    with pytest.raises(ValueError, match=r"vocab_size=255: a BPE starts from 256 bytes$"):
         train_bpe([""], 255, "nowhere")
+    with pytest.raises(ValueError, match=r"vocab_size=256: .* 256 bytes and an end token$"):
+        train_bpe([""], 256, "nowhere", has_end=True)

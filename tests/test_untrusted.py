@@ -92,6 +92,7 @@ def test_an_old_runs_overrides_are_data(attack, world, old, train):
 def test_overrides_that_cannot_be_read_are_refused_and_not_trained_as_the_default(text, old, train):
     run = train(old(text), "trainer.fast_dev_run=true")
     assert run.code == 65 and run.err.count("\n") == 1, run.err
+    assert "old/.hydra/overrides.yaml: " in run.err
     assert not run.folder.exists()
 
 
