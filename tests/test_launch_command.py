@@ -40,6 +40,16 @@ def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_what_sbatch_refuses_is_one_line(launch, tmp_path, monkeypatch):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error:\n no such account' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, out, err = launch("slurm", "--submit", "trainer=cpu", f"output_dir={tmp_path / 'o'}")
+    assert (code, out) == (2, "")
+    assert err == "error: --submit: sbatch: error: no such account\n"
+
+
 def test_the_command_runs_as_a_module(command):
     said = command("-m", "gptrain.launch", "nowhere")
     assert said.returncode == 2 and said.stderr.startswith("error: ") and "slurm" in said.stderr
