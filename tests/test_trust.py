@@ -13,6 +13,7 @@ import yaml
 from gptrain.checkpoints.signature import read_key, read_signed_record
 from gptrain.config import ConfigError
 from gptrain.config.from_run import check_values, expand, words_to_repeat
+from gptrain.config.outside import find_outside
 from gptrain.core.errors import ConfigIssue
 from tests.untrusted import fill
 
@@ -229,3 +230,13 @@ def test_a_home_that_cannot_be_written_is_no_error(train, configuration):
     run = train("trainer.max_steps=1", "logger=none")
     assert run.code == 0 and not run.err, run.err
     assert not (run.folder / ".hydra" / "signature").exists()
+
+
+def test_links_in_a_circle_are_followed_once(tmp_path):
+    for name in ("corpus", "shared"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "corpus" / "more").symlink_to(tmp_path / "shared")
+    (tmp_path / "shared" / "again").symlink_to(tmp_path / "shared")
+    assert find_outside(str(tmp_path / "corpus"), [tmp_path]) is None
+    (tmp_path / "shared" / "etc").symlink_to("/etc")
+    assert "shared/etc, a link that leads" in find_outside(str(tmp_path / "corpus"), [tmp_path])
