@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 # Packages of a command may import any other package, as may `__main__.py` and `command.py` of any.
 COMMANDS = {
-    "export", "collectives", "generate", "adopt", "plan", "launch", "ladder", "command",
+    "export", "collectives", "generate", "adopt", "plan", "launch", "ladder", "evaluate", "command",
 }  # fmt: skip
 FOREIGN = {  # framework -> packages that may import it
     "lightning": {"lit", "assemble"},

@@ -92,6 +92,47 @@ def score(
     return scores
 
 
+@torch.no_grad()
+def score_continuations(
+    net: nn.Module, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[tuple[float, bool]]:
+    """Return the log probability of each continuation after its context, in one forward pass.
+
+    Args:
+        net: Net with the contract of `gptrain.models`, in evaluation mode.
+        pairs: Token ids of a context and of its continuation, at least one each. The beginning of
+            a context that is too long for the net is left out.
+
+    Returns:
+        For each pair the log probability in nats, and whether each token of the continuation is
+        the most probable one.
+    """
+    device = next(net.parameters()).device
+    longest = max(len(context) + len(continuation) for context, continuation in pairs)
+    limit = getattr(net, "max_seq_len", None) or longest
+    rows = [torch.tensor([*context, *tokens][-limit - 1 :]) for context, tokens in pairs]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (B, T + 1)
+    log_probs = net(tokens[:, :-1]).float().log_softmax(-1)  # (B, T, V)
+    chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]  # (B, T)
+    is_best = log_probs.argmax(-1) == tokens[:, 1:]  # (B, T)
+    scores = []
+    for number, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
+        end = len(row) - 1
+        part = slice(max(0, end - len(continuation)), end)  # predictions of the continuation
+        nats = chosen[number, part].double().sum().item()
+        scores.append((nats, bool(is_best[number, part].all())))
+    return scores
+
+
+def encode_pair(
+    tokenizer: Tokenizer, context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a context and those of its continuation, which are encoded together."""
+    together = tokenizer.encode(context + continuation).tolist()
+    n_context = len(tokenizer.encode(context))
+    return together[:n_context], together[n_context:]
+
+
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
     """Return the log probabilities (N - 1,) of all tokens (N,) but the first, on the CPU."""
     limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))

@@ -1,0 +1,1 @@
+"""The command `python -m gptrain.evaluate`, which scores the net of a finished run."""

@@ -1,0 +1,71 @@
+"""Score the net of a finished run with the callbacks that can do so, for example `scores`.
+
+    python -m gptrain.evaluate from_run=outputs/a callbacks=scores callbacks.scores.files.arc=F
+
+    from_run   folder of a run; its callbacks are used if no others are named
+    ckpt_path  best or last checkpoint of the run (best)
+    callbacks  callbacks with a method evaluate(net, tokenizer) -> dict of scores by name
+
+Each score is printed on a line of its own: its name, a tab, its value. For the loss on the test
+set, type: python train.py from_run=outputs/a task=test
+"""
+
+from typing import Any, Literal, cast
+
+from gptrain import config
+from gptrain.core.errors import ConfigError
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import LocalPath
+
+
+class EvaluateRun(RunConfig):
+    """Schema of the command: the keys of a run, of which `from_run` is required."""
+
+    runs_here = False
+    reads_data = False
+
+    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
+    ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
+
+
+def main() -> None:
+    """Run the command line of `python -m gptrain.evaluate`, from `sys.argv` to the exit code."""
+    config.main(evaluate, EvaluateRun, {}, usage=__doc__)
+
+
+def evaluate(cfg: EvaluateRun) -> None:
+    """Print the scores of a run's net.
+
+    Raises:
+        ConfigError: If no callback can score, the device is missing, or the run is damaged (exit
+            code 65) or missing (66).
+    """
+    # Import torch only now, so that an invalid option is reported without waiting for the import.
+    from hydra.utils import get_method
+
+    from gptrain.assemble.load import build_target, load
+    from gptrain.assemble.weights import named_source
+    from gptrain.runtime.devices import accelerator_of, set_threads
+
+    nodes = [node for node in cfg.callbacks.values() if node]
+    nodes = [node for node in nodes if hasattr(get_method(node.target), "evaluate")]
+    if not nodes:
+        message = "no callback of the run has a method evaluate(net, tokenizer)"
+        raise ConfigError.of("callbacks", None, message, hint="callbacks=scores")
+    device = accelerator_of(cfg.trainer.accelerator)
+    if device is None:
+        raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
+    set_threads(1)
+    with named_source("from_run", cfg.from_run):
+        checkpoint = cfg.ckpt_path or "best"
+        loaded = load(cfg.from_run, checkpoint, cfg.allowed_targets, with_tokenizer=True)
+    net, tokenizer = cast(Any, loaded)
+    if tokenizer is None:
+        raise ConfigError.of("from_run", cfg.from_run, "the folder has no tokenizer")
+    for node in nodes:
+        for name, value in build_target(node.node()).evaluate(net.to(device), tokenizer).items():
+            print(f"{name}\t{value:.6g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A run folder as a model of lm-evaluation-harness, without an export.
+
+    import lm_eval
+    from gptrain.evaluate.harness import RunModel
+
+    results = lm_eval.simple_evaluate(model=RunModel("outputs/a"), tasks=["arc_easy"])
+
+Importing this file needs the package `lm-eval` (extra `evaluate`).
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from gptrain.assemble.load import load
+from gptrain.text.scoring import score, score_continuations
+from gptrain.text.writing import generate
+
+try:
+    TemplateLM: Any = import_module("lm_eval.api.model").TemplateLM
+except ModuleNotFoundError:
+    hint = "pip install 'gptrain[evaluate]'"
+    raise ModuleNotFoundError(
+        f"gptrain.evaluate.harness needs the package lm-eval: {hint}"
+    ) from None
+
+
+class RunModel(TemplateLM):
+    """Scores and generates with the net of a run, a checkpoint or an export.
+
+    Args:
+        folder: Folder of the run.
+        device: Device of the net.
+    """
+
+    def __init__(self, folder: str | Path, device: str = "cpu"):
+        super().__init__()
+        net, self.tokenizer = cast(Any, load(folder, with_tokenizer=True))
+        self.net = net.to(device)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the token that stands for an empty context."""
+        return self.tokenizer.end_id or 0
+
+    def tok_encode(self, string: str, **options: Any) -> list[int]:
+        """Return the token ids of a text."""
+        return self.tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], **options: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return [score_continuations(self.net, [pair])[0] for pair in pairs]
+
+    def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
+        """Return the log probability of each text in nats."""
+        texts = [request.args[0] for request in requests]
+        return [-scored.nats for scored in score(self.net, self.tokenizer, texts)]
+
+    def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
+        """Return the most probable continuation of each prompt up to a stop text."""
+        texts = []
+        for prompt, how in (request.args for request in requests):
+            until = how.get("until", ())
+            stop = [until] if isinstance(until, str) else until
+            n_tokens = how.get("max_gen_toks", 256)
+            texts += generate(
+                self.net, self.tokenizer, [prompt], n_tokens, temperature=0, stop=stop
+            )
+        return texts

@@ -1,0 +1,135 @@
+"""Score multiple-choice questions during training, and for a finished run.
+
+Config: conf/callbacks/scores.yaml. A file of JSON lines has questions in the form of HellaSwag
+(`ctx` or `ctx_a`, `ctx_b` and `activity_label`; `endings`, `label`) or of ARC (`question`,
+`choices`, `answerKey`). Prompts and scores are those of lm-evaluation-harness.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from gptrain.core.errors import ConfigError
+from gptrain.core.small_files import DataError
+from gptrain.lit.lightning import data_of, strategy_of
+from gptrain.text.scoring import encode_pair, score_continuations
+
+
+class Question(NamedTuple):
+    """A text, the choices that may continue it, and the index of the right one."""
+
+    text: str
+    choices: list[str]
+    answer: int
+
+
+class Scores(Callback):
+    """Logs `eval/<name>/acc` and `eval/<name>/acc_norm` at each validation.
+
+    `acc` is the share of questions whose most probable choice is right. For `acc_norm` the log
+    probability of a choice is divided by its number of characters. Each rank answers its part of
+    the questions. The result is the same on any number of ranks.
+
+    Args:
+        files: File of questions by name.
+    """
+
+    def __init__(self, files: Mapping[str, str]):
+        self.questions = {name: read_questions(Path(file)) for name, file in files.items()}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a run whose net cannot be called, or whose data have no tokenizer."""
+        if strategy_of(trainer).parallel.is_pipeline:
+            message = "a rank of a pipeline has a part of the net only; strategies: all others"
+            raise ConfigError.of("callbacks.scores", None, message)
+        self.tokenizer: Any = getattr(data_of(trainer).val, "tokenizer", None)
+        if self.tokenizer is None:
+            raise ConfigError.of("callbacks.scores", None, "data.val has no tokenizer")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the scores, unless this is the sanity check."""
+        if trainer.sanity_checking:
+            return
+        data, net = data_of(trainer), cast(nn.Module, pl_module.net)
+        for name, questions in self.questions.items():
+            with trainer.precision_plugin.forward_context():
+                counts = count(net, self.tokenizer, questions, data.rank, data.world_size)
+            total = cast(Tensor, trainer.strategy.reduce(counts, reduce_op="sum"))
+            pl_module.log_dict(named_scores(name, total))
+
+    def evaluate(self, net: nn.Module, tokenizer: Any) -> dict[str, float]:
+        """Return the scores of a net, for `python -m gptrain.evaluate`."""
+        counts = {name: count(net, tokenizer, q) for name, q in self.questions.items()}
+        pairs = [named_scores(name, counted).items() for name, counted in counts.items()]
+        return dict(chain(*pairs))
+
+
+def count(
+    net: nn.Module, tokenizer: Any, questions: list[Question], rank: int = 0, n_ranks: int = 1
+) -> Tensor:
+    """Return how many questions of a rank are right by each score, and their number (3,).
+
+    All ranks call the net equally often, because a partitioned net needs all of them.
+    """
+    counts = torch.zeros(3, device=next(net.parameters()).device)
+    for first in range(0, len(questions), n_ranks):
+        text, choices, answer = questions[min(first + rank, len(questions) - 1)]
+        pairs = [encode_pair(tokenizer, text, f" {choice}") for choice in choices]
+        nats = torch.tensor([log_prob for log_prob, _ in score_continuations(net, pairs)])
+        per_character = nats / torch.tensor([len(choice) for choice in choices])
+        if first + rank < len(questions):
+            counts[0] += int(nats.argmax()) == answer
+            counts[1] += int(per_character.argmax()) == answer
+            counts[2] += 1
+    return counts
+
+
+def named_scores(name: str, counts: Tensor) -> dict[str, float]:
+    """Return the two scores of a set of questions, by their names."""
+    n_acc, n_acc_norm, n_questions = counts.tolist()
+    return {
+        f"eval/{name}/acc": n_acc / n_questions,
+        f"eval/{name}/acc_norm": n_acc_norm / n_questions,
+    }
+
+
+def read_questions(file: Path) -> list[Question]:
+    """Return the questions of a file of JSON lines."""
+    questions = []
+    try:
+        for line in file.expanduser().read_text().splitlines():
+            questions += [read_question(json.loads(line))] if line.strip() else []
+    except (KeyError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{file}: question {len(questions) + 1}: neither HellaSwag's form nor ARC's: {error}"
+        ) from None
+    if not questions:
+        raise DataError(f"{file}: no question")
+    return questions
+
+
+def read_question(row: dict[str, Any]) -> Question:
+    """Return a question in the form of HellaSwag or ARC, as lm-evaluation-harness writes it."""
+    if "endings" in row:
+        text = row.get("ctx", "")
+        if "ctx_a" in row:
+            text = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+        return Question(
+            cleaned(text), [cleaned(text) for text in row["endings"]], int(row["label"])
+        )
+    choices = row["choices"]
+    answer = choices["label"].index(row["answerKey"])
+    return Question(f"Question: {row['question']}\nAnswer:", choices["text"], answer)
+
+
+def cleaned(text: str) -> str:
+    """Return a text of HellaSwag without the marks of WikiHow."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

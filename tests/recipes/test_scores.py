@@ -1,0 +1,120 @@
+"""The recipe `scores`: right answers are counted, at validations and for a finished run."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptrain.core.small_files import DataError
+from gptrain.data import ByteTokenizer
+from gptrain.evaluate.__main__ import main
+from recipes.scores import Scores, count, read_questions
+
+TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
+HELLASWAG = [
+    {"ctx": "a", "endings": ["bb", "cccc", "d"], "label": "1"},
+    {"activity_label": "A", "ctx_a": "x", "ctx_b": "y  z", "endings": ["p [q]", "r"], "label": 0},
+    {"ctx": "b", "endings": ["c", "ddd"], "label": 1},
+]
+ARC = [
+    {"question": "q?", "choices": {"text": ["bb", "c"], "label": ["A", "B"]}, "answerKey": "B"},
+    {"question": "r?", "choices": {"text": ["d", "eee"], "label": ["1", "2"]}, "answerKey": "1"},
+]
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, Path]:
+    for name, rows in (("hs", HELLASWAG), ("arc", ARC)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {name: tmp_path / f"{name}.jsonl" for name in ("hs", "arc")}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Do what a command line does, in this process."""
+
+    def call(main: Callable[[], object], *words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code
+
+    return call
+
+
+def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path):
+    assert read_questions(files["hs"])[1] == ("A: x Y z", ["p ", "r"], 0)
+    assert read_questions(files["arc"])[0] == ("Question: q?\nAnswer:", ["bb", "c"], 1)
+    (tmp_path / "wrong.jsonl").write_text('{"question": "q"}')
+    with pytest.raises(
+        DataError, match="question 1: neither HellaSwag's form nor ARC's: 'choices'"
+    ):
+        read_questions(tmp_path / "wrong.jsonl")
+
+
+class Unigram(torch.nn.Module):
+    """A net that gives each byte the same probability after every text."""
+
+    max_seq_len = 8  # shorter than some questions
+
+    def __init__(self, logits: dict[str, float]):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(256))
+        for byte, logit in logits.items():
+            self.logits.data[ord(byte)] = logit
+
+    def forward(self, tokens):
+        return self.logits.expand(*tokens.shape, 256)
+
+
+def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files):
+    net, questions = Unigram({"b": 1.0, "c": 2.0, "d": 3.0}), read_questions(files["hs"])
+    log_z = torch.logsumexp(net.logits.detach(), 0).item()
+    space = -log_z
+    by_hand = []
+    for _, choices, answer in questions:
+        logits = [[net.logits[ord(c)].item() - log_z for c in choice] for choice in choices]
+        nats = [space + sum(row) for row in logits]
+        normed = [value / len(choice) for value, choice in zip(nats, choices, strict=True)]
+        by_hand.append([nats.index(max(nats)) == answer, normed.index(max(normed)) == answer])
+    expected = [*torch.tensor(by_hand).sum(0).tolist(), 3]
+    tokenizer = ByteTokenizer()
+    assert count(net, tokenizer, questions).tolist() == expected
+    parts = [count(net, tokenizer, questions, rank, 2) for rank in range(2)]
+    assert sum(parts).tolist() == expected
+    scores = Scores({"hs": str(files["hs"])}).evaluate(net, tokenizer)
+    assert scores == {"eval/hs/acc": expected[0] / 3, "eval/hs/acc_norm": expected[1] / 3}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [(), pytest.param(("trainer.devices=2", "strategy=fsdp"), marks=pytest.mark.slow)],
+)
+def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
+    run, ranks, files, tmp_path, capfd
+):
+    train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
+    words = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+             "model.n_layers=1", "model.d_ff=32", "data=text", f"data.path={Path(__file__)}",
+             "data.seq_len=32", "data.batch_size=2", "trainer.accelerator=cpu", *ranks)  # fmt: skip
+    scored = (
+        "callbacks=scores",
+        f"callbacks.scores.files={{hs: {files['hs']}, arc: {files['arc']}}}",
+    )
+    monitored = ("checkpoint.monitor=eval/hs/acc_norm", "checkpoint.mode=max")
+    here = ("trainer.max_steps=2", f"run_dir={tmp_path}/run", f"output_dir={tmp_path}")
+    run(train, *words, *scored, *monitored, *here)
+    metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    logged = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    assert len(logged) == 4
+    capfd.readouterr()
+    run(main, f"from_run={tmp_path}/run", "ckpt_path=last")
+    lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
+    assert {name: pytest.approx(float(value), rel=1e-5) for name, value in lines} == logged

@@ -1,0 +1,70 @@
+"""The command `gptrain.evaluate`, and lm-evaluation-harness on a run folder."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from gptrain.config.cli import run_command
+from gptrain.evaluate.__main__ import EvaluateRun, evaluate
+
+METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
+
+
+def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(speaker, tmp_path, capfd):
+    assert run_command(evaluate, [f"from_run={speaker}"], EvaluateRun, {}) == 2
+    line = "error: callbacks: no callback of the run has a method evaluate(net, tokenizer); try: "
+    assert capfd.readouterr().err.startswith(line)
+    assert run_command(evaluate, [f"from_run={tmp_path}/none"], EvaluateRun, {}) == 66
+
+
+@pytest.mark.engine("lm_eval")
+def test_the_scores_are_those_of_lm_evaluation_harness(speaker, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    import lm_eval
+
+    from gptrain.evaluate.harness import RunModel
+
+    draw = random.Random(0)
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(["the", "quick", "fox", "é", "dog?"], k=draw.randint(1, most)))
+
+    rows = {"hs": [], "arc": []}
+    for _ in range(20):
+        endings = [text(6) for _ in range(4)]
+        rows["hs"].append({"ctx": text(40), "endings": endings, "label": draw.randrange(4)})
+        choices = {"text": [text(4) for _ in range(3)], "label": ["A", "B", "C"]}
+        key = draw.choice("ABC")
+        rows["arc"].append({"question": text(9), "choices": choices, "answerKey": key})
+    shared = {"dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+    forms = {
+        "hs": ("ctx", "endings", "{{label}}"),
+        "arc": (
+            "Question: {{question}}\nAnswer:",
+            "{{choices.text}}",
+            "{{choices.label.index(answerKey)}}",
+        ),
+    }
+    tasks = []
+    for name, (question, choices, target) in forms.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows[name])))
+        form = {"doc_to_text": question, "doc_to_choice": choices, "doc_to_target": target}
+        data = {"dataset_kwargs": {"data_files": {"test": str(file)}}, "metric_list": METRICS}
+        tasks.append({"task": name, **shared, **form, **data})
+    model = RunModel(speaker)
+    results = lm_eval.simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0)["results"]
+    capfd.readouterr()
+    files = ", ".join(f"{name}: {tmp_path}/{name}.jsonl" for name in forms)
+    words = [f"from_run={speaker}", "callbacks=scores", f"callbacks.scores.files={{{files}}}"]
+    assert run_command(evaluate, words, EvaluateRun, {}) == 0
+    lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
+    assert {name: float(value) for name, value in lines} == {
+        f"eval/{name}/{metric['metric']}": pytest.approx(results[name][f"{metric['metric']},none"])
+        for name in forms
+        for metric in METRICS
+    }
+    assert len(model.tok_encode("a b")) and model.eot_token_id == model.tokenizer.end_id
