@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -194,13 +196,47 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
         DataError, match=r"record 1: not an object but list; try: data\.format=json"
     ):
         read(tmp_path / "array.jsonl")
-    (tmp_path / "package.json").write_text(json.dumps({"name": "x", "files": TEXTS}))
+    package = {"name": "x", "description": "A useful tool.", "files": ["dist", "src"] * 90}
+    package["packages"] = {f"lib-{n}": {"engines": {"node": ">= 8"}} for n in range(90)}
+    (tmp_path / "package.json").write_text(json.dumps(package))
     assert len(read(tmp_path / "package.json", format="text").ends) > 1
     assert len(read(tmp_path / "package.json").ends) > 1
     with pytest.raises(DataError, match=r"neither one JSON array.*try: data\.format=jsonl"):
         read(tmp_path / "package.json", format="json")
     (tmp_path / "bracket.json").write_text("[")
     assert format_of(tmp_path / "bracket.json") == "text"
+
+
+@pytest.mark.parametrize(
+    ("keys", "records"),
+    [
+        (["train"], [{"output": text} for text in TEXTS]),
+        (["data", "train"], [{"output": text} for text in TEXTS]),
+        (["data"], TEXTS),
+        (["chats"], [{"n": 1, "messages": [{"role": "user", "content": text}]} for text in TEXTS]),
+        (["it's"], {str(number): {"output": text} for number, text in enumerate(TEXTS)}),
+        ([], {str(number): {"output": text} for number, text in enumerate(TEXTS)}),
+        (["train"], [{"output": f'"[{{ {text} ' * 400} for text in TEXTS[:80]]),  # above 1 MiB
+    ],
+)
+def test_records_under_other_keys_of_a_json_object_are_refused_with_a_command(
+    keys, records, tmp_path
+):
+    value = records
+    for key in reversed(keys):
+        value = {"version": {"n": [1]}, key: value, "license": "free for all"}
+    path = tmp_path / "it's é.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(DataError, match=r"records .* of a JSON object.*try: python") as error:
+        read(path)
+    command = str(error.value).partition("; try: ")[2].rpartition(", or data.format=text")[0]
+    subprocess.run(["bash", "-c", command.replace("python", sys.executable, 1)], check=True)
+    lines = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
+    expected = list(records.values()) if isinstance(records, dict) else records
+    assert list(lines) == [{"text": e} if isinstance(e, str) else e for e in expected]
+    assert len(read(path, format="text").ends) > 1
+    path.rename(tmp_path / "prompt.txt")
+    read(tmp_path / "prompt.txt")
 
 
 def test_files_folders_and_globs_mix_texts_and_records(tmp_path):

@@ -17,8 +17,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from gptrain.core import shell
 from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
+from gptrain.data.json_array import find_records
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 
@@ -371,7 +373,7 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
 
 
 def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
-    """Raise a DataError if a text file begins like JSON lines or like a JSON array of records."""
+    """Raise a DataError if a text file begins like JSON lines, or like JSON that holds records."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if _is_json_lines(head, text_key):
         format = "jsonl"
@@ -379,10 +381,27 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
     elif _is_array(head):
         format = "json"
         message = "a JSON array of records, whose keys and quotes would be trained on, too"
+    elif path.suffix.lower() == ".json" and (found := find_records(head.decode(errors="ignore"))):
+        keys, records = found
+        place = f"under {'.'.join(keys)} of" if keys else "by id of"
+        message = f"records {place} a JSON object, whose keys and quotes would be trained on, too"
+        hint = f"{_extraction_command(path, keys, records)}, or data.format=text"
+        raise DataError(f"{path}: {message}; try: {hint}")
     else:
         return
     hint = f"data.format={format} data.text_key=<key>, or data.format=text"
     raise DataError(f"{path}: {message}; try: {hint}")
+
+
+def _extraction_command(path: Path, keys: Sequence[str], records: list | dict) -> str:
+    """Return a command that writes the records of a JSON object to a file of JSON lines."""
+    names = [json.dumps(name, ensure_ascii=False) for name in (str(path), *keys)]
+    value = f"json.load(open({names[0]}))" + "".join(f"[{name}]" for name in names[1:])
+    values = list(records.values()) if isinstance(records, dict) else records
+    value += ".values()" if isinstance(records, dict) else ""
+    line = "r" if isinstance(values[0], dict) else '{"text": r}'
+    code = f"import json; [print(json.dumps({line})) for r in {value}]"
+    return f"{shell.command('python', '-c', code)} > {shell.command(f'{path}l')}"
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:

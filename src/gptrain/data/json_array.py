@@ -1,10 +1,13 @@
 """Reader of a JSON file that is one array, or one object with an array under the key "data".
 
-Memory holds one record and one block of the file, whatever the length of the array.
+Memory holds one record and one block of the file, whatever the length of the array. `find_records`
+finds records under other keys, which are not read but refused.
 """
 
 import codecs
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +23,9 @@ _LONGEST_VALUE = 2**28  # characters
 # "\ud83d\ude00" with 12 characters and -Infinity with 9.
 _CUT_CHARS = 16
 _DECODER = json.JSONDecoder()
+# A string, which the end of the text may cut, or a character outside of strings.
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{},]', re.DOTALL)
+_MAX_KEYS = 4  # records are looked for under at most this many nested keys
 
 
 class JsonText:
@@ -174,4 +180,81 @@ def _enter_array(text: JsonText) -> bool:
         text.read_value()
         if not text.skip_char(","):
             return False
+    return False
+
+
+def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
+    """Find the records of a JSON object that consists of records for at least half of its text.
+
+    Records are the elements of an array, or the values of an object of records by id. Most of them
+    are documents, or objects with the same keys that contain a document. A document is a string
+    with white space or with other letters than ASCII. Therefore package.json has no records: its
+    longest arrays contain names.
+
+    Args:
+        head: Text of a JSON file, or the beginning of the text.
+
+    Returns:
+        The keys that lead to the first records, and their array or object. None if the text is not
+        JSON, or if records make up less than half of it.
+    """
+    try:
+        value = json.loads(_complete(head))
+        places = list(_record_places(value, ()))
+        n_chars = sum(len(json.dumps(records)) for _, records in places)
+        return places[0] if places and 2 * n_chars >= len(json.dumps(value)) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _complete(head: str) -> str:
+    """Return the beginning of a JSON text up to the last complete element, with all ends added."""
+    open_ends: list[str] = []
+    completed = head
+    for match in _TOKENS.finditer(head):
+        if match[0] in "{[":
+            open_ends.append("}" if match[0] == "{" else "]")
+        elif match[0] in "}]" and open_ends:
+            open_ends.pop()
+        elif match[0] == ",":
+            completed = head[: match.start()] + "".join(reversed(open_ends))
+    return completed if open_ends else head
+
+
+def _record_places(
+    value: object, keys: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], list | dict]]:
+    """Yield the keys and the value of each array or object of records."""
+    if isinstance(value, list) and _are_records(value):
+        yield keys, value
+    elif isinstance(value, dict):
+        objects = [child for child in value.values() if isinstance(child, dict)]
+        if 1 < len(objects) == len(value) and _are_records(objects, n_alike=2):
+            yield keys, value
+        elif len(keys) < _MAX_KEYS:
+            for key, child in value.items():
+                yield from _record_places(child, (*keys, key))
+
+
+def _are_records(values: list, n_alike: int = 1) -> bool:
+    """Return whether at least half of the values are documents, or contain one under equal keys.
+
+    `n_alike` is the least number of such values.
+    """
+    forms = Counter(
+        tuple(value) if isinstance(value, dict) else type(value)
+        for value in values
+        if isinstance(value, dict | str) and _holds_document(value)
+    )
+    return max(forms.values(), default=0) >= max(n_alike, len(values) / 2)
+
+
+def _holds_document(value: object, depth: int = 0) -> bool:
+    """Return whether a value is a document or contains one. Objects within objects are left out."""
+    if isinstance(value, str):
+        return not value.isascii() or any(map(str.isspace, value))
+    if isinstance(value, list):
+        return any(_holds_document(element) for element in value)
+    if isinstance(value, dict) and depth == 0:
+        return any(_holds_document(element, depth=1) for element in value.values())
     return False

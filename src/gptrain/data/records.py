@@ -31,7 +31,7 @@ def format_of(path: Path) -> str:
 
     The suffix of the name decides, and for .json, .json.gz and .json.zst also the beginning of the
     content. A plain .json file that is not an array of records is text: package.json, for example,
-    is one document.
+    is one document. `corpus.scan_source` refuses one that holds records under other keys.
     """
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
