@@ -137,9 +137,9 @@ def cross_entropy_in_place(
     highest = logits.amax(dim=-1, keepdim=True)  # (C, 1)
     if all_reduce is not None:
         all_reduce(highest, "max")
-    logits.sub_(highest)
     # Mean of the logits under the target distribution, (C, 1)
-    target_logits = logits.gather(1, columns).where(is_local, 0.0)
+    target_logits = (logits.gather(1, columns) - highest).where(is_local, 0.0)
+    logits.sub_(highest)
     if label_smoothing:
         mean = logits.sum(dim=-1, keepdim=True) / vocab_size
         target_logits = target_logits.lerp(mean, label_smoothing)
@@ -161,7 +161,12 @@ def cross_entropy_in_place(
     exps.mul_(scale)
     if label_smoothing:
         exps.sub_(counts.to(exps.dtype) * (label_smoothing / vocab_size))
-    exps.scatter_add_(1, columns, is_local.to(exps.dtype) * (label_smoothing - 1.0))
+    if torch.compiler.is_compiling():
+        # The compiler would write the fp32 values to memory for a scatter.
+        is_target = torch.arange(n_columns, device=logits.device) == columns  # (C, V)
+        exps.add_((is_target & is_local) * (label_smoothing - 1.0))
+    else:
+        exps.scatter_add_(1, columns, is_local.to(exps.dtype) * (label_smoothing - 1.0))
     return losses, padded_logits.copy_(padded_exact)
 
 

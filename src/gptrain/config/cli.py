@@ -51,7 +51,12 @@ from gptrain.core.errors import (
     quoted,
 )
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import reserve_gpus, stop_idle_spinning, this_process
+from gptrain.runtime.process import (
+    expand_gpu_segments,
+    reserve_gpus,
+    stop_idle_spinning,
+    this_process,
+)
 from gptrain.runtime.streams import flush_output, prepare_streams
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
@@ -83,6 +88,7 @@ def main(
     """
     prepare_streams(schema.runs_here)
     stop_idle_spinning()
+    expand_gpu_segments()
     locations.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     output_code = flush_output()

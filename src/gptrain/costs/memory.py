@@ -126,7 +126,9 @@ def block_activations(work: Work) -> tuple[float, float]:
     norm_statistics = 16  # fp32 mean and 1 / std of two LayerNorms; RMSNorm has less
 
     # q and the output of the attention, k and v; the fp32 logsumexp of each head.
-    attention_width = 2 * shape.d_q + 2 * shape.d_kv
+    # attention.attend repeats grouped k and v in fp32 on a GPU.
+    is_repeated = value_bytes == 4 and not work.is_cpu
+    attention_width = 2 * shape.d_q + 2 * (shape.d_q if is_repeated else shape.d_kv)
     attention = attention_width / n_tensor * value_bytes + 4 * shape.n_heads / n_tensor
     exchanged = 0.0
     if work.dims.context > 1:

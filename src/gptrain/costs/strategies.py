@@ -107,6 +107,10 @@ class StrategyCosts(Generic[OptionsT]):
         """Return the bytes of buckets that are stored in addition to the gradients."""
         return 0
 
+    def rebuilt_bytes(self, work: Work, gradients: float) -> float:
+        """Return the bytes of buckets that exist only while other buckets replace them."""
+        return 0
+
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
         """Return the bytes of a rank during a step that depend on the strategy.
 
@@ -127,7 +131,8 @@ class StrategyCosts(Generic[OptionsT]):
             n_tables = 2 if stores_gradients else 1
             last += n_tables * (work.shape.table / n_tensor * work.weight_bytes)
         early = gradients if stores_gradients else 0.0
-        return StepMemory(copies, early, 0.0, last + copies)
+        rebuilt = self.rebuilt_bytes(work, gradients)
+        return StepMemory(copies + rebuilt, early, 0.0, last + copies + rebuilt)
 
     # Communication
 
@@ -189,6 +194,14 @@ class DDPCosts(BucketCosts[DDPOptions]):
     def bucket_bytes(self, gradients: float) -> float:
         """Return the bytes of the buckets. They are 0 if gradients are views of the buckets."""
         return 0 if self.options.gradient_as_bucket_view else gradients
+
+    def rebuilt_bytes(self, work: Work, gradients: float) -> float:
+        """Return the bytes of the first buckets, which DDP replaces in the second step.
+
+        The second step holds both. With find_unused_parameters DDP keeps the first buckets.
+        """
+        keeps = work.is_cpu or self.step_ranks == 1 or self.options.find_unused_parameters
+        return 0 if keeps else gradients
 
 
 @dataclass(frozen=True)

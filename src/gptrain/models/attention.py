@@ -183,6 +183,11 @@ def attend(
         dropout: Dropout probability of the attention weights.
     """
     is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and q.is_cuda and q.dtype == torch.float32:
+        # Only the math kernel has grouped heads in fp32, and it stores a (T, T) matrix per head.
+        n_repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(n_repeats, dim=1), v.repeat_interleave(n_repeats, dim=1)
+        is_grouped = False
     if layout is not None and layout.documents is not None:
         # FlexAttention skips the blocks of other documents. It has no dropout.
         if layout.block_mask is not None and not dropout and q.shape[-1] >= FLEX_MIN_D_HEAD:

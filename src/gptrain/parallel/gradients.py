@@ -89,15 +89,15 @@ def clip_grad_norm(
     if counted:
         is_double = any(shard.dtype == torch.float64 for shard in counted)
         dtype = torch.float64 if is_double else torch.float32
-        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=dtype))
-        squares += norms.square().sum().to(squares.device)
+        for alike in _by_device(counted):
+            norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
+            squares += norms.square().sum().to(squares.device)
     for group in (*axes, *groups):
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if not shards:
         return norm
-    norm = norm.to(shards[0].device)
     factors = []
     if scale is not None:
         factors.append(scale.to(norm))
@@ -106,8 +106,18 @@ def clip_grad_norm(
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too: the results are bitwise equal.
         factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
     if factors:
-        torch._foreach_mul_(shards, math.prod(factors))
+        factor = math.prod(factors)
+        for alike in _by_device(shards):
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
     return norm
+
+
+def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    # FSDP's CPU offload keeps the net on the CPU, and parameters outside the net on the GPU.
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups.values()
 
 
 def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:

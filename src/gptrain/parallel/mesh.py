@@ -1,5 +1,6 @@
 """Process group and device mesh of a job, and functions that pass plain values among its ranks."""
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from gptrain.core.strategies import CONTEXT, DATA, PIPELINE, TENSOR, ParallelDim
 from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
+LONG_PHASE_S = 3600.0  # time that compiling or writing a checkpoint may take, in seconds
 
 # Axes, the outermost first. Tensor parallelism communicates most, so the ranks of a tensor group
 # are neighbours, which usually share a node and its fast links. Pipeline stages communicate least
@@ -80,7 +82,8 @@ def start_group(
         device: Device of this rank. A CUDA device becomes the current device.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
-        timeout_s: Timeout of the rendezvous, and of the collectives afterwards.
+        timeout_s: Timeout of the rendezvous, and of the collectives afterwards. With NCCL the
+            collectives have at least LONG_PHASE_S.
         store_path: File through which ranks of one node connect. None for MASTER_ADDR.
         variables: Names of the environment variables that number the ranks, for error messages.
 
@@ -98,6 +101,10 @@ def start_group(
         store: dist.Store = dist.HashStore()
     else:
         store = open_store(rank, world_size, timeout_s, store_path, variables)
+    if "nccl" in backend:
+        # NCCL ends the process without a message. The watchdog comes first, which allows an hour
+        # for compiling and for writing a checkpoint.
+        timeout_s = max(timeout_s, LONG_PHASE_S) + 60
     dist.init_process_group(
         backend,
         store=store,
@@ -107,6 +114,13 @@ def start_group(
         # Without device_id, barriers of NCCL guess the GPU from the rank, with a warning.
         device_id=device if backend == "nccl" else None,
     )
+    # A rank of a launcher ends by itself, and NCCL warns if its group was not destroyed.
+    atexit.register(_destroy_group)
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:

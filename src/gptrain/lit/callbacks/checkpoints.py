@@ -36,12 +36,12 @@ from gptrain.lit.lightning import (
 )
 from gptrain.lit.loggers.notes import log_saved_step
 from gptrain.lit.perf import blocked_by_save
-from gptrain.parallel.mesh import gather, wait_for_rank_0
+from gptrain.parallel.mesh import LONG_PHASE_S, gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
 # Smaller saves take less than 0.2 s. They are finished before the next step starts.
 BACKGROUND_BYTES = 1 << 26
-WRITING_S = 3600.0  # time for which the other ranks wait while rank 0 writes, in seconds
+WRITING_S = LONG_PHASE_S  # time for which the other ranks wait while rank 0 writes, in seconds
 
 
 class SavedStep(NamedTuple):

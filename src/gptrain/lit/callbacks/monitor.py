@@ -45,11 +45,12 @@ from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.perf import Speed
 from gptrain.lit.slowest import SlowestRank
 from gptrain.lit.strategies.base import check_optimization
+from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
-COMPILING_S = 3600.0  # time that a first step may take if it compiles the model, in seconds
+COMPILING_S = LONG_PHASE_S  # time that a first step may take if it compiles the model, in seconds
 
 
 class TrainingMonitor(Callback):

@@ -69,6 +69,8 @@ def build_strategy(
     # mesh needs tensors with values.
     with unset_fake_temporarily():
         parallel = parallel_class(options, dims, device, precision, n_nodes)
+    if compile != "none":
+        parallel.compile_loss()
 
     @unset_fake_temporarily()
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:

@@ -6,11 +6,12 @@ combine it with a strategy of Lightning.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -208,6 +209,18 @@ class LightningStrategy(SavingStrategy):
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.decide_step is not None:
             self.decide_step(optimizer)
+
+    def teardown(self) -> None:
+        """Tear down Lightning's parts of the run. A partitioned net, or one on a GPU, stays there.
+
+        Lightning would copy weights and optimizer states to the host: a run that has ended, or that
+        reports that memory is short, would need the memory of the host for them.
+        """
+        if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
+            super().teardown()
+            return
+        for part in (self.precision_plugin, self.accelerator):
+            cast(Accelerator, part).teardown()
 
     def step_loss(self) -> Tensor:
         """Return the mean loss of this rank's micro-steps in the last step, after `correction`."""

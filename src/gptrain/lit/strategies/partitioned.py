@@ -50,8 +50,3 @@ class LightningPartitioned(LightningMultiRank):
         """Accumulate gradients without communication inside the block."""
         with self.parallel.without_gradient_sync():
             yield
-
-    def teardown(self) -> None:
-        """Tear down Lightning's parts of the run, but do not move the net to the CPU."""
-        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
-            cast(Accelerator, part).teardown()

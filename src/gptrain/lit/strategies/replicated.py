@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.lit.strategies.base import LightningStrategy
@@ -51,9 +51,14 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module in DistributedDataParallel and register `parallel.comm_hook`, if any.
 
-        Lightning would register a communication hook on GPUs only.
+        Lightning would register a communication hook on GPUs only. Lightning 2.6 also wraps the
+        module on a side stream, so that each gradient would wait for events of two streams.
         """
         if self.parallel.ddp_arguments is not None:
-            super().configure_ddp()
+            self.model = DistributedDataParallel(
+                cast(nn.Module, self.model),
+                device_ids=self.determine_ddp_device_ids(),
+                **self.parallel.ddp_arguments,
+            )
         if self.parallel.comm_hook is not None:
             cast(DistributedDataParallel, self.model).register_comm_hook(*self.parallel.comm_hook)

@@ -1,0 +1,169 @@
+"""What runs on a GPU only, held on a CPU: devices, streams, kernels and copies that are chosen."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from gptrain.lit.strategies import replicated
+from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
+from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
+from gptrain.models.attention import attend
+from gptrain.parallel import mesh
+from gptrain.parallel.gradients import clip_grad_norm
+from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime.process import expand_gpu_segments
+from gptrain.text.sampling import Sampling, generate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}])
+def test_the_compiled_loss_is_one_graph_equal_to_the_eager_one_and_in_place(dtype, options):
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.manual_seed(0)
+    logits = torch.randn(12, 64).to(dtype)
+    targets = torch.randint(0, 61, (12,)).where(torch.arange(12) % 4 > 0, -100)
+    mine = logits.clone()
+    compiled = torch.compile(cross_entropy_in_place, fullgraph=True, backend=backend)
+    losses, gradient = compiled(mine, targets, 61, True, **options)
+    eager_losses, eager_gradient = cross_entropy_in_place(logits, targets, 61, True, **options)
+    torch.testing.assert_close(losses, eager_losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, eager_gradient, rtol=1e-6, atol=1e-6)
+    assert gradient is not None
+    assert gradient.data_ptr() == mine.data_ptr()
+    assert len(graphs) == 1
+    # A scatter would write the fp32 values of all logits to memory.
+    assert not [node for node in graphs[0].graph.nodes if "scatter" in str(node.target)]
+
+
+def test_the_loss_is_compiled_on_a_gpu_and_not_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: (function, options))
+    on_gpu, on_cpu = (ParallelStrategy(device=torch.device(name)) for name in ("cuda", "cpu"))
+    for parallel in (on_gpu, on_cpu):
+        parallel.compile_loss()
+    assert on_cpu.chunked_loss is chunked_next_token_loss
+    compiled = cast(Any, on_gpu.chunked_loss).keywords["cross_entropy"]
+    assert compiled == (cross_entropy_in_place, {"fullgraph": True})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "n_heads"),
+    [(torch.float32, "cuda", 4), (torch.bfloat16, "cuda", 2), (torch.float32, "cpu", 2)],
+)
+def test_grouped_heads_are_repeated_in_fp32_on_a_gpu(monkeypatch, dtype, device, n_heads):
+    """The only kernel that groups heads in fp32 stores a (T, T) matrix per head."""
+    seen = []
+
+    def record(q, k, v, *_, enable_gqa, **__):
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, n, 8, 16, dtype=dtype, device=device) for n in (4, 2))
+        attend(q, k, k)
+    assert seen == [(n_heads, n_heads, n_heads == 2)]
+
+
+def test_repeated_heads_give_the_attention_of_grouped_heads():
+    q, k, v = (torch.randn(2, n, 8, 16) for n in (4, 2, 2))
+    wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(attend(q, wide_k, wide_v), attend(q, k, v))
+
+
+def test_the_gradient_norm_never_mixes_devices(monkeypatch):
+    """FSDP's CPU offload keeps the net on the CPU, and the module's own parameters on the GPU."""
+    calls = []
+    for name in ("_foreach_norm", "_foreach_mul_"):
+        function = getattr(torch, name)
+
+        def record(tensors, *args, function=function, **kwargs):
+            calls.append({tensor.device.type for tensor in tensors})
+            return function(tensors, *args, **kwargs)
+
+        monkeypatch.setattr(torch, name, record)
+    parameters = [nn.Parameter(torch.zeros(3, device=name)) for name in ("cpu", "meta")]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(NotImplementedError):  # the values of a tensor on the meta device
+        clip_grad_norm(parameters, 1.0)
+    assert calls[:2] == [{"cpu"}, {"meta"}]
+
+
+def test_ddp_is_built_on_the_current_stream_of_its_gpu(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a side stream")
+
+    built = []
+    monkeypatch.setattr(torch.cuda, "Stream", refuse)
+    monkeypatch.setattr(
+        replicated, "DistributedDataParallel", lambda *args, **kwargs: built.append((args, kwargs))
+    )
+    strategy = LightningMultiRank(ParallelStrategy(ddp_arguments={"bucket_cap_mb": 7}))
+    strategy._model = net = nn.Linear(1, 1)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [3])
+    strategy.configure_ddp()
+    assert built == [((net,), {"device_ids": [3], "bucket_cap_mb": 7})]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_end_of_a_run_copies_no_state_from_a_gpu_to_the_host(monkeypatch, device):
+    calls = []
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda _: calls.append("copied"))
+    strategy = LightningSingleDevice(ParallelStrategy(device=torch.device(device)))
+    strategy._accelerator = SimpleNamespace(teardown=lambda: calls.append("accelerator"))
+    strategy.teardown()
+    assert calls == [{"cpu": "copied", "cuda": "accelerator"}[device]]
+
+
+def test_generation_leaves_cudnn_attention_out():
+    """CuDNN makes a plan for each length of the text."""
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, tokens):
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return torch.zeros(*tokens.shape, 5)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for _ in generate(Net(), [1], 3, Sampling(), torch.Generator()):
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert seen == [False] * 3
+
+
+@pytest.mark.parametrize(("backend", "timeout_s"), [("nccl", 3660), ("gloo", 30)])
+def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, backend, timeout_s):
+    groups = []
+    monkeypatch.setattr(
+        mesh.dist, "init_process_group", lambda *_, **options: groups.append(options)
+    )
+    monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
+    mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0)
+    assert groups[0]["timeout"].total_seconds() == timeout_s
+
+
+@pytest.mark.parametrize("typed", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_gpu_memory_grow_unless_the_user_sets_the_allocator(monkeypatch, typed):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if typed:
+        monkeypatch.setenv(typed, "backend:native")
+    expand_gpu_segments()
+    if not typed:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", typed: "backend:native"}
+    name = typed or "PYTORCH_ALLOC_CONF"
+    assert os.environ[name] == expected[name]
