@@ -103,6 +103,10 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
     save_file(tensors, tmp_path / "model.safetensors")
     load_weights(back, tmp_path)
     assert torch.equal(back(TOKENS), net(TOKENS))
+    if name == "gpt2":  # a net with more positions takes those that are in the file
+        longer = make(name, max_seq_len=net.max_seq_len + 3)
+        load_weights(longer, tmp_path, resizes=True)
+        assert torch.equal(longer(TOKENS), net(TOKENS))
 
 
 @pytest.mark.parametrize(
