@@ -8,10 +8,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from gptrain.assemble.base import check_base
 from gptrain.assemble.lengths import batch_of
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import Checkpoint, read_manifest
+from gptrain.checkpoints.manifest import BASE, Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
@@ -41,8 +42,8 @@ INDIFFERENT = {
     "model.activation_checkpointing",
     "model.vocab_multiple",  # the resulting number is compared instead
 }
-# Entries of a manifest that are no config keys, see check_data and keep_warmup.
-EXTRA_ENTRIES = ("data", "warmup_steps")
+# Entries of a manifest that are no config keys, see check_data, keep_warmup and check_base.
+EXTRA_ENTRIES = ("data", "warmup_steps", BASE)
 # Keys of a mixture's datasets that repeat data.parts.
 REPEATED_PARTS = tuple(
     f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
@@ -93,6 +94,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         message = "needs steps of one size, and the global batch size has changed"
         hint = "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
+    check_base(saved)
     verb = "resume" if cfg.task == "fit" else cfg.task
     log.info(labels.line(verb, f"from step {checkpoint.step}: {checkpoint.path}"))
     return checkpoint.path

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from gptrain.assemble.base import load_start
 from gptrain.assemble.callbacks import check_callbacks
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.assemble.config_errors import as_config_errors, missing_monitor_as_config_error
@@ -33,7 +34,6 @@ from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.resume import check_data, keep_warmup
 from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
-from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_holder
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
@@ -198,8 +198,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
             check_layout(net)
-    if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, cfg.init_from, net, strategy.parallel.stages)
+    load_start(cfg, checkpoint, net, strategy)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):

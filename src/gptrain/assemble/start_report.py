@@ -42,11 +42,12 @@ def build_report(
     batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
     uses_net = takes_net(type(module))
     if uses_net:
-        model = [info.net_name, count_text(info.n_parameters)]
+        model = [info.net_name, count_text(info.n_parameters, info.n_trained)]
         model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
     else:
         n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        model = [type(module).__name__, count_text(n_parameters)]
+        n_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        model = [type(module).__name__, count_text(n_parameters, n_trained)]
     device_text = f"{devices.world_size} x {devices.accelerator}"
     strategy = [info.name, device_text, f"precision {trainer.precision}"]
     if devices.accelerator == "cpu":
@@ -91,8 +92,10 @@ def build_report(
     return Report(lines, options, facts, planned, repeated_overrides)
 
 
-def count_text(n_parameters: int) -> str:
-    """Return a number of parameters as text: in millions, or in full if it is small."""
+def count_text(n_parameters: int, n_trained: int) -> str:
+    """Return a number of parameters as text: in millions, or in full if some are frozen or few."""
+    if n_trained < n_parameters:
+        return f"{n_trained:,} of {n_parameters:,} parameters are trained"
     is_small = n_parameters < 50_000
     return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
 

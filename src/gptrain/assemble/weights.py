@@ -1,7 +1,8 @@
 """Load the weights of a run, a checkpoint, a folder of transformers or a file into a net."""
 
+import hashlib
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gptrain.checkpoints.amendment import load_state
 from gptrain.checkpoints.manifest import (
+    BASE,
     MANIFEST_NAME,
     STATE_NAME,
     Checkpoint,
@@ -24,6 +26,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
+from gptrain.parallel.requirements import tied_names
 from gptrain.parallel.state import EXTRA_PREFIX, NO_STAGES, Stages, load_net_state
 from gptrain.parallel.unmatched import Unmatched
 
@@ -40,6 +43,7 @@ class BestBy:
 
 VAL_LOSS = BestBy()
 SAFETENSORS = "model.safetensors"
+_READ_BYTES = 1 << 20
 INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 
 
@@ -133,16 +137,69 @@ def load_weights(
     weights = source if isinstance(source, Checkpoint) else find_weights(source)
     path = weights.path if isinstance(weights, Checkpoint) else weights
     is_sharded = isinstance(weights, Checkpoint) and weights.manifest["kind"] == "sharded"
+    in_base: Set[str] = frozenset()
+    base = weights.manifest["config"].get(BASE) if isinstance(weights, Checkpoint) else None
+    if base is not None:
+        _, left_out = load_weights(net, find_base(base), strict=False, stages=stages)
+        in_base = loaded_names(net, left_out, stages)
+    options = {"strict": strict, "resizes": resizes, "stages": stages, "optional": in_base}
     try:
         state = SafeFileSystemReader(path) if is_sharded else read_weights(net, path)
-        return path, load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
+        return path, load_net_state(net, state, **options)
     except UnreadableFileError as error:
         raise DamagedCheckpointError(error.path, error.reason) from error
     except ValueError as error:
         raise ValueError(f"{path} does not fit the net: {error}") from error
 
 
-def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
+def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint | Path:
+    """Return the weights that a checkpoint refers to instead of holding them.
+
+    Args:
+        base: Entry of the manifest: `path` and `sha256`.
+        verifies: Whether to compare the hash of the weights, which reads every byte.
+
+    Raises:
+        FileNotFoundError: If the weights do not exist.
+        DamagedCheckpointError: If they have another hash.
+    """
+    weights = find_weights(base["path"])
+    if verifies and hash_weights(weights) != base["sha256"]:
+        message = "not the weights that the run has started from, they have another sha256"
+        raise DamagedCheckpointError(base["path"], message)
+    return weights
+
+
+def hash_weights(weights: Checkpoint | Path) -> str:
+    """Return the SHA-256 of a file, or over the files of an index or a checkpoint."""
+    if isinstance(weights, Checkpoint):
+        files = sorted(weights.manifest["files"].items())
+        return hashlib.sha256(repr([(name, f["sha256"]) for name, f in files]).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in _indexed(weights) if weights.name == INDEX else [weights]:
+        with open_regular(path) as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def loaded_names(net: nn.Module, left_out: Unmatched, stages: Stages) -> Set[str]:
+    """Return the names of the net's tensors that `load_weights` has loaded in full.
+
+    Args:
+        net: Net, or the part of it that this rank holds.
+        left_out: Result of `load_weights`.
+        stages: Pipeline stages of the net.
+    """
+    lacking = {*left_out.missing, *left_out.mismatched, *left_out.positions}
+    first_names = {**tied_names(net), **stages.aliases}
+    names = {name: first_names.get(name, name) for name in net.state_dict()}
+    return {n for pair in names.items() if pair[1] not in lacking for n in pair}
+
+
+def start_from(
+    cfg: RunConfig, source: str, net: nn.Module, stages: Stages
+) -> tuple[Checkpoint | Path, Unmatched]:
     """Load the weights that init_from names into the net, and log what was left out.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
@@ -152,6 +209,9 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
         source: Value of init_from.
         net: Net, or the part of it that this rank holds.
         stages: Pipeline stages of the net.
+
+    Returns:
+        The weights, and the names on both sides that were left out.
 
     Raises:
         ConfigError: If the weights are damaged or do not fit (exit code 65), or do not exist (66).
@@ -167,6 +227,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
         log.warning("warning: %s", line)
     if consequences := left_out.describe_consequences():
         log.warning("warning: init_strict=false: %s", consequences)
+    return weights, left_out
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:

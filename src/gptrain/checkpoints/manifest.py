@@ -23,6 +23,7 @@ from gptrain.core.small_files import UnreadableFileError, open_regular, read_byt
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.ckpt"  # everything except the shards of the ranks
+BASE = "base"  # entry of `config`: path and sha256 of the weights that a checkpoint leaves out
 FORMAT = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
 # Errors of a network file system that does not answer. They do not mean that a file is damaged.

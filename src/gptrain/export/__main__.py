@@ -6,7 +6,8 @@
     from_run   folder of a run
     ckpt_path  best or last checkpoint of the run, or the path of a checkpoint (best)
     format     safetensors: one file with the net's own parameter names
-               hf: weights, config and tokenizer as transformers reads them (safetensors)
+               hf: weights, config and tokenizer as transformers reads them; adapters are merged
+               peft: adapters as peft reads them (safetensors)
     dtype      fp32 or bf16 (fp32)
     run_dir    folder of the export
 
@@ -38,7 +39,7 @@ class ExportRun(RunConfig):
     reads_data = False
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
-    format: Literal["safetensors", "hf"]
+    format: Literal["safetensors", "hf", "peft"]
     dtype: Literal["fp32", "bf16"]
 
 
@@ -54,7 +55,7 @@ def export(cfg: ExportRun) -> None:
     """Write the net of a run, its tokenizer and a record of its config to `run_dir`.
 
     Raises:
-        ConfigError: If `format=hf` and the net has no form in transformers (exit code 2), if the
+        ConfigError: If the net has no form in transformers or peft (exit code 2), if the
             checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
@@ -86,9 +87,10 @@ def export(cfg: ExportRun) -> None:
         values = dict(walk(cfg.data.plain()))
         has_end = any(values[key] is True for key in values if key.endswith("end_of_document"))
         write_special_ids(folder, tokenizer, has_end)
-    (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
-    record = OmegaConf.to_yaml({"model": cfg.model.plain()})
-    fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
+    if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes
+        (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
+        record = OmegaConf.to_yaml({"model": cfg.model.plain()})
+        fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
     log.info(labels.line("folder", folder))
     words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]

@@ -27,6 +27,7 @@ from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
 from gptrain.parallel.requirements import tied_names
 
+METHODS = {"hf": "to_hugging_face", "peft": "to_peft"}  # methods of the net that a format needs
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name in the config -> name in torch
 
 
@@ -35,28 +36,34 @@ def check_format(net: nn.Module, format: str) -> None:
 
     Args:
         net: Net to export.
-        format: safetensors or hf.
+        format: safetensors, hf or peft.
 
     Raises:
-        ConfigError: If the format is hf and the net has no method `to_hugging_face`.
+        ConfigError: If the net lacks the method of the format, of `METHODS`.
     """
-    if format == "hf" and not hasattr(net, "to_hugging_face"):
-        message = f"{type(net).__name__} has no `to_hugging_face` (see gptrain.models)"
-        raise ConfigError.of("format", "hf", message, hint="format=safetensors")
+    if format in METHODS and not hasattr(net, METHODS[format]):
+        message = f"{type(net).__name__} has no `{METHODS[format]}` (see gptrain.models)"
+        raise ConfigError.of("format", format, message, hint="format=safetensors")
 
 
 def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
-    """Write model.safetensors, and for hf also config.json; return the bytes of the weights.
+    """Write the weights, and for hf and peft also a config; return the bytes of the weights.
 
     Args:
         net: Net to export.
         folder: Existing folder to write to.
-        format: safetensors keeps the parameter names of the net. hf uses those of transformers.
+        format: safetensors keeps the parameter names of the net. hf uses those of transformers,
+            peft the names of adapters in peft.
         dtype: Type of the weights: fp32 or bf16.
 
     Raises:
         OSError: If a file cannot be written.
     """
+    if format == "peft":
+        content, tensors = cast(Any, net).to_peft()
+        fileops.replace(folder / "adapter_config.json", to_json(content))
+        file = folder / "adapter_model.safetensors"
+        return write_tensors(file, tensors, getattr(torch, DTYPES[dtype]))
     if format == "hf":
         content, tensors = cast(Any, net).to_hugging_face()
         fileops.replace(folder / "config.json", to_json(content | {"dtype": DTYPES[dtype]}))

@@ -32,6 +32,8 @@ an error names the attribute before training begins.
     Construction on the meta device and initialization of one parameter at a time.
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
     Export to folders of Hugging Face transformers, and training that starts from such a folder.
+`to_peft() -> (config, tensors)`
+    Export of adapters to a folder of peft.
 `forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
     Generation that computes each position once. With a cache, `tokens` are the new positions only.
 `forward(tokens, layout=None)`, and the same argument of `hidden` and, for pipelines, of `embed` and

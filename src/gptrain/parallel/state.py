@@ -13,7 +13,7 @@ full. The argument `stages` describes the pipeline over which the net is partiti
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,7 @@ def load_net_state(
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
+    optional: Set[str] = frozenset(),
 ) -> Unmatched:
     """Copy this rank's part of a state into the net.
 
@@ -162,6 +163,7 @@ def load_net_state(
         resizes: Also load tables of learned positions with another number of positions: all saved
             positions into a longer table, and, if not strict, the first ones into a shorter table.
         stages: Stages of the pipeline.
+        optional: Names of this rank's tensors that the state need not have.
 
     Returns:
         Names and shapes that do not match, and tables of positions that were loaded in part.
@@ -178,7 +180,7 @@ def load_net_state(
         }
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-    fitting, tables, unmatched = _match(net, shapes, strict, resizes, stages)
+    fitting, tables, unmatched = _match(net, shapes, strict, resizes, stages, optional)
     if isinstance(source, dcp.StorageReader):
         full: Mapping[str, Tensor] = {name: torch.empty(shapes[name]) for name in tables}
         _read({"net": {**fitting, **full}}, source)
@@ -361,7 +363,12 @@ def _reshard(net: nn.Module) -> None:
 
 
 def _match(
-    net: nn.Module, shapes: Shapes, strict: bool, resizes: bool, stages: Stages
+    net: nn.Module,
+    shapes: Shapes,
+    strict: bool,
+    resizes: bool,
+    stages: Stages,
+    optional: Set[str],
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], Unmatched]:
     """Match the tensors of a net with the tensors of a checkpoint.
 
@@ -373,6 +380,7 @@ def _match(
         strict: Raise an error if names or shapes differ.
         resizes: Accept tables of learned positions with another number of positions.
         stages: Stages of the pipeline.
+        optional: Names of this rank's tensors that the checkpoint need not have.
 
     Returns:
         Name -> tensor of this rank with the same shape; name -> (table of positions of this rank
@@ -388,13 +396,15 @@ def _match(
     net_shapes: dict[str, tuple[int, ...]] = {}
     net_tables: dict[str, int | None] = {}
     net_names: set[str] = set()  # includes all names of tied parameters
-    local = (local_shapes, local_tables, list(net.state_dict()))
-    for stage_shapes, stage_tables, stage_names in _gather_objects(local, stages):
+    optional_names: set[str] = set()
+    local = (local_shapes, local_tables, list(net.state_dict()), optional)
+    for stage_shapes, stage_tables, stage_names, names in _gather_objects(local, stages):
+        optional_names |= names
         net_shapes |= stage_shapes
         net_tables |= stage_tables
         net_names |= {*stage_shapes, *stage_names}
     unmatched = Unmatched(
-        missing=[name for name in net_shapes if name not in shapes],
+        missing=[name for name in net_shapes if name not in {*shapes, *optional_names}],
         unexpected=[name for name in shapes if name not in net_names],
         mismatched={
             name: (shapes[name], shape)

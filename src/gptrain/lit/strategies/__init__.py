@@ -101,8 +101,9 @@ def build_strategy(
     net = make_net_on(weights_device, make_net, partition)
     strategy: LightningStrategy = resolve_name(row.lightning)(parallel)
     n_parameters = sum(parameter.numel() for parameter in full_net.parameters())
-    n_matrix_weights = count_matrix_weights(full_net)
-    strategy.info = StrategyInfo(name, type(full_net).__name__, n_parameters, n_matrix_weights)
+    n_trained = sum(p.numel() for p in full_net.parameters() if p.requires_grad)
+    sizes = n_parameters, count_matrix_weights(full_net), n_trained
+    strategy.info = StrategyInfo(name, type(full_net).__name__, *sizes)
     return net, strategy
 
 

@@ -38,12 +38,14 @@ class StrategyInfo:
         n_parameters: Number of parameters of the full net. Tied weights count once.
         n_matrix_weights: Number of weights that are multiplied with every token, see
             `perf.count_matrix_weights`.
+        n_trained: Number of parameters that are not frozen.
     """
 
     name: str
     net_name: str
     n_parameters: int
     n_matrix_weights: int
+    n_trained: int
 
 
 class LightningStrategy(SavingStrategy):

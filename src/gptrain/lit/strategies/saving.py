@@ -5,7 +5,8 @@ A checkpoint file names the net's tensors as the bare net does, and a tensor of 
 instead, so that callbacks that copy a module (EMA) work as in any Lightning project.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,19 @@ from gptrain.parallel import state as states
 from gptrain.parallel.strategy import ParallelStrategy
 
 INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in sharded checkpoints only
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """Frozen weights of the net that checkpoints refer to instead of holding them.
+
+    Attributes:
+        entry: Path and sha256 of the weights, for the manifest of a checkpoint.
+        names: Names of the frozen tensors, all names of tied ones.
+    """
+
+    entry: dict[str, str]
+    names: Set[str]
 
 
 class SavingStrategy(Strategy):
@@ -46,11 +60,13 @@ class SavingStrategy(Strategy):
             that only this rank writes. None if no validation will amend this save.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. They are known after a checkpoint was loaded.
+        base: Frozen weights that checkpoints of gptrain leave out. None if there are none.
         has_replicas: True if a save contains files of several replicas of the net (DiLoCo).
     """
 
     saves_to_store = False
     saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
+    base: BaseWeights | None = None
     has_replicas = False
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
@@ -90,7 +106,8 @@ class SavingStrategy(Strategy):
         """
         state = super().lightning_module_state_dict()
         if not self.parallel.is_partitioned:
-            return state
+            left_out = self._names_left_out if self.saves_to_store else ()
+            return {key: value for key, value in state.items() if key not in left_out}
         extra = _without_net(state)
         if self._writes_shards:
             return extra
@@ -150,7 +167,12 @@ class SavingStrategy(Strategy):
         if not self.parallel.is_partitioned:
             return {}
         parameters = self.saved_parameters()
-        return states.sharded_state(self.net, parameters, self.optimizers[0], self.parallel.stages)
+        stages = self.parallel.stages
+        state = states.sharded_state(self.net, parameters, self.optimizers[0], stages)
+        if self.base is not None:
+            names = state["net"].keys() - self.base.names
+            state["net"] = {name: state["net"][name] for name in sorted(names)}
+        return state
 
     def take_fingerprints(self, checkpoint: Any) -> None:
         """Set `saved` to the fingerprints of a save that a validation may amend.
@@ -202,10 +224,15 @@ class SavingStrategy(Strategy):
         reader = self._shard_reader()
         state = checkpoint["state_dict"]
         if reader is None and not self.parallel.is_partitioned:
-            super().load_model_state_dict(checkpoint, strict)
+            own = self.module.state_dict()
+            state = {**{name: own[name] for name in self._names_left_out & own.keys()}, **state}
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
             return
         net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
-        states.load_net_state(self.net, reader or net, stages=self.parallel.stages)
+        optional = frozenset() if self.base is None else self.base.names
+        states.load_net_state(
+            self.net, reader or net, stages=self.parallel.stages, optional=optional
+        )
         missing, unexpected = self.module.load_state_dict(_without_net(state), strict=False)
         unmatched = [name for name in missing if not name.startswith(NET)] + list(unexpected)
         if unmatched and strict:
@@ -239,6 +266,11 @@ class SavingStrategy(Strategy):
                 schedule["_last_lr"] = [group["lr"] for group in groups]
                 if "lr_lambdas" in schedule:
                     schedule["lr_lambdas"] = []
+
+    @property
+    def _names_left_out(self) -> Set[str]:
+        """Names in the module's state dict of the tensors that checkpoints leave out."""
+        return set() if self.base is None else {f"{NET}{name}" for name in self.base.names}
 
     def _shard_reader(self) -> SafeFileSystemReader | None:
         """Return a reader of the loaded checkpoint's shards, or None if it is unsharded."""

@@ -1,0 +1,77 @@
+"""Base weights of a run that trains only some of its weights.
+
+A checkpoint of such a run holds the weights that are trained. The frozen weights stay in the files
+that `init_from` named. The checkpoint's manifest has their path and their hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gptrain.assemble.weights import (
+    find_base,
+    hash_weights,
+    load_weights,
+    loaded_names,
+    named_source,
+    start_from,
+)
+from gptrain.checkpoints.manifest import BASE, Checkpoint, read_manifest
+from gptrain.core.schema import RunConfig
+from gptrain.lit.strategies.saving import BaseWeights, SavingStrategy
+from gptrain.parallel.mesh import from_rank_0
+
+
+def check_base(entries: Mapping[str, Any]) -> None:
+    """Check the base weights of a checkpoint, if it has any. Reads every byte of them.
+
+    Args:
+        entries: Entries of the manifest that describe the run.
+
+    Raises:
+        ConfigError: If the weights are missing (exit code 66) or have changed (65).
+    """
+    if base := entries.get(BASE):
+        with named_source("init_from", base["path"]):
+            find_base(base)
+
+
+def load_start(
+    cfg: RunConfig, checkpoint: Path | None, net: nn.Module, strategy: SavingStrategy
+) -> None:
+    """Load the weights of init_from, or the base weights of the checkpoint to resume from.
+
+    Sets `strategy.base` if they include weights that are frozen.
+
+    Args:
+        checkpoint: Checkpoint to resume from or to evaluate, whose base was checked. None for a
+            start at step 0.
+        net: Net, or the part of it that this rank holds.
+        strategy: Strategy of the run.
+    """
+    stages = strategy.parallel.stages
+    if checkpoint is None and cfg.init_from is None:
+        return
+    if checkpoint is None:
+        weights, left_out = start_from(cfg, str(cfg.init_from), net, stages)
+        path = weights.path if isinstance(weights, Checkpoint) else weights
+        base = {"path": str(path.absolute())}
+    else:
+        base = read_manifest(checkpoint)["config"].get(BASE)
+        if base is None:
+            return
+        weights = find_base(base, verifies=False)
+        _, left_out = load_weights(net, weights, strict=False, stages=stages)
+    frozen = {
+        name for name, p in net.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
+    frozen |= {stages.aliases[name] for name in frozen & stages.aliases.keys()}
+    names = frozen & loaded_names(net, left_out, stages)
+    if names and "sha256" not in base:
+        base["sha256"] = from_rank_0(hash_weights(weights))
+    if names:
+        strategy.base = BaseWeights(base, names)

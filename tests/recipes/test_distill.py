@@ -1,0 +1,50 @@
+"""The recipe `distill`: its loss, and a student that has learned from its teacher."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptrain
+from recipes.distill import Distilled
+
+TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
+WORDS = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+         "model.n_layers=1", "model.d_ff=32", "data=dummy_text", "data.seq_len=17",
+         "data.train.num_samples=64", "trainer.accelerator=cpu", "callbacks.sample=null",
+         "trainer.limit_val_batches=1", "data.batch_size=4",
+         "data.global_batch_size=4")  # fmt: skip
+
+
+def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_path, monkeypatch):
+    def train(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *WORDS, *words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(TRAIN), run_name="__main__")
+        assert not left.value.code
+
+    train(f"run_dir={tmp_path}/teacher", "trainer.max_steps=2")
+    student = (f"run_dir={tmp_path}/student", f"module.teacher={tmp_path}/teacher", "seed=1")
+    train("experiment=distill", *student, "trainer.max_steps=2")
+    net = gptrain.load(tmp_path / "student", allowed_targets=["recipes"])
+    teacher = gptrain.load(tmp_path / "teacher")
+    tokens, targets = torch.randint(256, (2, 3, 8), generator=torch.Generator().manual_seed(0))
+    targets[0, :5] = -100
+    for weight, temperature in ((0.3, 2.0), (1.0, 1.0)):
+        module = Distilled(
+            net, lambda module: None, teacher=str(tmp_path / "teacher"), weight=weight,
+            temperature=temperature,
+        )  # fmt: skip
+        module.log = lambda *_: None
+        loss = module.training_step((tokens, targets), 0)
+        counted = targets != -100
+        ours, theirs = (n(tokens)[counted] / temperature for n in (net, teacher))
+        kl = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean")
+        expected = (1 - weight) * F.cross_entropy(ours * temperature, targets[counted])
+        torch.testing.assert_close(loss, expected + weight * temperature**2 * kl)
+    assert len(module.state_dict()) == len(net.state_dict())  # without the teacher

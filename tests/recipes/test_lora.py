@@ -1,0 +1,128 @@
+"""The recipe `lora`: small checkpoints, exact resumes, and exports that compute the same."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptrain
+from gptrain.export.files import write_net
+from gptrain.models import Llama
+from recipes.lora import NETS, adapters, with_adapters
+
+TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
+SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
+WORDS = ("model=llama_nano", *(f"model.{key}={value}" for key, value in SIZES.items()),
+         "data=dummy_text", "data.seq_len=17", "data.train.num_samples=64", "callbacks.sample=null",
+         "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "data.batch_size=4",
+         "data.global_batch_size=8", "scheduler=constant", "checkpoint.every_n_steps=2",
+         "checkpoint.keep=5")  # fmt: skip
+TOKENS = torch.arange(64).view(2, 32) * 7 % 256
+
+
+@pytest.fixture
+def run(monkeypatch, capfd) -> Callable[..., str]:
+    """Do what a command line does, in this process, and return what it prints."""
+
+    def call(main: Callable[[], object], *words: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capfd.readouterr()
+        assert (left.value.code or 0) == code, captured
+        return captured.out + captured.err
+
+    return call
+
+
+train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single", pytest.param("ddp", marks=SLOW), pytest.param("fsdp", marks=SLOW)]
+)
+def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(
+    strategy, run, tmp_path
+):
+    devices = "1" if strategy == "single" else "2"
+    words = (*WORDS, f"strategy={strategy}", f"trainer.devices={devices}")
+    run(train, *WORDS, f"run_dir={tmp_path}/base", "trainer.max_steps=1")
+    lora = (*words, "experiment=lora")
+    start = f"init_from={tmp_path}/base"
+    out = run(train, *lora, start, f"run_dir={tmp_path}/a", "trainer.max_steps=4")
+    # Two blocks with two adapters of rank 8: q 16 -> 16, v 16 -> 8.
+    assert "Llama · 896 of 11,632 parameters are trained" in out
+    run(train, *lora, start, f"run_dir={tmp_path}/b", "trainer.max_steps=2")
+    run(train, *lora, f"run_dir={tmp_path}/b", "trainer.max_steps=4", "ckpt_path=last")
+    base, one, other = (
+        gptrain.load(tmp_path / name, "last", ["recipes"]).state_dict()
+        for name in ("base", "a", "b")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(torch.equal(one[name], base[name]) for name in base)
+    assert all(one[name].any() for name in one if name.endswith("lora_b"))
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-00000004"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["config"]["base"]["path"] == str(tmp_path / "base/checkpoints/step-00000001")
+    if strategy == "single":
+        state = torch.load(checkpoint / "state.ckpt", weights_only=True)["state_dict"]
+        assert {name.rpartition(".")[2] for name in state} == {"lora_a", "lora_b"}
+        exported = tmp_path / "base/checkpoints"
+        exported.rename(tmp_path / "moved")
+        resume = (*lora, f"run_dir={tmp_path}/b", "trainer.max_steps=6", "ckpt_path=last")
+        assert f"error: init_from={exported}/step-00000001: no such" in run(train, *resume, code=66)
+
+
+def test_a_base_that_has_changed_is_one_line(run, tmp_path):
+    torch.manual_seed(0)
+    net = Llama(**SIZES, max_seq_len=256, qk_norm=True, rope_base=10000.0)
+    file, lora = tmp_path / "base.pt", (*WORDS, "experiment=lora", f"run_dir={tmp_path}/a")
+    torch.save(net.state_dict(), file)
+    run(train, *lora, f"init_from={file}", "trainer.max_steps=1")
+    torch.save({name: tensor + 1 for name, tensor in net.state_dict().items()}, file)
+    out = run(train, *lora, "trainer.max_steps=2", "ckpt_path=last", code=65)
+    assert f"error: init_from={file}: not the weights that the run has started from" in out
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformers"])
+def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path):
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    base, arguments = "Llama", {**SIZES, "max_seq_len": 64, "qk_norm": True}
+    if kind == "transformers":
+        keys = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = {"model_type": "qwen2", "intermediate_size": 32, "num_key_value_heads": 1, **keys}
+        base, arguments = "HuggingFace", {"vocab_size": 256, "config": config}
+    nets = [with_adapters(base, 4, 8.0, ["*.q_proj", "*.down_proj"], **arguments) for _ in range(2)]
+    for name, parameter in nets[0].named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        assert parameter.requires_grad == ("lora" in name)
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = NETS[base](**arguments)
+    plain.load_state_dict(nets[0].state_dict(), strict=False)
+    expected = nets[0].eval()(TOKENS)
+    assert not torch.allclose(plain.eval()(TOKENS), expected)
+    assert len(adapters(nets[0])) == 4
+    for net, name, form in (
+        (plain, "base", "hf"),
+        (nets[0], "merged", "hf"),
+        (nets[1], "peft", "peft"),
+    ):
+        (tmp_path / name).mkdir()
+        write_net(net, tmp_path / name, form, "fp32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+    peft = pytest.importorskip("peft")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").merge_and_unload()
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)
