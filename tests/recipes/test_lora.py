@@ -59,7 +59,7 @@ def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(
     start = f"init_from={tmp_path}/base"
     out = run(train, *lora, start, f"run_dir={tmp_path}/a", "trainer.max_steps=4")
     # Two blocks with two adapters of rank 8: q 16 -> 16, v 16 -> 8.
-    assert "Llama · 896 of 11,632 parameters are trained" in out
+    assert "Llama · 896 of 13,808 parameters are trained" in out
     run(train, *lora, start, f"run_dir={tmp_path}/b", "trainer.max_steps=2")
     run(train, *lora, f"run_dir={tmp_path}/b", "trainer.max_steps=4", "ckpt_path=last")
     base, one, other = (
