@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gptrain.checkpoints.manifest import BASE, folder_name
+from gptrain.checkpoints.manifest import folder_name
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.status import PreemptedError
@@ -141,11 +141,7 @@ class Checkpoints(Checkpoint):
         """
         if stage != "fit":
             return
-        info, base = strategy_of(trainer).info, strategy_of(trainer).base
-        n_saved = info.n_parameters if base is None else info.n_trained
-        self._needed_bytes = self.parameter_bytes * n_saved
-        if base is not None:
-            self.identity = self.identity | {BASE: base.entry}
+        self._needed_bytes = self.parameter_bytes * strategy_of(trainer).n_saved
         if trainer.is_global_zero:
             self.store.check_space(2 * self._needed_bytes)
 
@@ -326,7 +322,7 @@ class Checkpoints(Checkpoint):
         writing = self.store.writing(
             step,
             kind="sharded" if strategy.parallel.is_partitioned else "full",
-            config=self.identity,
+            config=self.identity | strategy.base_entries,
             metrics=self._metrics,
             needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,

@@ -88,6 +88,11 @@ class LightningStrategy(SavingStrategy):
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
     _gradients_finished = False  # True after the first call of `clip` in a step
 
+    @property
+    def n_saved(self) -> int:
+        """Number of parameters of the net in a checkpoint."""
+        return self.info.n_parameters if self.base is None else self.info.n_trained
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the optimizer and prepare `self.parallel` for training.
 

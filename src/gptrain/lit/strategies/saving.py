@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gptrain.checkpoints import amendment
-from gptrain.checkpoints.manifest import STATE_NAME
+from gptrain.checkpoints.manifest import BASE, STATE_NAME
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
 from gptrain.parallel import state as states
@@ -266,6 +266,11 @@ class SavingStrategy(Strategy):
                 schedule["_last_lr"] = [group["lr"] for group in groups]
                 if "lr_lambdas" in schedule:
                     schedule["lr_lambdas"] = []
+
+    @property
+    def base_entries(self) -> dict[str, dict[str, str]]:
+        """Entry of a manifest that names the weights which checkpoints leave out, if any."""
+        return {} if self.base is None else {BASE: self.base.entry}
 
     @property
     def _names_left_out(self) -> Set[str]:
