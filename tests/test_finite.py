@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from statistics import mean, pstdev
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptrain.core.strategies import ParallelDims
 from gptrain.lit import LanguageModel
+from gptrain.lit.spikes import SpikeRule
 
 BAD_STEP = 2
 
@@ -171,3 +177,82 @@ def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train):
     assert run.code == 79, run.err
     assert "3 steps in a row were skipped (max_skips)" in run.err
     assert "at step 4 " in run.err and "first not finite in blocks.1.mlp.down_proj" in run.err
+
+
+SPIKE = "+callbacks.spike={_target_: tests.lit.own.callbacks.SpikesLoss, steps: [%s]}"
+GUARD = ("on_spike=skip", "spike.window=8", "trainer.log_every_n_steps=1", "logger=none")
+
+
+def logged(run) -> list[dict]:
+    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
+    """Compared with the standard library's mean and standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(60, 2, generator=generator, dtype=torch.float64) + 5.0
+    values[20, 0] = values[40, 1] = 25.0
+    values[30] = float("nan")  # not a value of the window, and another rule's case
+    rule, repeated = (SpikeRule("skip", 3.0, 16, max_skips=10) for _ in range(2))
+    flags, expected = [], []
+    for step, (loss, norm) in enumerate(values):
+        strategy: Any = SimpleNamespace(
+            grad_norm=norm.float(),
+            step_mean=SimpleNamespace(loss=loss),
+            parallel=SimpleNamespace(dims=ParallelDims()),
+            module=SimpleNamespace(trainer=SimpleNamespace(global_step=step)),
+        )
+        repeated.load_state_dict(rule.state_dict())  # as after a resume from each step
+        flags.append(bool(rule.flag(strategy)))
+        assert bool(rule.flag(strategy)) == bool(repeated.flag(strategy)) == flags[-1]
+        is_spike = False
+        for column, value in ((0, float(loss)), (1, float(norm.float()))):
+            before = values[max(0, step - 16) : step, column]
+            window = [float(x) for x in before if x.isfinite()]
+            if len(window) >= 8:
+                is_spike |= value > mean(window) + 3.0 * pstdev(window)
+        expected.append(is_spike)
+    assert flags == expected and flags[20] and flags[40] and not flags[30]
+
+
+def test_a_spike_is_skipped_or_only_reported(train):
+    """The optimizer counts the steps that it has taken."""
+    for on_spike, n_taken in (("skip", 9), ("warn", 10)):
+        words = (*GUARD, f"on_spike={on_spike}", SPIKE % 7, "trainer.max_steps=10")
+        run = train(*words, name=on_spike)
+        assert run.code == 0, run.err
+        (line,) = [line for line in run.out.splitlines() if "standard deviations above" in line]
+        assert "at step 7 is " in line and line.endswith("; the step is skipped") == (n_taken == 9)
+        states = run.state(10)["optimizer_states"][0]["state"].values()
+        assert {float(state["step"]) for state in states} == {float(n_taken)}
+
+
+def test_a_resumed_run_knows_the_steps_before_and_max_skips_ends_it(train):
+    """A new window would have no standard deviation yet."""
+    words = (*GUARD, "checkpoint=every_n_steps", "checkpoint.every_n_steps=1")
+    first = train(*words, "trainer.max_steps=8")
+    assert first.code == 0, first.err
+    words = (*words, SPIKE % "8,9,10,11", "spike.sigma=0.5", "max_skips=2")
+    again = train(*words, "trainer.max_steps=12", "ckpt_path=last")
+    assert again.code == 79, again.err
+    assert "at step 9 is " in again.err and "2 steps in a row were skipped (max_skips)" in again.err
+    assert json.loads((again.folder / "status.json").read_text())["cause"] == "spike"
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_a_spike_of_one_rank_under_every_strategy(train):
+    losses = {}
+    for name in ("ddp", "fsdp", "pipeline"):
+        size = ["data.batch_size=8"] if name == "pipeline" else []
+        words = (*GUARD, TWO, f"strategy={name}", "trainer.max_steps=10", SPIKE % 7, *size)
+        run = train(*words, name=name)
+        assert run.code == 0, run.err
+        assert run.out.count("; the step is skipped") == 1
+        # The loss of the spike itself depends on how many ranks have it.
+        losses[name] = [row["train/loss"] for row in logged(run) if row["step"] != 8]
+        assert losses[name] == pytest.approx(losses["ddp"], abs=1e-5)
+
+
+def test_the_spike_guard_is_refused_under_diloco(train):
+    run = train("on_spike=warn", TWO, "strategy=diloco")
+    assert run.code == 2 and "error: on_spike=warn: each replica" in run.err

@@ -35,7 +35,8 @@ TINY = (
     "data.seq_len=33 data.batch_size=4 data.num_samples=96 trainer.val_check_interval=10 "
     "trainer.limit_val_batches=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false "
     f"logger=csv checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
-    "callbacks=none +callbacks.witness._target_=tests.campaign.faults.Witness ckpt_path=last"
+    "callbacks=none +callbacks.witness._target_=tests.campaign.faults.Witness ckpt_path=last "
+    "on_spike=skip spike.window=8"
 ).split()
 
 

@@ -29,6 +29,7 @@ from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
+from gptrain.lit.spikes import SpikeRule
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -59,12 +60,16 @@ def build_callbacks(
     is_recorded = is_fit and guard is not None and this_process().rank == 0
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
+    spikes = None
+    if cfg.on_spike != "none":
+        spikes = SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window, cfg.max_skips)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
         on_nonfinite=cfg.on_nonfinite,
         max_skips=cfg.max_skips,
+        spikes=spikes,
         guard=guard,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",

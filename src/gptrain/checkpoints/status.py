@@ -70,6 +70,12 @@ class NonFiniteError(Exception):
         return super().__str__() + self.why
 
 
+class SpikeError(Exception):
+    """Spikes of the loss or the gradient norm were skipped too many times in a row."""
+
+    cause = "spike"
+
+
 def shorten(samples: list[int]) -> str:
     """Return the first 16 numbers as text, and an ellipsis if there are more."""
     return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")

@@ -215,6 +215,9 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
             if getattr(run.strategy, key):
                 message = "no effect on weights that are not sharded"
                 yield checked.error(f"strategy.{key}", message, "strategy.shard=true")
+    if name == "diloco" and run.on_spike not in ("none", None):
+        message = "each replica of strategy=diloco would skip other steps"
+        yield checked.error("on_spike", message, allowed="none")
     if name not in ANY_NET and run.model.compile == "model":
         message = f"strategy={name} has collectives and hooks between the blocks"
         yield checked.error("model.compile", message, "model.compile=blocks")

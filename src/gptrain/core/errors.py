@@ -60,7 +60,7 @@ EXIT_CODES = {
     IO_ERROR: ExitCode("I/O error or disk full"),
     PREEMPTED: ExitCode("saved on request", is_requeued=True, ends_ranks=False, ends_sweep=True),
     HUNG: ExitCode("a rank hung", is_restarted=True),
-    NON_FINITE: ExitCode("loss not finite"),
+    NON_FINITE: ExitCode("loss not finite, or too many spikes"),
     INTERRUPTED: ExitCode("interrupted twice", ends_sweep=True),
     128 + 9: ExitCode("SIGKILL, often sent when memory is full", is_restarted=True),
     128 + 11: ExitCode("SIGSEGV", is_restarted=True),
@@ -82,7 +82,13 @@ DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value in an error message
 
 # Exit code of an exception class of gptrain, by its class attribute `cause`.
-CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA, "hang": HUNG}
+CODES = {
+    "preempted": PREEMPTED,
+    "nonfinite": NON_FINITE,
+    "spike": NON_FINITE,
+    "data": BAD_DATA,
+    "hang": HUNG,
+}
 
 # Parts of error messages of gloo and NCCL after another rank has exited.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")

@@ -315,6 +315,19 @@ class LauncherConfig(Section):
     timeout_s: Positive | None
 
 
+class SpikeConfig(Section):
+    """Keys of the spike group: which steps `on_spike` warns about or skips.
+
+    Attributes:
+        sigma: Number of standard deviations above the mean of the window from which the loss or the
+            gradient norm of a step is a spike.
+        window: Number of steps over which mean and standard deviation are computed.
+    """
+
+    sigma: Positive
+    window: Annotated[int, between(2, 100_000)]
+
+
 class RunConfig(Section):
     """Configuration of a run. A command with additional keys has a subclass.
 
@@ -335,6 +348,8 @@ class RunConfig(Section):
     seed: Annotated[int, between(0, SEED_MAX)]
     max_tokens: TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
+    on_spike: Literal["none", "warn", "skip"]
+    spike: SpikeConfig
     max_skips: Count
     objective: Name
     output_dir: LocalPath

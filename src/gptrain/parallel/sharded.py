@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, compiler, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -84,8 +84,8 @@ class Sharded(ParallelStrategy[OptionsT]):
         for block in net.blocks.children():
             # The first hook runs before, the second one after FSDP's hook, which waits for the
             # all-gather of the block.
-            block.register_forward_pre_hook(compiler.disable(self.clock.pause), prepend=True)
-            block.register_forward_pre_hook(compiler.disable(self.clock.resume))
+            block.register_forward_pre_hook(self.clock.pause, prepend=True)
+            block.register_forward_pre_hook(self.clock.resume)
         if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
             register_fsdp_forward_method(net, "hidden")
 

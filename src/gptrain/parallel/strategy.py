@@ -18,6 +18,7 @@ The loss of a training step is computed in four methods of this file and one fun
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -74,9 +75,12 @@ class StepMean:
         divisor: Divisor of the current step, a scalar tensor.
         n_targets: Number of targets, over all data ranks, that the losses of the last step have
             counted. None before the first step, or if training_step does not call `self.loss`.
+        loss: Mean loss of the last step over all data ranks, after `correction`. NaN if the step
+            has no target. None unless the losses are passed to `correction`.
     """
 
     n_targets: Tensor | None = None
+    loss: Tensor | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
@@ -110,16 +114,30 @@ class StepMean:
         self._sums = self._sums + torch.stack((self.divisor, n_targets))
         return self.divisor
 
-    def correction(self) -> Tensor:
+    def correction(self, loss: Tensor | None = None) -> Tensor:
         """Return the factor for loss and gradients that corrects targets changed in training_step.
 
         The factor is sum of the divisors used / number of targets counted, over all micro-steps
         and data ranks; 1 if no target was counted. Also sets `n_targets`. All data ranks must call
         this method after the last micro-step.
+
+        Args:
+            loss: Mean loss of this rank's micro-steps. It is summed in the same all-reduce, and
+                sets the attribute `loss`. None does not set it.
         """
-        divisors, n_targets = self._all_reduce(self._sums)
+        if loss is None:
+            divisors, n_targets = self._all_reduce(self._sums)
+        else:
+            sums = torch.cat((self._sums, loss.to(self._sums).reshape(1)))
+            divisors, n_targets, loss = self._all_reduce(sums)
         self.n_targets = n_targets if self._has_loss else None
-        return (divisors / n_targets).where(n_targets > 0, 1.0)
+        factor = (divisors / n_targets).where(n_targets > 0, 1.0)
+        if loss is not None:
+            n_ranks = 1 if self.group is None else self.group.size()
+            self.loss = loss / n_ranks * factor
+            if self._has_loss:
+                self.loss = self.loss.where(n_targets > 0, math.nan)
+        return factor
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         if self.group is not None:

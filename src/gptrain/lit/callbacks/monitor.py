@@ -22,7 +22,7 @@ from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.decisions import StepDecisions
+from gptrain.lit.decisions import StepDecisions, StepRule
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
@@ -44,6 +44,7 @@ from gptrain.lit.module import (
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.perf import Speed
 from gptrain.lit.slowest import SlowestRank
+from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.parallel.requirements import IncompatibleModelError
@@ -73,6 +74,7 @@ class TrainingMonitor(Callback):
             can be built from the file alone.
         on_nonfinite: "stop" raises NonFiniteError on all ranks. "skip" skips the optimizer step.
         max_skips: Number of consecutive skipped steps after which NonFiniteError is raised.
+        spikes: Rule that flags spikes of the loss. None for a run that ignores spikes.
         guard: Guard of this rank, which gets heartbeats and has the stop flag. None for a run
             without a watchdog.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
@@ -99,6 +101,7 @@ class TrainingMonitor(Callback):
         *,
         on_nonfinite: str = "stop",
         max_skips: int = 10,
+        spikes: SpikeRule | None = None,
         guard: Guard | None = None,
         checkpoints: Checkpoints | None = None,
         compiles: bool = False,
@@ -109,6 +112,7 @@ class TrainingMonitor(Callback):
         self.lengths = lengths
         self.model_config = model_config
         self.nonfinite = NonFiniteRule(on_nonfinite, max_skips)
+        self.spikes = spikes
         self.guard = guard
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
@@ -154,9 +158,12 @@ class TrainingMonitor(Callback):
             warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
         # The loss scaler of 16-mixed skips steps that are not finite.
-        rules = [] if trainer.precision == "16-mixed" else [self.nonfinite]
-        decisions = StepDecisions(trainer, rules, partial(self.missing_targets.check_step, trainer))
+        rules: list[StepRule] = [] if trainer.precision == "16-mixed" else [self.nonfinite]
         strategy = strategy_of(trainer)
+        if self.spikes is not None:
+            rules.append(self.spikes)
+            strategy.shares_loss = True
+        decisions = StepDecisions(trainer, rules, partial(self.missing_targets.check_step, trainer))
         strategy.decide_step = decisions.decide
         strategy.conclude_step = decisions.conclude
         self._concludes_each_step = acts_on_steps(trainer)
@@ -323,6 +330,15 @@ class TrainingMonitor(Callback):
                 strategy_of(trainer).parallel.clock.start()
 
     # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window of the spike guard for a checkpoint. Empty without a spike guard."""
+        return self.spikes.state_dict() if self.spikes is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the window of the spike guard, if this run has one."""
+        if self.spikes is not None:
+            self.spikes.load_state_dict(state_dict)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -16,7 +16,7 @@ from gptrain.runtime.agreement import all_agree
 
 AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, in seconds
 # Causes of `ending_of` after which to save. A dataset may raise an OSError, of cause "disk".
-SALVAGED = ("error", "memory", "nonfinite", "config", "data", "disk")
+SALVAGED = ("error", "memory", "nonfinite", "spike", "config", "data", "disk")
 
 
 def may_save(

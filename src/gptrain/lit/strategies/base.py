@@ -64,6 +64,7 @@ class LightningStrategy(SavingStrategy):
             after the computation of `grad_norm`, see `gptrain.lit.decisions`.
         conclude_step: Function that waits until the last decision is known and reports it. Call it
             on all ranks before the state of a step is saved or sent.
+        shares_loss: Whether each step sets `step_mean.loss`, which the spike guard reads.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
@@ -79,6 +80,7 @@ class LightningStrategy(SavingStrategy):
     info: StrategyInfo
     decide_step: Callable[[Optimizer], None] | None = None
     conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
+    shares_loss = False
     grad_norm: Tensor | None = None
     correction: Tensor | float = 1.0
     is_updating = False
@@ -210,7 +212,8 @@ class LightningStrategy(SavingStrategy):
         scale = None
         if not self._gradients_finished:
             self.parallel.finish_gradients()
-            scale = self.step_mean.correction()
+            loss = self._local_loss() if self.shares_loss else None
+            scale = self.step_mean.correction(loss)
             self.correction = scale
             self._gradients_finished = True
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
@@ -231,9 +234,13 @@ class LightningStrategy(SavingStrategy):
 
     def step_loss(self) -> Tensor:
         """Return the mean loss of this rank's micro-steps in the last step, after `correction`."""
+        return self._local_loss() * self.correction
+
+    def _local_loss(self) -> Tensor:
+        """Return the mean loss of this rank's micro-steps in the last step, before `correction`."""
+        # Lightning has divided each loss by the number of accumulated micro-steps.
         n_accumulated = self.module.trainer.accumulate_grad_batches
-        # Lightning has divided each loss by n_accumulated.
-        return torch.stack(self.micro_losses).mean() * n_accumulated * self.correction
+        return torch.stack(self.micro_losses).mean() * n_accumulated
 
 
 def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
