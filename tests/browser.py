@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-FOUND_S = 40.0  # a page that is busy on a shared machine
+TIMEOUT_S = 40.0  # a page may be slow on a shared machine
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-extensions", "--disable-background-networking", "--no-first-run",
     "--window-size=1500,1000", "--force-color-profile=srgb",
 ]  # fmt: skip
-# All text that a person sees, also in what pages build of shadow trees (Polymer).
+# The script returns all visible text, also that in shadow trees, which Polymer uses.
 SEEN = """
 const seen = node => {
   if (node.nodeType === 3) return node.textContent;
@@ -42,7 +42,11 @@ return seen(document.body).replace(/\\s+/g, " ");
 
 
 class Browser:
-    """One window.   Attributes: url: of its session, as the driver knows it."""
+    """One browser window.
+
+    Args:
+        url: URL of the WebDriver session.
+    """
 
     def __init__(self, url: str):
         self.url = url
@@ -51,21 +55,25 @@ class Browser:
         ask("POST", f"{self.url}/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """What a script returns in the page."""
+        """Run a script in the page and return its result."""
         return ask("POST", f"{self.url}/execute/sync", {"script": script, "args": []})
 
     def text(self) -> str:
-        """All text of the page that is shown."""
+        """Return all visible text of the page."""
         return self.run(SEEN)
 
     def wait_for(self, *words: str) -> str:
-        """The text of the page, once all of these words are in it."""
+        """Wait until the page shows all these words, and return its text."""
         return wait(self.text, lambda text: all(word in text for word in words), words)
 
 
 def wait(get: Callable[[], Any], is_good: Callable[[Any], bool], what: object) -> Any:
-    """What `get` returns, once it is good; a page fills itself piece by piece."""
-    end_s = time.monotonic() + FOUND_S
+    """Call `get` until `is_good` accepts its value, and return the value.
+
+    Raises:
+        AssertionError: After TIMEOUT_S. The message names `what` and the last value.
+    """
+    end_s = time.monotonic() + TIMEOUT_S
     while not is_good(value := get()):
         assert time.monotonic() < end_s, f"{what} not found in: {str(value)[:4000]}"
         time.sleep(0.1)
@@ -74,7 +82,7 @@ def wait(get: Callable[[], Any], is_good: Callable[[Any], bool], what: object) -
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A window of a browser that runs as long as the block; skips the test where there is none."""
+    """Yield a window of a browser that runs as long as the block; skip the test if there is none."""
     programs = [shutil.which(name) for name in ("chromedriver", "chromium")]
     if None in programs:
         pytest.skip("no browser: apt-get install chromium chromium-driver")
@@ -92,7 +100,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def tensorboard(logdir: str | Path) -> Iterator[str]:
-    """The address of a real TensorBoard on this machine alone."""
+    """Serve a log folder with a real TensorBoard on this machine, and yield its address."""
     port = free_port()
     words = ["-m", "tensorboard.main", "--logdir", str(logdir), "--host=127.0.0.1"]
     fast = ["--port", str(port), "--reload_interval=1"]
@@ -102,7 +110,7 @@ def tensorboard(logdir: str | Path) -> Iterator[str]:
 
 @contextmanager
 def serving(command: list[str], port: int) -> Iterator[None]:
-    """Runs a program from the moment at which its port answers."""
+    """Start a program, wait until its port answers, and stop it after the block."""
     program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait(lambda: answers(port), bool, command)
@@ -113,18 +121,22 @@ def serving(command: list[str], port: int) -> Iterator[None]:
 
 
 def answers(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def ask(method: str, url: str, body: dict[str, Any]) -> Any:
-    """One request of the protocol; raises what the driver says is wrong."""
+    """Send one request of the WebDriver protocol and return the value of the reply.
+
+    Raises:
+        RuntimeError: With the driver's message, if the driver reports an error.
+    """
     data = None if method == "GET" else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:

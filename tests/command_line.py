@@ -12,26 +12,30 @@ from gptrain.core.schema import RunConfig
 
 
 def answer(*words: str) -> tuple[int, list[str]]:
-    """Exit code and lines of `python train.py <words>`, whose job does nothing."""
-    said = io.StringIO()
-    with redirect_stderr(said):
+    """Run `python train.py <words>` with a job that does nothing.
+
+    Returns:
+        The exit code, and the lines on stderr.
+    """
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
         code = run_command(lambda cfg: None, list(words))
-    return code, said.getvalue().splitlines()
+    return code, stderr.getvalue().splitlines()
 
 
 def refused(*words: str, code: int = 2) -> list[str]:
-    """The lines that refuse a command, each of one problem."""
-    found, lines = answer(*words)
-    assert found == code and lines, (found, lines)
+    """Check that a command is refused with this exit code, and return its error lines."""
+    exit_code, lines = answer(*words)
+    assert exit_code == code and lines, (exit_code, lines)
     for line in lines:
         assert line.startswith(("error: ", "warning: ")) and line.isprintable(), line
     return [line for line in lines if line.startswith("error: ")]
 
 
 def accepted(*words: str) -> list[str]:
-    """The warnings of a command that may run."""
-    found, lines = answer(*words)
-    assert found == 0, lines
+    """Check that a command is accepted, and return the warnings that it prints."""
+    exit_code, lines = answer(*words)
+    assert exit_code == 0, lines
     return lines
 
 

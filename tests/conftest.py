@@ -1,4 +1,4 @@
-"""One thread, a fixed seed, no network, and a folder of its own for all that a run writes."""
+"""Give each test one thread, a fixed seed, no network, and its own output folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # wherever a test goes
+os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # tests may change the folder
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
-    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="gptrain-tests-")  # of the user's key
+    # The user's key, which signs runs, is stored in this folder.
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="gptrain-tests-")
 
-# A shell's job in the background ignores it, and all that such a job starts.
+# A shell starts its background jobs with SIGINT ignored, and their children inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,9 +32,9 @@ from composed_once import compose_once
 from no_network import forbid_network
 
 ROOT = Path(__file__).parents[1]
-# Files that take longest begin first: the last ones to end decide how long the suite takes.
+# The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
-    "test_nodes", "test_slurm_cluster", "test_adopt", "test_launchers", "test_trace",  # slow
+    "test_nodes", "test_slurm_cluster", "test_adopt", "test_launchers", "test_trace",  # mark slow
     "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_ladder", "test_project",
     "test_run_fsdp", "test_run_mixes", "test_run_options", "test_generate",
@@ -45,37 +46,37 @@ LONGEST = [
 
 forbid_network()
 compose_once()
-with suppress(ImportError):  # an extra
+with suppress(ImportError):  # hypothesis belongs to the extra `dev`
     import hypothesis
 
-    # No deadlines: a busy machine is no fault. No folder of examples in the checkout.
+    # A busy machine must not fail a test, and examples must not be stored in the checkout.
     hypothesis.settings.register_profile("suite", deadline=None, database=None)
     hypothesis.settings.load_profile("suite")
 
 
-# Packages of the extra `dev` that files of tests import at their head.
+# Packages of the extra `dev` that test files import at the top.
 EXTRAS = ("hypothesis", "safetensors", "transformers", "gptrain.export")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Three files at a time where pytest-xdist is there and nothing else was typed.
+    """Run three files at a time if pytest-xdist is installed and `-n` was not typed.
 
-    A file's tests stay in one process, for they share what its fixtures make. Not `loadgroup`:
-    workers take that from the words that were typed alone, and would know no groups.
+    The tests of a file stay in one process, because they share fixtures. The mode `loadgroup` does
+    not work here: workers read it from the command line only, and would see no groups.
     """
     option = config.option
     is_worker = "PYTEST_XDIST_WORKER" in os.environ or hasattr(config, "workerinput")
     if is_worker or not config.pluginmanager.has_plugin("xdist"):
         return
-    if option.numprocesses is not None:  # typed
+    if option.numprocesses is not None:  # -n was typed
         return
     if not option.usepdb and not option.collectonly:
         option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
 
 
 class NeedsExtra(pytest.Module):
-    """A file of tests that is skipped for want of a package."""
+    """A test file that is skipped because a package is not installed."""
 
     missing = ""
 
@@ -89,9 +90,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     missing = [name for name in imported if find_spec(name) is None]
     if not missing:
         return None
-    found = NeedsExtra.from_parent(parent, path=module_path)
-    found.missing = ", ".join(missing)
-    return found
+    module = NeedsExtra.from_parent(parent, path=module_path)
+    module.missing = ", ".join(missing)
+    return module
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -113,7 +114,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Not looked through each time that a run collects the garbage of the one before."""
+    """Exclude all objects made so far from garbage collection, which each run performs."""
     gc.collect()
     gc.freeze()
 
@@ -132,9 +133,9 @@ def _fixed_seed():
 
 @pytest.fixture(autouse=True)
 def _nothing_of_the_run_before():
-    """Reset what a run or a command leaves in its process.
+    """Reset Hydra's config, the rank of Lightning's loggers and the handler of SIGPIPE.
 
-    These are Hydra's config, the rank of Lightning's loggers and the handler of SIGPIPE.
+    An earlier run or command in this process may have changed them.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if "hydra.core.hydra_config" in sys.modules:
@@ -150,7 +151,7 @@ def _own_output(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def command() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs `python <arguments>` as a user would, from any folder; the output is text."""
+    """Return a function that runs `python <arguments>` in a new process, with text output."""
 
     def run(*arguments: str, timeout_s: float = 300, **options) -> subprocess.CompletedProcess:
         options = {"cwd": ROOT, **options}
@@ -167,7 +168,10 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
 
 @pytest.fixture
 def typed(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
-    """Calls a command's main as if these words were typed: exit code, stdout, stderr."""
+    """Return a function that calls a command's `main` with these words on the command line.
+
+    The function returns the exit code, stdout and stderr.
+    """
 
     def run(main: Callable[[], object], *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["command", *words])
@@ -178,7 +182,7 @@ def typed(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
-# A net and batches so small that a step takes milliseconds.
+# The net and the batches are so small that a step takes milliseconds.
 TINY = (
     "model=gpt_nano", "model.d_model=32", "model.n_heads=2", "model.n_layers=2",
     "data.seq_len=17", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.max_steps=4",
@@ -188,7 +192,7 @@ TINY = (
 
 @dataclass
 class Finished:
-    """What is left of a run: exit code, what it printed, and its folder."""
+    """A finished run: its exit code, stdout, stderr and folder."""
 
     code: int
     out: str
@@ -200,20 +204,20 @@ class Finished:
         return json.loads((self.folder / "result.json").read_text())["metrics"]
 
     def state(self, step: int) -> dict:
-        """The checkpoint of one step."""
+        """Return the content of the checkpoint of a step."""
         from gptrain.checkpoints.amendment import load_state
 
         return load_state(self.folder / "checkpoints" / f"step-{step:08d}")
 
     def cut_back(self, step: int) -> None:
-        """Makes it a run that was killed some time after the checkpoint of this step."""
+        """Change the folder as if the run had been killed after the checkpoint of this step."""
         for path in (self.folder / "checkpoints").glob("step-*"):
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
         (self.folder / "result.json").unlink()
 
     def losses(self) -> list[float]:
-        """train/loss of every logged step (logger=csv)."""
+        """Return train/loss of every logged step. The run needs logger=csv."""
         import csv
 
         with open(self.folder / "metrics.csv", newline="") as file:
@@ -223,25 +227,29 @@ class Finished:
 
 @pytest.fixture
 def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
-    """Runs train.py with TINY and these options, in this process: the imports are paid once."""
+    """Return a function that runs train.py with TINY and its arguments, in this process.
+
+    The process imports torch and Lightning only once for all runs.
+    """
 
     def run(*overrides: str, name: str = "run", tiny: bool = True) -> Finished:
         from forked import forked_ranks
 
-        folder, said = tmp_path / name, (tmp_path / f"{name}.out", tmp_path / f"{name}.err")
+        folder = tmp_path / name
+        rank_files = (tmp_path / f"{name}.out", tmp_path / f"{name}.err")
         options = [f"run_dir='{folder}'", *(TINY if tiny else ()), *overrides]
         monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *options])
         code = 0
-        for path in said:
+        for path in rank_files:
             path.write_bytes(b"")
-        with forked_ranks(*said):
+        with forked_ranks(*rank_files):
             try:
                 runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
             except SystemExit as left:
                 code = left.code or 0
         out, err = (
-            here + path.read_text(errors="replace")
-            for here, path in zip(capfd.readouterr(), said, strict=True)
+            text + path.read_text(errors="replace")
+            for text, path in zip(capfd.readouterr(), rank_files, strict=True)
         )
         return Finished(code, out, err, folder)
 
@@ -253,7 +261,7 @@ CORPUS = "naïve café, 數據 and def f(x): return x\n" * 40
 
 @pytest.fixture
 def speaker(train, tmp_path, tmp_path_factory) -> Path:
-    """A run on CORPUS, which lay elsewhere and is gone since, copied to another place."""
+    """Return the folder of a run on CORPUS. The folder was moved, and the corpus was deleted."""
     kept = tmp_path_factory.getbasetemp() / "speaker"
     if not kept.exists():
         text = tmp_path_factory.mktemp("elsewhere") / "corpus.txt"
@@ -265,7 +273,8 @@ def speaker(train, tmp_path, tmp_path_factory) -> Path:
             "callbacks=none", "trainer.max_steps=2", f"output_dir={tmp_path / 'cache'}",
         )  # fmt: skip
         assert run.code == 0, run.err
-        assert "data.path" not in run.out.rpartition("task=test")[2]  # its own run is signed
+        # The printed command needs no data.path, because the run folder is signed.
+        assert "data.path" not in run.out.rpartition("task=test")[2]
         shutil.rmtree(tmp_path / "cache")
         text.unlink()
         run.folder.rename(kept)
@@ -274,9 +283,9 @@ def speaker(train, tmp_path, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def saved_twice(train, tmp_path, tmp_path_factory) -> Finished:
-    """A run with two checkpoints, the first the better one: the second step is far too long.
+    """Return a run with two checkpoints. The first one is better, as the learning rate is too high.
 
-    Trained once for all tests of a process, each of which gets a copy.
+    The run is trained once per process, and each test gets a copy.
     """
     kept = tmp_path_factory.getbasetemp() / "saved_twice"
     if kept.exists():

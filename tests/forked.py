@@ -1,9 +1,9 @@
-"""Ranks forked from a process that has imported everything: a start in a tenth of a second.
+"""Fork ranks from a process that has imported everything, so that a rank starts in 0.1 s.
 
-Neither they nor this process measure how fast the machine multiplies, a tenth of a second a run.
+The ranks and this process do not measure the speed of the machine, which would take 0.1 s per run.
 
-A fork server's children write where the server wrote when it started, not where this process does
-now, so that each rank is told a file for its output.
+A child of a fork server inherits the output streams that the server had when it started, and not
+those of this process. Therefore each rank gets the paths of the files for its output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from gptrain.runtime import measure, supervisor
 
-PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
+PRELOAD = [  # before Python 3.13, a fork server can only import installed packages
     "gptrain.assemble",
     "gptrain.config.cli",
     "gptrain.runtime.supervisor",
@@ -32,14 +32,14 @@ PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothi
     "gptrain.checkpoints.safe_load",
     "hydra._internal.utils",
     "pytest",
-    "torch._dynamo",  # of every optimizer
+    "torch._dynamo",  # every optimizer of torch imports torch._dynamo
     "torchmetrics.classification",
 ]
 
 
 @contextmanager
 def forked_ranks(out: Path, err: Path) -> Iterator[None]:
-    """Ranks that are started in the block are forked, and append what they say to these files."""
+    """Fork the ranks that start in the block; they append their output to these files."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with (
         patch.object(supervisor, "START_METHOD", "forkserver"),
@@ -50,7 +50,7 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
 
 
 def rank_process(out: Path, err: Path, *args: object) -> None:
-    """The supervisor's entry of a rank, with its output in these files."""
+    """Run the supervisor's entry point of a rank, with its output in these files."""
     from no_network import forbid_network
 
     from gptrain.runtime.rank import rank_process as enter
@@ -62,10 +62,10 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
-    # Its parent is the fork server, which ends with the supervisor.
+    # The parent of this process is the fork server, which ends together with the supervisor.
     enter(*args[:-1], os.getppid())
 
 
 def some_flops_per_s(*_: object) -> float:
-    """In place of a measurement."""
+    """Return a constant speed, in FLOP/s, instead of measuring it."""
     return 1e10

@@ -1,4 +1,4 @@
-"""Nothing that is tested talks to another machine."""
+"""Forbid network connections to other machines in tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _forbidden = False
 
 
 def forbid_network() -> None:
-    """From here on this process can connect to itself alone; no name but its own is looked up."""
+    """Make every later connection to another machine, or look-up of its name, an error."""
     global _forbidden
     if not _forbidden:
         _forbidden = True

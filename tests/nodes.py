@@ -1,6 +1,6 @@
-"""Nodes on this machine: network namespaces with addresses and names of their own, and a cable.
+"""Emulate nodes with network namespaces. Each has its own address and host name; a cable joins two.
 
-As on many a Debian machine a node's own name is 127.0.1.1 in its hosts file. Needs root, iproute2.
+A node's own name is 127.0.1.1 in its hosts file, as Debian sets it up. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORT = 29400
-# A lost node is known after 6 s, not 15; a node that is late is waited for 5 s, not 30.
+# A lost node is noticed after 6 s (default: 15), and a late node is awaited for 5 s (default: 30).
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=5"
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {}\n10.79.0.{} {}\n"
 
@@ -34,7 +34,7 @@ class Node:
     def start(
         self, log: Path, *words: str, nodes: str = "2", restarts: int = 3, before: str = ""
     ) -> subprocess.Popen:
-        """An agent of torchrun on this node. `before` is a command of a shell run first."""
+        """Start an agent of torchrun on this node, after the shell command `before`."""
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
             "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
@@ -53,7 +53,7 @@ class Node:
             )  # fmt: skip
 
     def kill(self) -> None:
-        """All that runs here, at once, as in a power cut."""
+        """Kill all processes of this node at once, as in a power cut."""
         for pid in run("ip", "netns", "pids", self.namespace).split():
             os.kill(int(pid), signal.SIGKILL)
 
@@ -61,20 +61,25 @@ class Node:
         self.kill()
         run("ip", "netns", "del", self.namespace)
         shutil.rmtree(self.etc)
-        with suppress(OSError):  # others use it
+        with suppress(OSError):  # other nodes still use the folder
             self.etc.parent.rmdir()
 
     def sent_bytes(self) -> int:
-        """What has left this node."""
+        """Return the number of bytes that this node has sent over the cable."""
         path = "/sys/class/net/cable/statistics/tx_bytes"
         return int(run("ip", "netns", "exec", self.namespace, "cat", path))
 
 
 @contextmanager
 def two_nodes(mbit_per_s: float | None = None) -> Generator[list[Node]]:
-    """Nodes a and b, joined by a cable that carries so much in each direction; None: any amount.
+    """Yield nodes a and b, which are joined by a cable.
 
-    Raises: CalledProcessError, OSError where there are no network namespaces.
+    Args:
+        mbit_per_s: Bandwidth of the cable in each direction. None sets no limit.
+
+    Raises:
+        CalledProcessError: If this user cannot create network namespaces.
+        OSError: If iproute2 is not installed or /etc/netns cannot be written.
     """
     with ExitStack() as stack:
         nodes = []

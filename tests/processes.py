@@ -1,4 +1,4 @@
-"""Processes of a run seen from outside: who is alive, who listens where; and waiting for them."""
+"""Observe processes from outside: which are alive, and on which addresses they listen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 def wait_until(
     condition: Callable[[], object], timeout_s: float, about: Callable[[], str] = str
 ) -> None:
-    """Returns once it is true; else fails with `about`."""
+    """Wait until the condition is true.
+
+    Raises:
+        AssertionError: After `timeout_s`. The message is what `about` returns.
+    """
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up, about()
@@ -22,10 +26,13 @@ def wait_until(
 
 
 def living() -> dict[int, list[str]]:
-    """Processes but for zombies: name, state, parent, group, session and on, of proc(5)."""
+    """Return the fields of /proc/PID/stat of all processes except zombies, by process id.
+
+    The fields are in the order of proc(5): name, state, parent, process group, session, and so on.
+    """
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the process has ended
             head, _, rest = path.read_text().rpartition(")")
             if rest.split()[0] not in "ZX":
                 found[int(path.parent.name)] = [head.partition("(")[2], *rest.split()]
@@ -33,11 +40,12 @@ def living() -> dict[int, list[str]]:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, directly or not."""
-    parents, found = {child: int(fields[2]) for child, fields in living().items()}, [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
+    """Return the ids of a process and of all its descendants."""
+    parents = {child: int(fields[2]) for child, fields in living().items()}
+    members = [pid]
+    for member in members:
+        members += [child for child, parent in parents.items() if parent == member]
+    return members
 
 
 def is_alive(pid: int) -> bool:
@@ -45,8 +53,8 @@ def is_alive(pid: int) -> bool:
 
 
 def listeners(pid: int) -> list[str]:
-    """Local addresses, in the kernel's hexadecimal, on which a process listens."""
-    found, sockets = [], set()
+    """Return the local addresses on which a process listens, in the kernel's hexadecimal form."""
+    addresses, sockets = [], set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             sockets.add(os.readlink(descriptor))
@@ -56,5 +64,5 @@ def listeners(pid: int) -> list[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # TCP_LISTEN
-                found.append(fields[1].partition(":")[0])
-    return found
+                addresses.append(fields[1].partition(":")[0])
+    return addresses

@@ -1,7 +1,7 @@
-"""A SLURM of one controller and five node daemons on this machine, all of it in one folder.
+"""Run a SLURM cluster of one controller and five node daemons on this machine, in one folder.
 
-Its nodes are called by addresses of the loopback interface, so that no name has to be made known
-to the machine. It stops by the process numbers that its daemons wrote.
+The nodes' names are addresses of the loopback interface, so that no host name has to be registered.
+The cluster is stopped by the process ids that its daemons have written.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ NODES = {"main": (1, 2), "cheap": (3, 4), "frail": (5,)}  # partition -> its nod
 
 
 class Cluster:
-    """What a user does on it.
+    """Commands that a user types on the cluster.
 
     Attributes:
-        outputs: the folder that runs write into.
+        outputs: Folder into which runs write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,16 +72,16 @@ class Cluster:
         return subprocess.Popen(command, env=self.environment, cwd=ROOT, text=True, **streams)
 
     def run(self, *command: str) -> str:
-        """What a command prints, that must succeed."""
+        """Run a command that must succeed, and return its output."""
         process = self.start(*command)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        return said.strip()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        return output.strip()
 
     def submit(self, *words: str) -> str:
-        """The number of the job of `python -m gptrain.launch slurm --submit`."""
-        said = self.run(sys.executable, "-m", "gptrain.launch", "slurm", "--submit", *words)
-        return said.split()[1]
+        """Submit a job with `python -m gptrain.launch slurm --submit` and return its number."""
+        output = self.run(sys.executable, "-m", "gptrain.launch", "slurm", "--submit", *words)
+        return output.split()[1]
 
     def log(self, run: Path) -> str:
         path = run.with_name(run.name + ".log")
@@ -132,7 +132,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def stop(cluster: Cluster) -> None:
-    """Cancels what still runs, then ends the daemons, the nodes' first."""
+    """Cancel all jobs, then stop the daemons, those of the nodes first."""
     with suppress(AssertionError, OSError):
         cluster.run("scancel", "--user", str(os.getuid()))
         wait_until(lambda: not cluster.run("squeue", "--noheader"), 20)
@@ -144,14 +144,14 @@ def stop(cluster: Cluster) -> None:
 
 
 def left_processes(folder: Path) -> list[str]:
-    """Command lines of processes that have to do with a folder, but for this one."""
-    found = []
+    """Return the command lines of other processes that contain the path of a folder."""
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if str(folder) in words and int(path.name) != os.getpid():
-                found.append(words)
-    return found
+                command_lines.append(words)
+    return command_lines
 
 
 def free_ports(n: int) -> list[int]:
