@@ -21,7 +21,7 @@ _made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `dee
 
 @cache
 def compose_once() -> None:
-    """Cache results of Hydra from now on. Functions that this Hydra version lacks are left out."""
+    """Cache results of Hydra from now on. Functions that this Hydra lacks are left out."""
     loader = config_loader_impl.ConfigLoaderImpl
     for owner, name, wrap in (
         (defaults_list, "_create_defaults_list", _find_once),
