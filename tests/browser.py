@@ -82,7 +82,7 @@ def wait(get: Callable[[], Any], is_good: Callable[[Any], bool], what: object) -
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Yield a window of a browser that runs as long as the block; skip the test if there is none."""
+    """Yield a window of a browser that runs as long as the block; skip the test without one."""
     programs = [shutil.which(name) for name in ("chromedriver", "chromium")]
     if None in programs:
         pytest.skip("no browser: apt-get install chromium chromium-driver")
