@@ -5,10 +5,10 @@
 A mutant is a flipped comparison, a negated condition, a dropped keyword argument, a changed
 constant, a removed statement or two swapped arguments. All work is done in a clone of the checkout,
 so that only what is committed is tried. First, every file of tests runs once by itself, and
-coverage.py records which test runs which line, also in forked ranks and in commands. Then each
-mutant is tried with the tests that run its line, the shortest first, until one fails or the time is
-over. Records and verdicts of a commit are kept in outputs/mutants: type the same command again to
-continue an interrupted campaign.
+coverage.py records which test runs which line, also in forked ranks and in commands. This takes
+about half an hour and prints nothing. Then each mutant is tried with the tests that run its line,
+the shortest first, until one fails or the time is over. Records and verdicts of a commit are kept in
+outputs/mutants: type the same command again to continue an interrupted campaign.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def run(checkout: Path, *words: object, limit_s: float = 1200) -> int:
 def record(checkout: Path, tests: Path, data: Path) -> None:
     """Run a file of tests, and record which of its tests runs which lines, if all tests pass."""
     code = run(checkout, "-m", "coverage", "run", *PYTEST, tests)
-    if run(checkout, "-m", "coverage", "combine") == 0 and code == 0:
+    if run(checkout, "-m", "coverage", "combine", "-q") == 0 and code == 0:
         (checkout / "outputs" / "coverage" / "data").rename(data)
 
 
