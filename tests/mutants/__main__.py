@@ -7,8 +7,8 @@ constant, a removed statement or two swapped arguments. All work is done in a cl
 so that only what is committed is tried. First, every file of tests runs once by itself, and
 coverage.py records which test runs which line, also in forked ranks and in commands. This takes
 about half an hour and prints nothing. Then each mutant is tried with the tests that run its line,
-the shortest first, until one fails or the time is over. Records and verdicts of a commit are kept in
-outputs/mutants: type the same command again to continue an interrupted campaign.
+the shortest first, until one fails or the time is over. Records and verdicts of a commit are kept
+in outputs/mutants: type the same command again to continue an interrupted campaign.
 """
 
 import argparse
