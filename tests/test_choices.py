@@ -42,7 +42,8 @@ for group, marks in ALONE.items():
 @pytest.mark.parametrize("words", CHOICES, ids=str)
 def test_a_choice_composes_and_every_reference_in_it_resolves(words):
     required = REQUIRED if "data=tokens" in words else ()
-    required = ("data.path=chats.jsonl",) if "experiment=chat" in words else required
+    if {"experiment=chat", "experiment=stream"} & set(words):
+        required = ("data.path=json",)
     cfg = compose_command([*words, *required])
     OmegaConf.to_container(cfg, resolve=True)
 
