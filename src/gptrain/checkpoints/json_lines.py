@@ -43,13 +43,15 @@ class JsonLines:
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Return the objects of a file, or an empty list if the file does not exist.
+    """Return the objects of a file, or an empty list if the file does not exist or is a link.
 
-    A line that is not a JSON object is left out, such as a line that was written only in part.
+    The folder may be an untrusted one, whose link would copy a file from outside. A line that is not a JSON object is left out, such as a line that was written only in part.
 
     Raises:
         UnreadableFileError: If the path is not a regular file.
     """
+    if os.path.islink(path):
+        return []
     try:
         with open_regular(path) as file:
             rows = [_decode(line) for line in file]
