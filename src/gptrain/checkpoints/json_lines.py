@@ -45,7 +45,8 @@ class JsonLines:
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Return the objects of a file, or an empty list if the file does not exist or is a link.
 
-    The folder may be an untrusted one, whose link would copy a file from outside. A line that is not a JSON object is left out, such as a line that was written only in part.
+    The folder may be an untrusted one, whose link would copy a file from outside. A line that is
+    not a JSON object is left out, such as a line that was written only in part.
 
     Raises:
         UnreadableFileError: If the path is not a regular file.

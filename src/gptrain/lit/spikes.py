@@ -47,7 +47,7 @@ class SpikeRule:
         self.max_skips = max_skips
         self.n_skipped = 0  # number of consecutive skipped steps
         # Values of step s in column s % (window + 1), NaN if unknown. Shape (2, window + 1). The
-        # column of the step that is decided is not read, so a repeated step is decided again alike.
+        # column of the step that is decided is not read, so that a step can be decided twice.
         self.history: Tensor | None = None
         self._last: Tensor | None = None  # values, mean and deviation of the last step, (3, 2)
 
