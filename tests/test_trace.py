@@ -77,6 +77,14 @@ MORE = [
 ]
 
 
+def test_frozen_weights_have_no_gradients_and_no_optimizer_states(plan):
+    row = answer(plan, LLAMA, "experiment=lora", "data=dummy_text")["strategies"]["single"]
+    trained = 4 * 2 * (8 * 128 + 128 * 8)  # parameters of 4 layers of q and v of rank 8
+    n_bytes = row["bytes_per_device"]
+    assert n_bytes["gradients"] == 4 * trained and n_bytes["optimizer"] == 8 * trained
+    assert n_bytes["weights"] > 20 * 4 * trained
+
+
 @pytest.mark.parametrize(
     ("name", "n_ranks", "words"),
     [

@@ -159,6 +159,20 @@ def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None)
         gc.collect()  # FSDP's hooks form reference cycles with the net
 
 
+class TrainedMemTracker(MemTracker):
+    """torch's MemTracker, for modules of which some parameters are frozen."""
+
+    def _track_module_params_and_buffers(
+        self, module: nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        # MemTracker registers gradient hooks, which a frozen parameter refuses.
+        no_hook = SimpleNamespace(remove=lambda: None)
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (no_hook, no_hook))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+
 class Step:
     """A training step of rank 0 that runs inside a FakeTensorMode.
 
@@ -285,7 +299,7 @@ class Step:
         """Run two steps and return the result of `gptrain.plan.trace.trace`, without `layers`."""
         flops, sent = self.count()
         held = self.held_bytes()
-        tracker = MemTracker()
+        tracker = TrainedMemTracker()
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         tracker.track_external(self.module, self.optimizer, *self.parallel.extra_state())
         with tracker:
