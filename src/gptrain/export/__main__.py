@@ -11,7 +11,7 @@
     dtype      fp32 or bf16 (fp32)
     run_dir    folder of the export
 
-Another run can start from the exported weights: init_from=<folder of the export>.
+Another run can start from the weights of the first two formats: init_from=<folder of the export>.
 """
 
 import logging
@@ -93,6 +93,8 @@ def export(cfg: ExportRun) -> None:
         fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
     log.info(labels.line("folder", folder))
+    if cfg.format == "peft":
+        return  # no run can start from adapters alone
     words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]
     typed = HydraConfig.get().overrides
     words += words_to_repeat([*typed.hydra, *typed.task], cfg.from_run)
