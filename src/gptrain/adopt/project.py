@@ -193,7 +193,14 @@ def _found_commands(block: str, conf: Path) -> str:
 def uncopied_files(source: Path, copied: Iterable[Path], is_vendored: bool) -> list[str]:
     """Return the files that git does not track and that were not copied.
 
-    The list is empty if git is not installed or the project is no git repository.
+    The paths are relative to `source`. Files that git ignores are left out. The list is empty if
+    git is not installed or the project is no git repository.
+
+    Args:
+        source: Folder of the project from which files were copied.
+        copied: Paths of the copied files, relative to `source`.
+        is_vendored: Whether the new project contains the library itself. Files of the library are
+            then left out, because they were copied with the library.
     """
     command = ["git", "-C", str(source), "ls-files", "--others", "--exclude-standard", "-z"]
     try:

@@ -70,9 +70,10 @@ class Work:
 
     @property
     def is_cast(self) -> bool:
-        """True if autocast casts the inputs of each matrix multiplication.
+        """True if autocast casts the inputs of each matrix multiplication to 16 bits.
 
-        FSDP gathers 16-bit weights instead, so that its activations have 16 bits everywhere.
+        It is True in mixed precision without FSDP. Under FSDP it is False: FSDP gathers 16-bit
+        weights, so that activations have 16 bits everywhere and no cast is needed.
         """
         return self.is_mixed and not self.costs.shards_weights
 

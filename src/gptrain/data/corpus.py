@@ -352,9 +352,13 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
 
 
 def _check_utf8(text: bytes, part: Part) -> bytes:
-    """Return the text of a part, or raise a DataError if it is not UTF-8.
+    """Return the text of a part unchanged, after the check that it is UTF-8.
 
-    The text was UTF-8 when the file was hashed.
+    An earlier pass hashed the file and checked that it is UTF-8. Text that is not UTF-8 now shows
+    that the file was changed after that pass.
+
+    Raises:
+        DataError: If the text is not UTF-8.
     """
     try:
         text.decode()

@@ -99,7 +99,18 @@ class Mixture(BatchDataset):
         return int(self.firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch with one call per part, see `BatchDataset`."""
+        """Return the batch of some samples, in their order.
+
+        The samples of one part are read together, with one call if the part has `__getitems__`.
+
+        Args:
+            indices: Numbers of samples, (B,). The samples of the first part come first, then those
+                of the next part.
+
+        Returns:
+            Tokens (B, T) and targets (B, T), int64. If the parts return documents, also the number
+            of the document of each token, (B, T).
+        """
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
         batch: Any = None

@@ -221,7 +221,11 @@ def train_job(cfg: LaunchRun, words: list[str]) -> str:
 
 
 def label(name: str) -> str:
-    """Return a name with the characters that Kubernetes allows."""
+    """Return a name in lower case, for SLURM or Kubernetes.
+
+    Each run of characters other than a-z and 0-9 becomes one hyphen. A hyphen at either end is
+    removed. The length is not limited.
+    """
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

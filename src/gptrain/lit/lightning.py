@@ -213,7 +213,7 @@ def forget_last_step(trainer: pl.Trainer) -> None:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the last optimizer step is the last one of an epoch."""
+    """Return whether an epoch ended with the optimizer step that was taken most recently."""
     return trainer.global_step % data_of(trainer).epoch_steps == 0
 
 

@@ -88,7 +88,13 @@ class LanguageModel(pl.LightningModule):
         self.part_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), which may belong to documents (B, T)."""
+        """Return the logits (B, T, V) of the net.
+
+        Args:
+            tokens: Token ids, (B, T).
+            documents: Number of the document of each token, (B, T). A token then attends to tokens
+                of its own document only. None if each sequence is one document.
+        """
         return self.net(tokens, **layout_argument(documents))
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:

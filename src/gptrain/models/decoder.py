@@ -195,7 +195,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None
     ) -> Tensor:
-        """Compute the block; with a cache, `x` holds the new positions only."""
+        """Return the hidden states (B, T, D) after this block.
+
+        Args:
+            x: Hidden states before the block, (B, T, D). With a cache, only those of new positions.
+            cache: Keys and values of the preceding positions. Those of `x` are appended. None if
+                `x` begins the sequences.
+            layout: Positions and documents of the tokens. None if each sequence is one document.
+        """
         x = x + self.dropout(self.attention(self.norm_1(x), cache, layout))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 

@@ -124,7 +124,16 @@ def _wait_for_name(host: str, timeout_s: float, end_s: float, settings: str) -> 
 
 
 def _check_port_is_free(port: int, settings: str) -> None:
-    """Check that no other process of this host listens on a port, else raise MissingRanksError."""
+    """Check that rank 0 can listen on a port of this host.
+
+    Args:
+        port: Value of MASTER_PORT.
+        settings: Environment variables as `describe_variables` returns them. The error message
+            begins with them.
+
+    Raises:
+        MissingRanksError: If the port cannot be used, for example because another process uses it.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -104,8 +104,13 @@ class Sharded(ParallelStrategy[OptionsT]):
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Disable `foreach` and `fused` in parameter groups that mix DTensors and plain tensors.
 
-        The multi-tensor kernels accept DTensors or plain tensors, but not both. SGD and Adagrad
-        have no fused kernel for DTensors, so torch chooses their implementation.
+        A multi-tensor kernel accepts DTensors or plain tensors, but not both. SGD and Adagrad
+        have no fused kernel for DTensors: where a group of them sets `fused=True`, the option
+        becomes None, so that torch chooses the implementation.
+
+        Args:
+            module: LightningModule, or any module with an attribute `net`.
+            optimizer: Optimizer of the module. Its `param_groups` are changed in place.
         """
         super().prepare(module, optimizer)
         plain_parameters = set(self.extra_parameters)

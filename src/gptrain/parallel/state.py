@@ -74,7 +74,15 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return name in a checkpoint -> parameter of a module, each parameter once."""
+    """Return name in a checkpoint -> parameter of this rank, for all parameters of a module.
+
+    A parameter of `module.net` has its name in the net, and a tied parameter of the net appears
+    once, under its first name. The name of any other parameter begins with EXTRA_PREFIX.
+
+    Args:
+        module: Module, usually with an attribute `net`.
+        stages: Stages of the pipeline, which know the first names of tied parameters.
+    """
     net = getattr(module, "net", None)
     named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
     for name, parameter in named_extra_parameters(module).items():
@@ -285,7 +293,17 @@ def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, s
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return an option of a parameter group as a plain value, or raise a ValueError."""
+    """Return an option of a parameter group as a plain value for a checkpoint.
+
+    A tensor with one element becomes a number. Lists and tuples are converted item by item.
+
+    Args:
+        key: Name of the option, such as `lr`, for the error message.
+        value: Value of the option.
+
+    Raises:
+        ValueError: If the value is no tensor with one element, number, string or None.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()  # for example a learning rate on the device
     if isinstance(value, (list, tuple)):

@@ -371,6 +371,10 @@ class ParallelStrategy(Generic[OptionsT]):
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Compute a metric on a rank that has logits, and return the value on all ranks of the net.
 
+        All ranks must call this method. The base class calls `compute` on every rank, because every
+        rank has logits. A pipeline calls `compute` on its last stage only, and sends the value to
+        the other stages.
+
         Args:
             compute: Function without arguments that returns the metric's value.
         """

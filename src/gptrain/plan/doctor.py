@@ -106,7 +106,16 @@ def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Faults:
 
 
 def check_variables(n_local: int, on_gpu: bool) -> Faults:
-    """Yield faults of environment variables: slow settings, interfaces, and number of threads."""
+    """Yield faults of the environment variables of this process.
+
+    The faults are: a setting that makes communication or kernels slow (`SLOW`), a network interface
+    for NCCL or gloo that does not exist, and an OMP_NUM_THREADS that uses more threads than there
+    are cores or, on CPUs, fewer.
+
+    Args:
+        n_local: Number of ranks on this node.
+        on_gpu: Whether the ranks compute on GPUs.
+    """
     for word, cost in SLOW.items():
         name, _, value = word.partition("=")
         if os.environ.get(name, "").upper() == value:

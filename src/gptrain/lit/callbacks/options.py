@@ -32,7 +32,11 @@ Options: TypeAlias = dict[str, dict[str, Any]]  # key of a part -> name of an op
 
 
 class OptionTracker(Callback):
-    """Saves the options of callbacks, metrics and schedules, and sets changed options on resume.
+    """Saves the options of callbacks, metrics and schedules, and keeps changed options on resume.
+
+    When Lightning loads the state of such an object, the options in the state replace those that
+    were typed. If an option in this run's config differs from the option in the checkpoint, this
+    callback sets it again to the value of this run's config, and logs the change.
 
     Args:
         configured: Config key of each callback, such as `callbacks.stop`, -> the callback and its
