@@ -1,6 +1,7 @@
 """python -m gptrain.plan: what it prints, for a cluster that is not there; what train.py keeps."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,15 @@ def test_the_sums_of_seven_billion_parameters(plan):
     assert not found["strategies"]["ddp"]["fits"]
     assert found["strategies"]["fsdp"]["fits"] and found["best"] == "fsdp"
     assert found["command"].endswith("strategy=fsdp")
+
+
+@pytest.mark.parametrize("name, tokens", [("gpt2_124m", 19000 * 512 * 1024), ("llama_124m", 2.7e9)])
+def test_the_time_in_the_comment_of_an_experiment_is_that_of_the_plan(plan, name, tokens):
+    text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
+    minutes = float(re.search(r"# Cost: (\d+) minutes on eight H100", text)[1])
+    found = answer(plan, f"experiment={name}", "trainer.devices=8", *H100)
+    planned = tokens / found["strategies"]["ddp"]["tokens_per_s"] / 60
+    assert minutes == pytest.approx(planned, rel=0.15)
 
 
 def test_every_strategy_has_its_bytes_time_and_traffic(plan):

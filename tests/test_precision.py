@@ -10,25 +10,29 @@ AMPERE, TURING = 8, 7
 
 
 @pytest.mark.parametrize(
-    "accelerator, cuda_major, cpu_has_bf16, precision",
+    "accelerator, cuda_major, precision",
     [
-        ("cuda", AMPERE, False, "bf16-mixed"),
-        ("cuda", AMPERE + 1, False, "bf16-mixed"),
-        ("cuda", TURING, True, "32-true"),  # it emulates bf16, whatever its host can do
-        ("cpu", 0, True, "bf16-mixed"),
-        ("cpu", 0, False, "32-true"),
-        ("mps", 0, True, "32-true"),
-        ("tpu", 0, True, "32-true"),
+        ("cuda", AMPERE, "bf16-mixed"),
+        ("cuda", AMPERE + 1, "bf16-mixed"),
+        ("cuda", TURING, "32-true"),  # it emulates bf16
+        ("cpu", 0, "32-true"),
+        ("mps", 0, "32-true"),
+        ("tpu", 0, "32-true"),
     ],
 )
-def test_bf16_is_taken_where_it_is_native(accelerator, cuda_major, cpu_has_bf16, precision):
-    assert precision_for(accelerator, cuda_major, cpu_has_bf16) == precision
+def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision):
+    assert precision_for(accelerator, cuda_major) == precision
 
 
-def test_a_run_says_what_was_chosen(train):
-    run = train("trainer.precision=auto", "trainer.max_steps=1")
-    assert run.code == 0, run.err
-    assert f"precision {native_precision(RunDevices('cpu', 1, 1))}" in run.out
+def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_start(train):
+    run = train("trainer.precision=bf16-mixed", "trainer.max_steps=1")
+    assert run.code == 0 and "precision bf16-mixed" in run.out, run.err
+    resumed = train("trainer.max_steps=2", "ckpt_path=last")
+    assert resumed.code == 0 and "precision bf16-mixed" in resumed.out, resumed.err
+    other = train("trainer.max_steps=3", "ckpt_path=last", "trainer.precision=32-true")
+    assert other.code == 2 and "trainer.precision=32-true: " in other.err
+    fresh = train("trainer.max_steps=1", name="fresh")
+    assert f"precision {native_precision(RunDevices('cpu', 1, 1))}" in fresh.out
 
 
 def test_a_step_in_bf16_or_fp64_on_any_cpu_is_that_of_fp32(train):

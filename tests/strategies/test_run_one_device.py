@@ -14,7 +14,7 @@ def on_one(runs, name, accelerator, *words):
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALL)
 def test_one_rank_equals_a_single_device(name, accelerator, runs):
-    run = on_one(runs, name, accelerator, "trainer.max_steps=4")
+    run = on_one(runs, name, accelerator, "trainer.max_steps=4", "trainer.precision=32-true")
     rtol = helpers.RTOL if accelerator == "cpu" else 1e-4  # CUDA kernels sum in another order
     helpers.check_losses(run, helpers.plain(runs, "single"), rtol)
 

@@ -190,9 +190,8 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
         saved: Keys of `identity` that the checkpoint's manifest holds.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
-    now = identity(cfg, global_batch_size)
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    typed = by_key(words)
+    now = identity(keep_precision(cfg, saved), global_batch_size)
+    typed = typed_keys()
     part = "" if cfg.task == "fit" else "model."
     return [
         _changed(key, saved.get(key), now.get(key))
@@ -220,6 +219,23 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
     saved = read_manifest(checkpoint)["config"].get("data")
     if saved != fingerprint:
         raise ConfigError([_changed("data", saved, fingerprint)])
+
+
+def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Return the config with the precision of the run's first start, unless one is typed now.
+
+    Args:
+        saved: Entries of the checkpoint's manifest.
+    """
+    precision = saved.get("trainer.precision")
+    if precision is None or covers(typed_keys(), "trainer.precision"):
+        return cfg
+    return cfg.changed({"trainer.precision": precision})
+
+
+def typed_keys() -> dict[str, str]:
+    """Return the overrides of the command line by their keys."""
+    return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
 
 
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:

@@ -31,7 +31,7 @@ from gptrain.assemble.lengths import batch_of, plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, check_names, check_steps, has_step, module_class
 from gptrain.assemble.optimizer import build_optimizer
-from gptrain.assemble.resume import check_data, keep_warmup
+from gptrain.assemble.resume import check_data, keep_precision, keep_warmup
 from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.checkpoints.lock import read_holder
@@ -182,7 +182,9 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
-        lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])
+        saved = read_manifest(checkpoint)["config"]
+        lengths = keep_warmup(cfg, lengths, saved)
+        cfg = keep_precision(cfg, saved)
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(

@@ -20,7 +20,7 @@ from gptrain.lit.lightning import strategy_of
 from gptrain.lit.module import has_own_optimizer
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
-from gptrain.runtime.devices import RunDevices
+from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.provenance import describe_run
 
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
@@ -50,6 +50,8 @@ def build_report(
         model = [type(module).__name__, count_text(n_parameters, n_trained)]
     device_text = f"{devices.world_size} x {devices.accelerator}"
     strategy = [info.name, device_text, f"precision {trainer.precision}"]
+    if trainer.precision == "32-true" and native_precision(devices) != "32-true":
+        strategy[-1] += f": {native_precision(devices)} is native here; try trainer=gpu"
     if devices.accelerator == "cpu":
         strategy.append(f"{torch.get_num_threads()} threads")
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]

@@ -89,4 +89,5 @@ def resolve_precision(cfg: PlanRun, machine: Machine) -> PlanRun:
     """Return the config with the precision that `auto` means on a machine."""
     if cfg.trainer.precision != "auto":
         return cfg
-    return cfg.changed({"trainer.precision": "bf16-mixed" if machine.has_bf16 else "32-true"})
+    is_native = machine.has_bf16 and not machine.is_cpu
+    return cfg.changed({"trainer.precision": "bf16-mixed" if is_native else "32-true"})

@@ -81,21 +81,20 @@ def accelerator_of(name: str) -> str | None:
 def native_precision(devices: RunDevices) -> str:
     """Return the precision that trainer.precision=auto means on these devices."""
     major = torch.cuda.get_device_capability()[0] if devices.accelerator == "cuda" else 0
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return precision_for(devices.accelerator, major, has_bf16)
+    return precision_for(devices.accelerator, major)
 
 
-def precision_for(accelerator: str, cuda_major: int, cpu_has_bf16: bool) -> str:
-    """Return "bf16-mixed" if the device multiplies bf16 matrices natively, else "32-true".
+def precision_for(accelerator: str, cuda_major: int) -> str:
+    """Return "bf16-mixed" for a GPU that multiplies bf16 matrices natively, else "32-true".
+
+    A CPU keeps fp32, which is its reference: bf16 is faster only on some, and has to be asked for.
 
     Args:
         accelerator: Lightning's name of the accelerator.
         cuda_major: Major number of the GPU's compute capability. 8 is Ampere, the first
             architecture with native bf16.
-        cpu_has_bf16: Whether the CPU has AVX512-BF16 or AMX. Without them bf16 is slower than fp32.
     """
-    native = {"cuda": cuda_major >= 8, "cpu": cpu_has_bf16}
-    return "bf16-mixed" if native.get(accelerator, False) else "32-true"
+    return "bf16-mixed" if accelerator == "cuda" and cuda_major >= 8 else "32-true"
 
 
 def set_threads(n_local: int) -> None:

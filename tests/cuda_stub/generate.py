@@ -1,0 +1,61 @@
+"""Write generic.cpp and cuda.c: empty functions for the symbols that torch's libraries need.
+
+usage: generate.py TORCH_LIB_DIR OUT_DIR
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+lib, out = Path(sys.argv[1]), Path(sys.argv[2])
+here = Path(__file__).parent
+
+
+def undefined(*names):
+    found = set()
+    for name in names:
+        said = subprocess.run(
+            ["nm", "-D", "--undefined-only", lib / name], capture_output=True, text=True
+        ).stdout
+        found |= {line.split()[-1].split("@")[0] for line in said.splitlines() if line.strip()}
+    return found
+
+
+written = (here / "stub.cpp").read_text()
+runtime = [
+    n
+    for n in sorted(undefined(*(p.name for p in lib.glob("lib*.so*"))))
+    if re.match(r"^(__cuda|cuda[A-Z]|cublas|nccl[A-Z])", n) and not re.search(rf"\b{n}\(", written)
+]
+export = '#define X extern "C" __attribute__((visibility("default")))\n'
+(out / "generic.cpp").write_text(
+    export + "\n".join(f"X long {n}(...){{return 0;}}" for n in runtime) + "\n"
+)
+
+driver = {n for n in undefined("libcaffe2_nvrtc.so") if re.match(r"^cu[A-Z]", n)}
+for name in ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"):
+    for text in subprocess.run(
+        ["strings", "-n", "4", lib / name], capture_output=True, text=True
+    ).stdout.split("\n"):
+        if re.fullmatch(r"cu[A-Z][A-Za-z0-9]+(_v[0-9])?", text) and not re.match(
+            r"cu(FFT|BLAS|DNN|DSS|SPARSE|SOLVER|File)", text
+        ):
+            driver.add(text)
+special = """
+#include <stdlib.h>
+#define X __attribute__((visibility("default")))
+extern unsigned stub_touched();
+X int cuInit(unsigned f){return 0;}
+X int cuDriverGetVersion(int*v){*v=13000;return 0;}
+X int cuDeviceGetCount(int*n){*n=getenv("STUB_GPUS")?atoi(getenv("STUB_GPUS")):1;return 0;}
+X int cuDevicePrimaryCtxGetState(int d,unsigned*f,int*a){*f=0;*a=(stub_touched()>>d)&1;return 0;}
+X int cuCtxGetCurrent(void**c){*c=(void*)1;return 0;}
+X int cuGetErrorString(int e,const char**s){*s="stub";return 0;}
+"""
+(out / "cuda.c").write_text(
+    special
+    + "\n".join(f"X long {n}(){{return 0;}}" for n in sorted(driver) if f"{n}(" not in special)
+    + "\n"
+)
+print(f"{len(runtime)} functions of the runtime, {len(driver)} of the driver")
