@@ -54,6 +54,9 @@ class ChatDataset(Dataset):
         self, path: str, split: str, tokenizer: str, seq_len: int, keys: str | list[str],
         held_out: float | str, too_long: str, documents: str,
     ):  # fmt: skip
+        if too_long not in ("cut", "skip", "error") or documents not in ("masked", "separate"):
+            allowed = "allowed: cut, skip, error; masked, separate"
+            raise DataError(f"data.too_long={too_long}, data.documents={documents}: {allowed}")
         self.seq_len, self.too_long, self.documents = seq_len, too_long, documents
         self.tokenizer = load_tokenizer(tokenizer)
         self.format = ChatFormat(self.tokenizer)

@@ -116,6 +116,8 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
     for chat, original in zip(cut.chats[:3], full.chats[:3], strict=True):
         assert original.tokens[: len(chat.tokens)].tolist() == chat.tokens.tolist()
         assert len(chat.tokens) - 1 <= longest // 2 and chat.tokens[-2:].tolist() == [255, 10]
+    with pytest.raises(DataError, match=r"data.too_long=no, data.documents=separate: allowed: cut"):
+        dataset(chats, too_long="no")
     with pytest.raises(DataError, match=r"conversation \d+: \d+ tokens; try: data.too_long=cut"):
         dataset(chats, **short, too_long="error")
 
