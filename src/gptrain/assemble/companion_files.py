@@ -91,6 +91,11 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
 def copy_existing_files(folder: Path, to: Path, names: Iterable[str] = COMPANIONS) -> list[str]:
     """Copy those of the named files that exist, and return their names.
 
+    Args:
+        folder: Folder to copy from.
+        to: Existing folder to copy into. A file of the same name is replaced.
+        names: Names of the files.
+
     Raises:
         OSError: If a file cannot be read or written.
     """

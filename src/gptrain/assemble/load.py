@@ -79,9 +79,11 @@ def load(
 def build_target(node: Mapping[str, Any]) -> Any:
     """Build the object that a node with a `_target_` describes.
 
-    What the class raises is raised as it is, not in Hydra's wrapper.
+    An exception that the class raises is raised again with its own type, without Hydra's
+    InstantiationException around it. The exit code depends on the type: a DataError ends with 65.
 
-    Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
+    Args:
+        node: `_target_` and keyword arguments, which may contain further nodes.
     """
     try:
         return instantiate(node, _convert_="all")

@@ -237,13 +237,18 @@ class _DraftFolder(FileSystem):
     def create_stream(  # ty: ignore[incompatible-method-override]  # torch's is a generator
         self, path: str | os.PathLike, mode: str
     ) -> AbstractContextManager[IO[bytes]]:
-        """Return a new file of the draft."""
+        """Create a file of the unfinished checkpoint and return it, open for writing.
+
+        Args:
+            path: Path that torch would write to. Only its file name counts, without `.tmp`.
+            mode: Not used.
+        """
         # torch writes .metadata.tmp and renames it. The draft's folder is renamed after all files
         # were written, so .metadata can have its final name from the start.
         return self._draft.open(Path(path).name.removesuffix(".tmp"))
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        """Do nothing: the folder of the draft exists."""
+        """Do nothing: the folder of the unfinished checkpoint exists already."""
 
     def exists(self, path: str | os.PathLike) -> bool:
         """Return False: a draft has no file of the name yet."""

@@ -122,7 +122,8 @@ def format_rows(rows: Tensor, rows_shown: str) -> str:
 
     Args:
         rows: Buffer of this rank, with one number per row, (n, 1).
-        rows_shown: Two letters as in `Collective.rows_sent`.
+        rows_shown: Two letters, for rank 0 and for each other rank: `n` formats all rows, `1` the
+            first row, `0` none.
     """
     letter = rows_shown[0] if dist.get_rank() == 0 else rows_shown[1]
     n_shown = {"n": len(rows), "1": 1, "0": 0}[letter]

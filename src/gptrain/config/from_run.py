@@ -262,7 +262,10 @@ def is_left_out(override: Override) -> bool:
 
 
 def is_permission(override: Override) -> bool:
-    """Return whether an override allows packages, or adds folders of config groups."""
+    """Return whether an override sets `allowed_targets` or `hydra.searchpath`.
+
+    With these keys a user permits classes of other packages, and adds folders of config groups.
+    """
     return override.key_or_group in PERMISSIONS
 
 

@@ -123,6 +123,11 @@ def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple
     """Return (shorter side, longer side, number) of the matrices that the first rank updates.
 
     Matrices of one shape are divided among `n_ranks`; the first rank's number is rounded up.
+
+    Args:
+        shape: Shape of the net, with the matrices of one block.
+        n_blocks: Number of blocks whose matrices the ranks update together.
+        n_ranks: Number of ranks that divide the matrices.
     """
     counts = Counter(shape.matrices).items()
     return [

@@ -108,7 +108,12 @@ class StrategyCosts(Generic[OptionsT]):
         return 0
 
     def rebuilt_bytes(self, work: Work, gradients: float) -> float:
-        """Return the bytes of buckets that exist only while other buckets replace them."""
+        """Return the bytes of buckets that exist only while other buckets replace them.
+
+        Args:
+            work: Step of the rank.
+            gradients: Bytes of the gradients that the rank stores.
+        """
         return 0
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
@@ -199,6 +204,10 @@ class DDPCosts(BucketCosts[DDPOptions]):
         """Return the bytes of the first buckets, which DDP replaces in the second step.
 
         The second step holds both. With find_unused_parameters DDP keeps the first buckets.
+
+        Args:
+            work: Step of the rank.
+            gradients: Bytes of the gradients that the rank stores.
         """
         keeps = work.is_cpu or self.step_ranks == 1 or self.options.find_unused_parameters
         return 0 if keeps else gradients

@@ -433,10 +433,14 @@ def _is_array(head: bytes) -> bool:
 
 
 def _cut_before(source: Source, position: int) -> int:
-    """Return the start of the line that contains `position`.
+    """Return the byte offset at which the line that contains `position` starts.
 
     In a line with more than 4 KiB before `position`, the start of a character is returned. The
     start and the end of the file are returned unchanged.
+
+    Args:
+        source: Text file.
+        position: Byte offset in the file.
     """
     if position in (0, source.size_bytes):
         return position

@@ -54,7 +54,14 @@ class NonFiniteRule:
         return strategy.grad_norm.isfinite().logical_not()
 
     def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
-        """Log a skipped step. Return a NonFiniteError if the run ends."""
+        """Log a skipped step. Return a NonFiniteError if the run ends.
+
+        Args:
+            trainer: Trainer of the run.
+            step: Step that was decided.
+            is_flagged: Result of `flag` for this step. If False, nothing is logged, and the count
+                of consecutive skipped steps starts again at 0.
+        """
         if not is_flagged:
             self.n_skipped = 0
             return None

@@ -75,7 +75,14 @@ class SpikeRule:
         return ((values > limit) & is_finite & (2 * n_known >= self.window)).any()
 
     def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
-        """Log a spike. Return a SpikeError if the run ends."""
+        """Log a spike. Return a SpikeError if the run ends.
+
+        Args:
+            trainer: Trainer of the run.
+            step: Step that was decided.
+            is_flagged: Result of `flag` for this step. If False, nothing is logged, and the count
+                of consecutive skipped steps starts again at 0.
+        """
         if not is_flagged:
             self.n_skipped = 0
             return None

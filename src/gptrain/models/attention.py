@@ -224,7 +224,15 @@ def document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_grouped: bool) -> Tensor:
-    """Compute attention by FlexAttention, which must be compiled to be fast on CUDA."""
+    """Compute attention by FlexAttention, which must be compiled to be fast on CUDA.
+
+    Args:
+        q: Queries, (B, H, T, K).
+        k: Keys, (B, G, S, K).
+        v: Values, (B, G, S, K).
+        block_mask: Mask of the documents, see `SequenceLayout`.
+        is_grouped: Whether several heads of `q` share one head of `k` and `v` (G < H).
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     # torch.compile returns at once if this function runs inside a compiled block.

@@ -118,7 +118,10 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         return [*saved["anchors"].values(), *saved["momentum"].values()]
 
     def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
-        """Return the synchronization, and 1 / sync_every."""
+        """Return one pair: the function that synchronizes the replicas, and 1 / sync_every.
+
+        The second item is the fraction of the steps that call the function.
+        """
         return [(partial(self.sync, 0), 1 / self.options.sync_every)]
 
     def state(self) -> dict[str, Any]:

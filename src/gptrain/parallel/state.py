@@ -111,6 +111,11 @@ def full_optimizer_state(
 
     All ranks must call this function.
 
+    Args:
+        parameters: Name in a checkpoint -> parameter, as `saved_parameters` returns them.
+        optimizer: Optimizer of these parameters.
+        stages: Stages of the pipeline.
+
     Returns:
         `state` (name -> kind -> value, for example `exp_avg`) and `param_groups` (see
         `named_groups`). `state` is on the CPU of global rank 0, and {} on all other ranks.
@@ -129,6 +134,12 @@ def sharded_state(
     net: nn.Module, parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
     """Return this rank's part of a state for torch.distributed.checkpoint.save.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        parameters: Name in a checkpoint -> parameter, as `saved_parameters` returns them.
+        optimizer: Optimizer of these parameters.
+        stages: Stages of the pipeline.
 
     Returns:
         `net` (name -> tensor) and `optimizer` (name -> kind -> value). A tied parameter appears

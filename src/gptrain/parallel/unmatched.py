@@ -49,7 +49,10 @@ class Unmatched(NamedTuple):
         return lines
 
     def _initialized(self) -> list[str]:
-        """Return phrases for the tensors of the net that the checkpoint cannot fill."""
+        """Return phrases for the tensors of the net that keep their initial values.
+
+        The checkpoint has no tensor of the same name, or one of another shape.
+        """
         shapes = [
             f"{name} {saved} in the checkpoint, {shape} in the net"
             for name, (saved, shape) in self.mismatched.items()

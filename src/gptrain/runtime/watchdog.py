@@ -117,6 +117,10 @@ def hang_message(silent: list[Progress], limit_s: float) -> str:
     """Return "no progress for 60 s: rank 1 at step 4 in phase data; ranks 0, 2 at step 5 …".
 
     Ranks at the same place are named together, and those at the earliest step come first.
+
+    Args:
+        silent: Last heartbeat of each rank that has sent none for too long.
+        limit_s: Time after which a rank counts as silent, in seconds.
     """
     places = defaultdict(list)
     for progress in silent:

@@ -189,7 +189,10 @@ class TrainingMonitor(Callback):
             self._is_paused = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue to count the computing time, before the same hook of other callbacks."""
+        """Resume the ComputeClock, which pauses during a backward pass.
+
+        This callback is the first of a run, so the time of the same hook of other callbacks counts.
+        """
         strategy_of(trainer).parallel.clock.resume()
 
     def on_before_optimizer_step(
