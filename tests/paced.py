@@ -1,4 +1,4 @@
-"""A run that can be caught in its middle: its first start has long steps."""
+"""A callback that gives the first start of a run long steps, so that tests can interrupt it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The planner against real runs of train.py on this machine's CPU: bytes, FLOPs, traffic, time.
+"""Compare the planner's bytes, FLOPs, traffic and times with real runs on this machine's CPU.
 
-python -m gptrain.plan --measure           first, for the time of a step: it measures the machine
-python -m tests.plan_accuracy              all configs, a table of predicted and measured
-python -m tests.plan_accuracy gpt_nano ddp those whose name has one of these words
+python -m gptrain.plan --measure           measure the machine first, for the time of a step
+python -m tests.plan_accuracy              all configs, a table of predicted and measured values
+python -m tests.plan_accuracy gpt_nano ddp configs whose name contains one of these words
 
-Each config is run once, with a Meter: it counts what torch allocates, multiplies and sends, each in
-one of the first steps, then times the others. Four minutes, of a machine that does nothing else.
+Each config is run once with a Meter. It measures memory, FLOPs and traffic in one step each, and
+then times the other steps. All configs take four minutes on a machine without other load.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 NANO = ("model=gpt_nano", "data.seq_len=129", "data.batch_size=8")
 HALF, FULL = "trainer.precision=bf16-mixed", "model.activation_checkpointing=full"
 FSDP = "trainer.devices=2 strategy=fsdp"
-CONFIGS = {  # beside NANO
+CONFIGS = {  # name -> overrides in addition to NANO
     "gpt_nano": "",
     "gpt_nano dropout": "model.dropout=0.1",
     "gpt_nano accumulate": "trainer.accumulate_grad_batches=4",
@@ -70,10 +70,10 @@ QUIET += ["trainer.limit_val_batches=0", "trainer.accelerator=cpu"]
 
 
 class Meter(pl.Callback):
-    """Writes what a rank allocates in its third step, multiplies in its fourth, sends in its fifth.
+    """Writes a rank's memory in step 3, its FLOPs in step 4 and its traffic in step 5 into a file.
 
-    And the median time of the steps after the sixth. Bytes are those of tensors: parameters,
-    gradients and states before the step, and the highest sum of what is allocated and freed in it.
+    The file also has the median time of the steps after the sixth. The memory is that of tensors:
+    parameters, gradients and optimizer states before the step, and the peak within the step.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Meter(pl.Callback):
         if first != 0 or step not in (2, 3, 4):
             return
         if step == 2:
-            gc.collect()  # what an earlier run left is not freed in this step
+            gc.collect()  # garbage of an earlier run must not be freed within the step
             self.found |= held_bytes(module, trainer.optimizers[0])
         self.mode = (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True),
@@ -116,7 +116,7 @@ class Meter(pl.Callback):
 
 
 def held_bytes(module: Any, optimizer: Any) -> dict[str, float]:
-    """Bytes of parameters, gradients and states of this rank, and of all that they lie in."""
+    """Return the bytes of this rank's parameters, gradients and states, and of their storages."""
 
     def local(tensor: Any) -> Any:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -125,7 +125,7 @@ def held_bytes(module: Any, optimizer: Any) -> dict[str, float]:
     gradients = [local(p.grad) for p in module.net.parameters() if p.grad is not None]
     states = [local(t) for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
     states = [tensor for tensor in states if tensor.numel() > 1]
-    # Gradients are freed as a step begins, which the profiler does not see; DDP's buckets stay.
+    # The profiler does not see that gradients are freed at the start of a step. DDP's buckets stay.
     stay = gradients if isinstance(module.trainer.strategy, DDPStrategy) else []
     stay = stay if any(g._base is not None for g in gradients) else []
     storages = {
@@ -138,9 +138,9 @@ def held_bytes(module: Any, optimizer: Any) -> dict[str, float]:
 
 
 def highest(profiled: profile) -> float:
-    """Bytes that were allocated at most beyond what there was at the beginning.
+    """Return the peak of the bytes that were allocated in the profiled step.
 
-    What is freed that was not allocated within is not of this step, but somebody's garbage.
+    Memory that was allocated before the step and freed within it is not counted.
     """
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiled.export_chrome_trace(file.name)
@@ -158,11 +158,11 @@ def highest(profiled: profile) -> float:
 
 
 METERED = ("trainer.max_steps=6", "+callbacks.meter={_target_: tests.plan_accuracy.Meter}")
-N_STEPS = 36  # with those that are metered
+N_STEPS = 36  # includes the metered steps
 
 
 def measure(words: list[str], folder: Path) -> dict[str, Any]:
-    """What a run of these words holds, computes and sends, and how long a step takes."""
+    """Run train.py with these words, and return its memory, FLOPs, traffic and step time."""
     more = (METERED[1], f"trainer.max_steps={N_STEPS}", "trainer.log_every_n_steps=100")
     command = [sys.executable, "train.py", *words, *QUIET, *more, f"run_dir={folder / 'run'}"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
@@ -173,7 +173,7 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 
 
 def read_meters(folder: Path) -> dict[str, float]:
-    """Of the rank with most of each; FLOPs of a rank on average."""
+    """Return the largest value of all ranks for each quantity, and the mean FLOPs of a rank."""
     ranks = [json.loads(file.read_text()) for file in folder.glob("meter-*.json")]
     found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     return found | {"flops": sum(rank["flops"] for rank in ranks) / len(ranks)}

@@ -1,14 +1,15 @@
 """python -m tests.plan_scale: compare the planner with published speeds on 1 to 16,384 GPUs.
 
 191 runs of MPT of 125 M to 70 B under FSDP on 8 to 128 A100 and H100 are in mpt_speeds.csv, from
-llm-foundry, scripts/train/benchmarking/README.md: tokens/s of a GPU, batch_size that of a
-micro-step; of three errors the middle one is the median, half of all lie between the others.
+llm-foundry, scripts/train/benchmarking/README.md: tokens/s per GPU, batch_size per micro-step. The
+three errors are the quartiles.
 
 Sources of the other rows: [1] Grattafiori et al. 2024, arXiv:2407.21783, table 4; [2] torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md; [3] its asyncTP_llama3_h100_2025-06_torchtitan.md,
-plain TP. All in bf16 at 8,192 positions; MFU of [2] and [3] from tokens/s, as we count FLOPs. Their
-GPUs had 500 W and 2.4 TB/s, "between SXM and NVL": counted as 835 TFLOP/s, MFU as of 989. The
-pipelines are interleaved with two stages a rank, as ours; what [1] had in a rank it does not say.
+plain TP. All are in bf16 at 8,192 positions. The MFU of [2] and [3] is computed from tokens/s with
+gptrain's FLOPs. Their GPUs had 500 W and 2.4 TB/s, "between SXM and NVL": the prediction uses 835
+TFLOP/s, and the MFU is relative to 989. The pipelines are interleaved with two stages per rank, as
+in gptrain; [1] does not name its number of stages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gptrain.costs.speed import estimate
 from gptrain.costs.work import Work
 
 T = 8192
-NAME = "fsdp_tensor_pipeline"  # no strategy of ours has all three axes
+NAME = "fsdp_tensor_pipeline"  # no strategy of gptrain has all three axes
 SHAPES = {
     "7B": llama_shape(32000, 4096, 32, 32, 32, 11008),
     "8B": llama_shape(128256, 4096, 32, 8, 32, 14336),
@@ -66,7 +67,7 @@ class Mixed(ShardedOptions, PipelineOptions):
 
 
 def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
-    """By device: how far each run's predicted speed is off, and whether it is said to fit."""
+    """Return for each device the relative errors of predicted speeds, and whether runs fit."""
     found: dict[str, list[tuple[float, bool]]] = {}
     with (Path(__file__).parent / "mpt_speeds.csv").open() as file:
         for row in csv.DictReader(file):
@@ -77,7 +78,7 @@ def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
             network = "ndr" if row["device"] == "h100_sxm" else "hdr"
             machine = machine_of(DEVICES[row["device"]], 8, None, LINKS[f"infiniband_{network}"])
             more = {"precision": "bf16-mixed", "checkpointing": row["checkpointing"]}
-            options = FSDP.model_copy(update={"accumulate_shards": True})  # as FSDP1 does
+            options = FSDP.model_copy(update={"accumulate_shards": True})  # FSDP1 does
             dims, accumulate = ParallelDims(n_gpus), int(row["accumulate"])
             work = Work(shape, options, dims, batch, seq_len, accumulate, **more)
             made = estimate(work, machine)
@@ -87,7 +88,7 @@ def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
 
 
 def predict(row: tuple) -> tuple[float, float | None, float]:
-    """Predicted and published MFU, of 989 TFLOP/s, and the predicted bytes of a GPU."""
+    """Return predicted and published MFU, relative to 989 TFLOP/s, and predicted bytes of a GPU."""
     net, data, tensor, pipeline, batch, mode, compiles, published, source = row
     shape, dims, device = SHAPES[net], ParallelDims(data, tensor, pipeline), DEVICES["h100_sxm"]
     if source[:3] in ("[2]", "[3]"):
@@ -108,7 +109,7 @@ def predict(row: tuple) -> tuple[float, float | None, float]:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Print both tables."""
     print("device          runs   error of the speed     within 15 %  said not to fit")
     for device, rows in mpt_errors().items():
         low, middle, high = quantiles((error for error, _ in rows), n=4)

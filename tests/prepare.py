@@ -1,10 +1,10 @@
-"""Preparing a corpus: ours against `datasets.map` with the same tokenizer, in turns.
+"""Compare the time of preparing a corpus with that of `datasets.map` and the same tokenizer.
 
 python -m tests.prepare          60 MB of JSONL, three turns each; needs `pip install datasets`
-python -m tests.prepare 600 1    so many MB, so many turns
+python -m tests.prepare 600 1    600 MB, one turn each
 
-Records are the standard library's files. Either writes one file of tokens, as training reads it,
-on all cores, from nothing cached, in a process of its own whose imports are not counted.
+The records are files of the standard library. Both programs write one file of tokens, as training
+reads it, on all cores and without a cache. Each turn is a new process, whose imports do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ made = TextDataset.from_corpus(*words, val_fraction=0.0001, end_of_document=True
 n_tokens = sum(file.n_tokens for file in made.files)
 """
 THEIRS = """
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in processes of its own
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # datasets starts processes instead
 import datasets, numpy, tokenizers
 datasets.disable_progress_bars()
 known = tokenizers.Tokenizer.from_file(tokenizer)
@@ -52,7 +52,7 @@ TAIL = "print('took', time.perf_counter() - start, sum(os.times()[:4]), n_tokens
 
 
 def write_records(file: Path, n_bytes: int) -> list[str]:
-    """JSON lines, {"text": ...} each; the first thousand texts."""
+    """Write JSON lines {"text": ...}, and return the first thousand texts."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file for file in sorted(library.rglob("*.py")) if "site-packages" not in file.parts]
     texts = [file.read_text(errors="replace") for file in files]

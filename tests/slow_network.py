@@ -1,11 +1,12 @@
-"""Two machines on a slow network: DDP, its compressed gradients, and replicas that seldom meet.
+"""Compare strategies of two nodes on a slow network: DDP, compressed gradients, and DiLoCo.
 
 python -m tests.slow_network               50 and 200 Mbit/s, all rows: 40 minutes on two cores
 python -m tests.slow_network 50 ddp H=32   one rate, the rows whose name has one of these words
 
-Quickstart's net at twice its tokens, one process on each of two network namespaces whose cable is
-limited by tc. Bytes are those of the cable; times leave out starts and validations. Needs root.
-PowerSGD has no row: it sends its first 1,000 steps whole, and all are 640.
+The net of quickstart is trained with twice its tokens, with one process in each of two network
+namespaces. tc limits the cable between them. Bytes are those on the cable, and times do not include
+the start and validations. Needs root. PowerSGD has no row, because it sends uncompressed gradients
+in its first 1,000 steps, and a run has 640.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tests.nodes import two_nodes
 
 TARGET = 1.6  # nats
 STEPS, EVERY = 640, 64
-# Replicas whose mean is what they go on from, at the learning rate and momentum that suit half of
-# the batch: of twenty to eighty meetings Nesterov's momentum of 0.9 makes too little.
+# Replicas continue from their mean, at the learning rate and momentum that suit half of the batch.
+# Nesterov momentum of 0.9 needs more than the twenty to eighty synchronizations of such a run.
 MEAN = (
     "strategy=diloco strategy.outer_lr=1 strategy.outer_momentum=0 strategy.outer_dtype=bf16 "
     "optimizer.lr=0.006 optimizer.momentum=0.9 strategy.sync_every="
@@ -46,9 +47,9 @@ WORDS = (
 
 
 def race(words: str, mbit_per_s: float, folder: Path) -> dict[str, float]:
-    """One run on both nodes: tokens/s, bytes that a node sends at a step, val/loss, seconds."""
+    """Run on both nodes: return tokens/s, bytes per step of a node, val/loss, seconds to TARGET."""
     log, sync_every = folder / "log", int((re.findall(r"sync_every=(\d+)", words) or [1])[0])
-    every = -(-EVERY // sync_every) * sync_every  # a validation is a meeting, too
+    every = -(-EVERY // sync_every) * sync_every  # a validation synchronizes, too
     words = (*WORDS, *words.split(), f"trainer.val_check_interval={every}")
     with two_nodes(mbit_per_s) as nodes:
         agents = [node.start(log, *words, f"run_dir={folder / 'run'}") for node in nodes]

@@ -38,13 +38,13 @@ def run(typed, monkeypatch):
 
 @pytest.fixture
 def project(run, tmp_path) -> Path:
-    """As from an installed library, outside of any project."""
+    """Return a project that was made outside of any other project, as from an installed library."""
     assert run("my_project", "--to", "new project", cwd=tmp_path)[0] == 0
     return tmp_path / "new project"
 
 
 def inside(project: Path, *command: str) -> subprocess.CompletedProcess:
-    """A command typed in a project, which its own environment has installed."""
+    """Run a command in a project, with the project's package on the import path."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GPTRAIN_")}
     environment["PYTHONPATH"] = str(project / "src")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -156,7 +156,7 @@ def test_every_command_of_its_readme_works(project):
         done = inside(project, *shlex.split(command))
         assert done.returncode == 0, (command, done.stdout, done.stderr)
 
-    check(f"{first} {QUICK}")  # which leaves a run for gptrain.runs
+    check(f"{first} {QUICK}")  # the run of this command is shown by gptrain.runs
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(check, others))
     for words in ("check", "."), ("format", "--check", "."):

@@ -1,4 +1,4 @@
-"""The bench runs its loops on the same work and tells figures that fit each other."""
+"""The bench runs its loops on the same work and reports consistent figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
         step_s = loop["step_s"]
         assert step_s["low"] <= step_s["median"] <= step_s["high"]
         assert loop["peak_bytes"] > 100e6  # torch alone
-    assert len(list(tmp_path.rglob("ours/checkpoints/step-*"))) == 2  # of 1 + 3 turns of 2 steps
+    assert len(list(tmp_path.rglob("ours/checkpoints/step-*"))) == 2  # after 1 + 3 turns of 2 steps
 
 
 def test_ratios_are_taken_within_a_round():

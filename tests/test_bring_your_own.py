@@ -95,7 +95,7 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
 
 
 def as_if_from_a_yaml(**group) -> RunConfig:
-    """A config whose optimizer group is one yaml with these keys."""
+    """Return a config whose optimizer group is a yaml file with these keys."""
     ours = {"lr": None, "weight_decay": None, "lr_scaling": "linear", "reference_batch_size": 2}
     optimizer = OptimizerConfig.model_validate(ours | group)
     return compose_run("model=gpt_nano").changed({"optimizer": optimizer})
@@ -103,7 +103,7 @@ def as_if_from_a_yaml(**group) -> RunConfig:
 
 @pytest.mark.parametrize("name", ["Adafactor", "NAdam", "SGD", "Adagrad"])
 def test_an_optimizer_of_torch_needs_only_its_name(name):
-    """Its learning rate is scaled to the batch, and a decay goes to matrices alone."""
+    """The learning rate is scaled to the batch, and only matrices get weight decay."""
     cfg = as_if_from_a_yaml(_target_=f"torch.optim.{name}", weight_decay=0.3)
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     optimizer = build_optimizer(cfg, BatchPlan(4, 1, 1), net)
@@ -126,7 +126,7 @@ def test_a_decay_that_an_optimizer_does_not_know_is_an_error_and_not_silence():
 
 
 def factor(cfg, n_steps: int, step: int) -> float:
-    """What the schedule of a run of so many steps multiplies the learning rate with."""
+    """Return the factor of the learning rate at a step of a run of `n_steps` steps."""
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     made = build_schedule(
         cfg, RunLengths(BatchPlan(1, 1, 1), 1, n_steps, n_steps, n_steps), optimizer

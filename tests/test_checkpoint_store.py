@@ -323,7 +323,7 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(store, caplog,
 def test_where_nothing_can_be_renamed_the_one_before_is_used_all_are_kept(
     store, monkeypatch, caplog
 ):
-    """As an evaluation finds it in a read-only folder."""
+    """An evaluation may read a checkpoint from a read-only folder."""
     save(store, 1)
     DAMAGES["truncated"](save(store, 2))
 
@@ -350,7 +350,7 @@ def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, mon
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stale)
             with pytest.raises(OSError, match="Stale"):
-                store.newest_good()  # not None, which would be a start from the beginning
+                store.newest_good()  # returning None would start the run from the beginning
     assert store.newest_good().step == 1
 
 
@@ -425,7 +425,7 @@ def test_prune_keeps_the_newest_and_the_protected(store):
 
 
 def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_next_begins(store):
-    """What copies checkpoints elsewhere, `on_commit`, is called after each, when it is there."""
+    """`on_commit`, which copies checkpoints to a mirror, is called after each committed save."""
     weights, steps_seen = bytearray(b"before"), []
     store.on_commit = lambda: steps_seen.append(store.steps())
     with store.writing(1, in_background=True) as draft, draft.open("state.ckpt") as file:
@@ -448,7 +448,7 @@ def test_progress_is_reported_while_bytes_are_written_and_read_back(tmp_path):
 
 
 def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
-    """It would hide a training that hangs while the save is written."""
+    """Such progress would hide a training that hangs while the save is written."""
     beats = []
     store = CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1))
     save(store, 1, in_background=True)

@@ -25,12 +25,15 @@ from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = ("data.train_path=train.bin", "data.val_path=val.bin")
-ALONE = {"experiment": (), "hparams_search": pytest.mark.engine("optuna")}  # they set others
+ALONE = {
+    "experiment": (),
+    "hparams_search": pytest.mark.engine("optuna"),
+}  # groups that choose other groups' entries
 FOUND: dict[str, list[str]] = {}
 for file in sorted(file for conf in CONFS for file in conf.glob("*/*.yaml")):
     FOUND.setdefault(file.parent.name, []).append(file.stem)
 FOUND.pop("local", None)
-# Of every group a choice, until each was taken.
+# Each entry has one choice of every group, and together the entries have all choices.
 CHOICES = [
     [f"{group}={names[n % len(names)]}" for group, names in FOUND.items() if group not in ALONE]
     for n in range(max(map(len, FOUND.values())))

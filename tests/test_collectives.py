@@ -31,7 +31,12 @@ def run(tmp_path):
 
 
 def expected(name: str, given: torch.Tensor) -> list[torch.Tensor | None]:
-    """What each rank gets where rank r gives given[r] (n, n), by indexing and sums alone."""
+    """Return the result of a collective on each rank, computed with indexing and sums only.
+
+    Args:
+        name: Name of the collective.
+        given: Input of the ranks, of shape (n, n). Row r is the input of rank r.
+    """
     n_ranks = len(given)
     on_root = lambda rows: [rows] + [None] * (n_ranks - 1)  # noqa: E731
     return {
@@ -59,7 +64,8 @@ def check_pictures(text: str, n_ranks: int) -> None:
 def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(run, tmp_path):
     text = run(4, "max_bytes=4194304")
     check_pictures(text, 4)
-    assert not list((tmp_path / "run #4%41" / ".beats").iterdir())  # where they met
+    # The ranks used this folder as their rendezvous.
+    assert not list((tmp_path / "run #4%41" / ".beats").iterdir())
     # Of a buffer of S: (n - 1) S from rank 0 and S from each other; 2 (n - 1) / n S from each.
     sent = {
         name.strip(): (float(root), float(other))

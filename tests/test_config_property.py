@@ -40,7 +40,7 @@ words = st.one_of(
 
 @cache
 def keys() -> list[str]:
-    """Of all these commands."""
+    """Return the config keys of all commands in VALID."""
     found = set()
     for command in VALID:
         found |= {key for key, _ in walk(plain(compose_command(command))) if key}

@@ -108,7 +108,7 @@ def test_interfaces_may_be_excluded_listed_or_begun(found, value):
 
 
 def test_the_report_of_this_machine_names_its_checks(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    monkeypatch.setenv("PATH", str(tmp_path))  # a folder without nvidia-smi
     monkeypatch.setenv("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))

@@ -89,7 +89,9 @@ def bpe(jsonl):
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     path = write_records(tmp_path / f"docs{suffix}", TEXTS)
     n_read = sum(piece.n_read_bytes for piece in read_pieces(find_sources(path), 0.1))
-    assert 0.8 * path.stat().st_size < n_read <= path.stat().st_size  # what a bar shows of it
+    assert (
+        0.8 * path.stat().st_size < n_read <= path.stat().st_size
+    )  # the progress bar counts these bytes
     dataset = read(path)
     train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
     assert Counter(train + val) == Counter(text + "\n" for text in TEXTS)
@@ -369,7 +371,7 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
     found, rows = [], iter(zip(tokens, targets, strict=True))
     for text in expected:
         before, kept = context, []
-        while True:  # a sample goes on where the one before ended
+        while True:  # a sample begins where the previous sample ended
             inputs, outputs = next(rows)
             counted = outputs[outputs != -100]
             assert inputs[0] == before and (outputs[: len(counted)] != -100).all()

@@ -58,7 +58,7 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
         name = f"of {form}, é=1"
         _, folder, said = export_run(*words, f"checkpoint.mode={mode}", name=name)
         stored = load_file(folder / "model.safetensors")
-        python, script, *pasted = shlex.split(said.rpartition("next ")[2])  # its last line
+        python, script, *pasted = shlex.split(said.rpartition("next ")[2])  # the last line
         assert python == "python" and Path(script).name == "train.py"
         if form == "safetensors":  # the net's own names, a tied weight once
             assert state.keys() - stored.keys() == {"head.weight"}
@@ -189,14 +189,14 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
     assert code == 0, said
     net, reader = GPT2LMHeadModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     end_id = 255 if tokenizer == "bytes" else 256
-    prompt = [end_id, *reader("a")["input_ids"]]  # as a document begins
+    prompt = [end_id, *reader("a")["input_ids"]]  # training documents begin with this token
     made = net.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     assert made[0].tolist() == [*prompt, end_id]
     assert net.config.eos_token_id == net.generation_config.eos_token_id == end_id
 
 
 def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path):
-    """Of config.json alone, of a special_tokens_map.json, and not of another vocabulary."""
+    """Ids come from config.json or special_tokens_map.json, but not from another vocabulary."""
     source, run, folder = (tmp_path / name for name in ("source", "run", "folder"))
     for place in (source, run, folder):
         place.mkdir()

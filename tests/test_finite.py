@@ -188,11 +188,11 @@ def logged(run) -> list[dict]:
 
 
 def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
-    """Compared with the standard library's mean and standard deviation."""
+    """The expected flags use the standard library's mean and standard deviation."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(60, 2, generator=generator, dtype=torch.float64) + 5.0
     values[20, 0] = values[40, 1] = 25.0
-    values[30] = float("nan")  # not a value of the window, and another rule's case
+    values[30] = float("nan")  # the window ignores NaN, and another rule handles it
     rule, repeated = (SpikeRule("skip", 3.0, 16, max_skips=10) for _ in range(2))
     flags, expected = [], []
     for step, (loss, norm) in enumerate(values):
@@ -202,7 +202,7 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
             parallel=SimpleNamespace(dims=ParallelDims()),
             module=SimpleNamespace(trainer=SimpleNamespace(global_step=step)),
         )
-        repeated.load_state_dict(rule.state_dict())  # as after a resume from each step
+        repeated.load_state_dict(rule.state_dict())  # equals a resume at each step
         flags.append(bool(rule.flag(strategy)))
         assert bool(rule.flag(strategy)) == bool(repeated.flag(strategy)) == flags[-1]
         is_spike = False

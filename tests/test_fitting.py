@@ -21,7 +21,7 @@ WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
 @pytest.mark.slow
 def test_runs_inside_a_users_hydra_app_equal_those_of_the_command_line(train, tmp_path, capfd):
-    """One that fails is an exception with its code and folder."""
+    """A failed run raises an exception with the exit code and the folder of the run."""
     by_hand = train("logger=none", "callbacks=none", "data.global_batch_size=8")
     diverging = ("optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'second'}")
     (tmp_path / "app.yaml").write_text("mine: 1")

@@ -43,7 +43,7 @@ def bpe(tmp_path) -> JsonTokenizer:
 
 
 def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
-    """What is shown of the prompt, after each token that is made, and at the end."""
+    """Return the text that is shown for the prompt, after each new token, and at the end."""
     shown, made = [""], list(tokens[n_prompt:])
 
     def one_by_one():
@@ -81,7 +81,7 @@ def test_a_text_ends_before_the_first_stop_text_that_is_made(text, stop):
     shown = pieces(text.encode(), stop=stop)
     if not ends:
         assert "".join(shown) == text
-    else:  # of those that are complete first, the one that begins first
+    else:  # among the stop texts that are complete first, the earliest start counts
         done = made[: min(ends)]
         assert "".join(shown) == text[0] + done[: min(done.index(s) for s in stop if s in done)]
 
@@ -280,7 +280,7 @@ def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypat
 
 
 def test_each_limit_reaches_the_sampling(speaker, write):
-    """So narrow that the likeliest token alone passes, however hot."""
+    """Each limit admits only the most likely token, so that the temperature has no effect."""
     words = ("prompt=def ", "seed=3", "n_tokens=24")
     greedy = write(speaker, *words, "temperature=0")[1]
     for limit in ("top_k=1", "top_p=1e-9"):

@@ -48,7 +48,7 @@ def test_a_name_goes_before_the_working_directory_and_train_py_before_both(
     assert compose_command([]).model.d_model == 8
     monkeypatch.setenv(locations.VARIABLE, str(tmp_path / "other" / "conf"))
     locations.enter("mine/conf")
-    monkeypatch.chdir("/")  # as a rank or a job of its own may be
+    monkeypatch.chdir("/")  # a rank or a job of a sweep may run in another folder
     assert locations.find_project() == project
     assert sys.path[-1] == str(project / "src")
 

@@ -77,14 +77,14 @@ def test_a_model_that_bounds_its_logits_offers_no_head():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_net_without_memory_offers_what_it_offers_with_it(name):
-    """So that a model of billions of weights is not made to see whether a strategy takes it."""
+    """A strategy checks a model of billions of weights on the meta device, without their memory."""
     net = build_on_meta_device(lambda: HuggingFace(61, CONFIGS[name]))
     assert all(parameter.is_meta for parameter in net.parameters())
     assert len(net.blocks) == 2 and net.head.weight.shape == (61, 32) and callable(net.hidden)
 
 
 def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
-    """As GPT-2's own."""
+    """The published weights of GPT-2 have this form."""
     net, back = (HuggingFace(61, CONFIGS["gpt2"]).eval() for _ in range(2))
     write_net(net, tmp_path, "hf", "fp32")
     tensors = load_file(tmp_path / "model.safetensors")

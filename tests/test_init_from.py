@@ -20,7 +20,7 @@ STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0"
 
 
 def assert_equal(state, expected) -> None:
-    """But for a step of the learning rate of STILL."""
+    """Check that two states are equal up to one step with the learning rate of STILL."""
     assert state.keys() == expected.keys()
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)
@@ -37,7 +37,10 @@ def test_a_run_and_the_file_in_its_checkpoint_are_starts(train, saved_twice):
         assert {int(entry["step"]) for entry in moments.values()} == {1}
         assert begun.out.startswith("start ")
         resume = compose_command(shlex.split(read_status(begun.folder)["resume"])[2:])
-        assert (resume.ckpt_path, resume.init_from) == ("last", None)  # they exclude each other
+        assert (resume.ckpt_path, resume.init_from) == (
+            "last",
+            None,
+        )  # the two keys exclude each other
         assert check_config(resolved(resume)).errors == []
 
 

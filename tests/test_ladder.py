@@ -35,7 +35,7 @@ SIZES, EACH = np.array([1e7, 3e7, 1e8, 3e8, 1e9]), np.array([5.0, 10.0, 20.0, 40
 
 
 def runs_of(truth, noise=0.0, seeds=1, sizes=SIZES, each=EACH, seed=0):
-    """N, D and loss of a run for each size, number of tokens and seed."""
+    """Return N, D and the loss of a run for each size, number of tokens and seed."""
     n = np.repeat(sizes, len(each) * seeds)
     d = n * np.tile(np.repeat(each, seeds), len(sizes))
     drawn = np.random.default_rng(seed).normal(0, 1, len(n))
@@ -43,7 +43,7 @@ def runs_of(truth, noise=0.0, seeds=1, sizes=SIZES, each=EACH, seed=0):
 
 
 def test_a_law_without_noise_is_found_again():
-    """To what L-BFGS stops at: 1e-3 of an exponent."""
+    """L-BFGS stops at an error of 1e-3 in an exponent."""
     found = fit(*runs_of(TRUTH))
     assert found[[2, 4]] == pytest.approx(TRUTH[[2, 4]], abs=1e-3)
     assert found[0] == pytest.approx(TRUTH[0], rel=1e-3)
@@ -72,7 +72,7 @@ def test_one_run_that_failed_moves_the_law_little():
 
 
 def test_both_laws_have_the_values_worked_out_by_hand():
-    """1 + 8 / 16^(1/2) + 27 / 27^(1/3) = 1 + 2 + 9; and 6 / (16 * 4)^(1/2) = 6 / 8."""
+    """1 + 8 / 16^(1/2) + 27 / 27^(1/3) is 1 + 2 + 9, and 6 / (16 * 4)^(1/2) is 6 / 8."""
     assert law_loss([1, 8, 1 / 2, 27, 1 / 3], 16, 27) == pytest.approx(12)
     assert law_loss([6, 1 / 2], 16, 4) == pytest.approx(0.75)
 
@@ -215,7 +215,7 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
         write(tmp_path / name, ["model=gpt_nano"])
     mine = ["data.image_dir=/a", "optimizer.lr=1e-3", "~optimizer.betas"]
     typed, run_dir = [f"from_run={tmp_path}/old", *mine], tmp_path / "1000" / "seed-0-5"
-    write(run_dir, ["model=gpt_nano", *typed, "run_dir=/x"])  # as train.py keeps them
+    write(run_dir, ["model=gpt_nano", *typed, "run_dir=/x"])  # train.py writes these words
     elsewhere = ["optimizer.lr=0.001", "run_dir=/y", "ckpt_path=last", "logger=csv"]
     check_same(tmp_path, run_dir, replace_overrides(typed, elsewhere))
     changed = changed.format(tmp_path)

@@ -89,7 +89,7 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
     _, script, _ = launch("slurm", "trainer=cpu", "launcher.max_restarts=2", folder)
     fake = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}\n"
     environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    for _ in range(2):  # the log of a requeued job goes on
+    for _ in range(2):  # a requeued job appends to its log
         ended = subprocess.run(["bash", "-c", fake + script], env=environment | PATH)
         assert ended.returncode == code
     (log,) = tmp_path.glob("*/slurm-7.log")

@@ -1,6 +1,7 @@
-"""Programs that start ranks: each gives the run that two devices of one process give, and ends.
+"""Each program that starts ranks makes the same run as two devices of one process, and ends.
 
-MPICH's is a package beside Open MPI's. torchrun: tests/test_ranks.py, on two nodes test_nodes.py.
+MPICH can be installed together with Open MPI. torchrun is tested in test_ranks.py, and on two nodes
+in test_nodes.py.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_a_launcher_gives_one_run_with_the_same_loss(command, loss_by_itself, tm
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
     assert run.returncode == 0, run.stderr
-    (folder,) = (tmp_path / "train").iterdir()  # one: not a run for each process
+    (folder,) = (tmp_path / "train").iterdir()  # all processes write into the same run folder
     assert Finished(0, "", "", folder).metrics["val/loss"] == loss_by_itself
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
 
@@ -130,7 +131,7 @@ def test_srun_with_pmi_is_srun_and_what_mpi_starts_on_slurms_nodes_is_mpis(launc
     launched("mpich", 1, 2)
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     assert this_process() == Process("slurm", rank=1, local_rank=0, world_size=2, n_nodes=2)
-    launched("openmpi", 5, 8, 1, 4)  # by a daemon on each node, which srun has started
+    launched("openmpi", 5, 8, 1, 4)  # srun starts a daemon of Open MPI on each node
     assert this_process().launcher == "openmpi"
 
 
@@ -142,7 +143,7 @@ def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
 def test_ranks_that_cannot_be_told_apart_and_devices_that_mpirun_has_not_started_are_refused(
     launched,
 ):
-    launched("mpich", 1, 2)  # of a launcher that has other names for the rest
+    launched("mpich", 1, 2)  # the launcher has set some variables under other names
     (line,) = refused("trainer.accelerator=cpu")
     assert "the launcher's environment cannot be read: 'MPI_LOCALRANKID'" in line
     launched("openmpi", 0, 2, 0, 2)

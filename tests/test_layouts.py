@@ -25,9 +25,9 @@ NETS = {
     "tied": {"n_kv_heads": 6, "tie_head": True, "rope_base": 1e4, "norm_eps": 1e-6},
     "scaled": {"n_kv_heads": 1, "rope_scaling": 8.0, "rope_base": 1e6},
     "normalised": {"qk_norm": True},
-    "wide heads": {"qk_norm": True, "d_head": 16, "tie_head": True},  # as Qwen3-0.6B and 4B
+    "wide heads": {"qk_norm": True, "d_head": 16, "tie_head": True},  # like Qwen3-0.6B and 4B
 }
-# The same sums in another order: a few units in the last place of fp32, of logits of about 1.
+# Sums in another order differ by a few units in the last place of fp32. Logits are about 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 TOKENS = torch.arange(600).view(2, 300) * 31 % 97  # long enough for slow rotations to be seen
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}

@@ -78,7 +78,7 @@ def test_resuming_to_another_length_reports_where_the_schedule_changes(train, le
 
 
 def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):
-    """And the run is, bit for bit, one of the longer length with that warm-up written out."""
+    """The run equals, bit for bit, a longer run that has this warm-up as an option."""
     options = ("scheduler=warmup_cosine", "logger=csv", "trainer.log_every_n_steps=1")
     run = train("trainer.max_steps=10", "trainer.val_check_interval=1", *options)
     assert run.code == 0, run.err  # a tenth: 1 step
@@ -94,14 +94,14 @@ def tensors_of(state) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
-STEP_TOKENS = 4 * 16  # of TINY: sequences x positions
+STEP_TOKENS = 4 * 16  # sequences x positions of TINY
 
 
 def test_phases_in_tokens_are_those_in_steps(train):
     schedule = ("scheduler=warmup_stable_decay", "logger=csv", "trainer.log_every_n_steps=1")
     steps = train("scheduler.warmup_steps=2", "scheduler.decay_steps=3", "scheduler.total_steps=7",
                   "trainer.max_steps=7", *schedule, name="steps")  # fmt: skip
-    # What is no whole step is left off, as of max_tokens.
+    # A number of tokens is rounded down to whole steps, like max_tokens.
     lengths = {"warmup": 2 * STEP_TOKENS + 1, "decay": 3 * STEP_TOKENS, "total": 7.5 * STEP_TOKENS}
     tokens = (f"scheduler.{phase}_tokens={count}" for phase, count in lengths.items())
     run = train(*tokens, f"max_tokens={7 * STEP_TOKENS}", "trainer.max_steps=-1", *schedule)

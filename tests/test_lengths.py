@@ -19,7 +19,7 @@ from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
-TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions
+TOKENS_PER_STEP = 4 * 16  # sequences x positions of TINY
 
 
 class Uniform(torch.nn.Module):
@@ -124,7 +124,7 @@ def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(t
 
 
 def test_output_goes_where_it_is_asked_to(monkeypatch):
-    """That nothing goes anywhere else is shown by test_ranks.py."""
+    """test_ranks.py checks that no other folder receives output."""
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "/scratch/me")
     cfg = compose_command(["run_dir=x"])
     assert cfg.output_dir == "/scratch/me"

@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_with_the_holders_pid_and_host_until_that_is_kil
     assert refused.value.code == 73
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert read_holder(tmp_path) == about  # which stays and means nothing
+    assert read_holder(tmp_path) == about  # the file stays, but the lock is free
     with RunLock(tmp_path) as lock:
         assert lock.run_id == about["run_id"] and read_holder(tmp_path)["pid"] == os.getpid()
 

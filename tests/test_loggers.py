@@ -32,7 +32,7 @@ def events(folder, name: str) -> list[tuple[int, float]]:
 
 
 def wandb_records(file) -> list:
-    """What a .wandb file holds."""
+    """Return the records of a .wandb file."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -71,7 +71,7 @@ def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(tr
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in validated] == [2, 4, 6]
     assert [float(loss) for _, loss, _ in table] == pytest.approx([loss for _, loss in losses])
-    run.cut_back(4)  # its curves reach past its newest checkpoint
+    run.cut_back(4)  # the logged values reach beyond the newest checkpoint
     again = train(*options, "ckpt_path=last")
     assert again.code == 0, again.err
     assert curves(run.folder) == whole

@@ -50,7 +50,9 @@ def test_any_chunk_and_the_plain_loss_have_torchs_values_and_gradients(
         next_token_loss(hidden @ weight.T, targets, **options),
     ):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        mine = torch.autograd.grad(loss * 3.0, (hidden, weight))  # as a loss scaler would
+        mine = torch.autograd.grad(
+            loss * 3.0, (hidden, weight)
+        )  # a loss scaler multiplies the loss
         torch.testing.assert_close(mine, gradients, rtol=1e-10, atol=1e-12)
 
 
@@ -204,6 +206,6 @@ def test_evaluation_forms_no_gradients():
     hidden, weight, targets = problem()
     with torch.no_grad(), Watch() as seen:
         loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=7)
-    assert seen.n_matmuls == 3  # one for each chunk
+    assert seen.n_matmuls == 3  # each chunk has a single matrix multiplication
     assert not loss.requires_grad
     torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets).detach())

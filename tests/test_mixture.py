@@ -37,7 +37,7 @@ def owners(mixture: Mixture, samples: np.ndarray) -> np.ndarray:
 def test_shares_hold_in_any_window_of_a_thousand(weights):
     mixed = mixture(weights, **dict.fromkeys(weights, 40_000))
     order, total = mixed.order(seed=7), sum(weights.values())
-    of_parts = owners(mixed, order.index(0, np.arange(2 * 2**15)))  # a cycle and its begin anew
+    of_parts = owners(mixed, order.index(0, np.arange(2 * 2**15)))  # a full cycle
     for number, weight in enumerate(weights.values()):
         done = np.cumsum([0, *(of_parts == number)])
         shares = (done[1000:] - done[:-1000]) / 1000
@@ -108,7 +108,7 @@ def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(
 
 
 def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_path):
-    """The files are as long as before, so that the number of samples does not tell."""
+    """The files have the same length, so that the number of samples does not show the change."""
     fingerprints = set()
     for number, last in enumerate((7, 7, 8)):
         parts = {}
@@ -134,7 +134,7 @@ def test_parts_that_do_not_fit_are_named():
 
 
 def test_the_bytes_of_tokens_are_those_of_all_parts_or_not_known():
-    """Else `val/bits_per_byte` would be that of another tokenizer."""
+    """The bytes of one part would give `val/bits_per_byte` of another tokenizer."""
     a, b = part(5), part(5)
     a.token_bytes, b.token_bytes = np.array([1, 2, 3]), np.array([1, 2, 3])
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes.tolist() == [1, 2, 3]

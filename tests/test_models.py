@@ -58,7 +58,7 @@ def make(request):
 
 @pytest.fixture
 def net(make) -> nn.Module:
-    """With weights, biases too, as of a net that has learned."""
+    """Return a net with random weights and biases, as after training."""
     net = make().eval()
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -159,7 +159,7 @@ def test_half_of_the_attention_weights_are_dropped_and_the_rest_doubled():
 
 def check_half_is_dropped(dropped: torch.Tensor, full: torch.Tensor) -> None:
     kept = dropped != 0
-    assert 0.4 < kept.float().mean() < 0.6  # of 1536 elements: 8 standard deviations
+    assert 0.4 < kept.float().mean() < 0.6  # 8 standard deviations of the mean of 1536 elements
     torch.testing.assert_close(dropped[kept], 2 * full[kept], rtol=1e-3, atol=1e-6)
 
 
@@ -206,7 +206,7 @@ def test_no_two_matrices_get_the_same_numbers_nor_two_seeds():
 
 
 def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weights(make):
-    """In any order, one at a time; a tied head stays tied."""
+    """The weights may be made one at a time in any order, and a tied head stays tied."""
     torch.manual_seed(3)
     expected = make()
     state, draw = expected.state_dict(), torch.rand(())
@@ -248,7 +248,7 @@ def test_attention_depends_on_distances_and_not_on_positions():
 
 
 def test_positions_are_exact_also_where_torchs_default_type_has_16_bit():
-    """As under trainer.precision=bf16-true: bf16 counts no further than 256."""
+    """trainer.precision=bf16-true sets this default, and bf16 has no odd integers above 256."""
     attention = small_llama(qk_norm=False).blocks[0].attention
     q, k = torch.randn(2, 1, 600, 1, 8)  # (B, T, H, K)
     expected = attention.apply_positions(q, k, 0)
@@ -297,11 +297,11 @@ def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts):
 
 def test_a_cache_takes_the_type_that_attention_computes_in(net):
     tokens, cache = random_tokens(2, 8), net.new_cache()
-    with torch.autocast("cpu", torch.bfloat16):  # of which no warning comes
+    with torch.autocast("cpu", torch.bfloat16):  # a warning would fail the test
         logits = torch.cat([net(part, cache) for part in tokens.split(4, dim=1)], 1)
         whole = net(tokens)
     assert cache.layers[0].k.dtype == whole.dtype == torch.bfloat16
-    # bf16 has 8 bits of mantissa; logits are of about 10
+    # bf16 has 8 bits of mantissa, and logits are about 10
     torch.testing.assert_close(logits, whole, rtol=0, atol=0.25)
     net.double()
     net(tokens, cache := net.new_cache())

@@ -18,7 +18,10 @@ from gptrain.core.errors import FOLDER_UNUSABLE
 from tests.conftest import Finished
 from tests.nodes import two_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # beside two others on two cores
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # two other test files run on the same two cores
 WORDS = (
     "trainer.devices=1", "trainer.num_nodes=auto", "trainer.accelerator=cpu",
     "trainer.enable_progress_bar=false", "trainer.limit_val_batches=2", "trainer.max_steps=40",
@@ -52,7 +55,7 @@ def until_saved(folder: Path, step: int) -> None:
 
 
 def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path):
-    """As one machine trains with two ranks; the other node's agent waits for the lost one."""
+    """The run equals a run of two ranks on one machine. The other agent waits for the lost node."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = (*WORDS, "model.dropout=0.1", "logger=csv")
     agents = [node.start(log, *words, f"run_dir={folder}") for node in nodes]
@@ -68,7 +71,9 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
     assert two.losses() == one.losses()
     mine, theirs = (gptrain.load(run.folder, "last").state_dict() for run in (two, one))
     assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
-    assert len([path for path in folder.iterdir() if "log" in path.name]) == 1  # of rank 0
+    assert (
+        len([path for path in folder.iterdir() if "log" in path.name]) == 1
+    )  # only rank 0 writes a log
     assert json.loads((folder / "result.json").read_text())["host"] in ("a", "b")
 
 

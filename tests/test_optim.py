@@ -83,7 +83,7 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
         groups = Muon(muon_groups(net, **lrs), lr=1.0).param_groups
         return {name: group["lr"] for group in groups for name in names(net, group)}
 
-    assert rates()["token_embedding.weight"] == 3.0  # and the tied head
+    assert rates()["token_embedding.weight"] == 3.0  # the tied head has the same parameter
     net.head.weight = nn.Parameter(net.head.weight.detach().clone())
     kinds = {"token_embedding": 3.0, "position_embedding": 3.0, "head": 2.0}
     for name, lr in rates().items():
@@ -165,7 +165,9 @@ def train(net: SimpleGPT, optimizers: list, steps: range) -> None:
 
 
 def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
-    monkeypatch.setattr(muon_file, "native_dtype", lambda device: torch.bfloat16)  # as torch's
+    monkeypatch.setattr(
+        muon_file, "native_dtype", lambda device: torch.bfloat16
+    )  # like torch.optim.Muon
     ours, theirs = small_gpt(), small_gpt()
     theirs.load_state_dict(ours.state_dict())
     hidden, *rest = muon_groups(theirs)

@@ -139,7 +139,7 @@ def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch
     order = SampleOrder(n_samples, seed=5)
     dealt = dict(batch_size=2, accumulate=2, rank=1, world_size=2)
     batches = TrainBatches(order, epoch_steps=epoch_steps, position=lambda: where, **dealt)
-    end = (where // len(batches) + 1) * len(batches)  # of the epoch in which the run stands
+    end = (where // len(batches) + 1) * len(batches)  # the end of the current epoch
     assert list(batches) == run_of(order, end, **dealt)[where:end]
 
 
@@ -214,8 +214,12 @@ def test_evaluation_reads_every_sample_once_in_equally_many_batches(
     ("n_samples", "batch_size", "sizes"),
     [
         (300, 32, [[32, 32, 32, 32, 22], [32, 32, 32, 32, 22]]),
-        (17, 4, [[4, 2, 2], [4, 2, 3]]),  # one sample too many: the last round is divided anew
-        (5, 1, [[1, 1], [1, 2]]),  # of batches of one sample the last is of two
+        (
+            17,
+            4,
+            [[4, 2, 2], [4, 2, 3]],
+        ),  # a sample is left over, so the last round is divided again
+        (5, 1, [[1, 1], [1, 2]]),  # the last batch of rank 1 has two samples
         (1, 4, [[1], [1]]),  # rank 0 has a filler, rank 1 the sample
     ],
 )
@@ -310,4 +314,4 @@ def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():
         for step in range(5, 9)
         for samples in after.step_samples(step)[:, 1]
     ]
-    assert list(after) == mine[:6]  # to the end of the epoch of 8 steps
+    assert list(after) == mine[:6]  # the epoch of 8 steps ends here

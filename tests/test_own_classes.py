@@ -205,12 +205,12 @@ YAML = {
     "name: mine",
 }
 
-ALONE = ("module/alone", "experiment/all")  # they fit no choice of another group
+ALONE = ("module/alone", "experiment/all")  # choices that do not fit other groups' entries
 GROUPS: dict[str, list[str]] = {}
 for group, choice in (name.split("/") for name in YAML if name not in ALONE):
     GROUPS.setdefault(group, []).append(f"{group}={choice}")
 N_ROWS = max(map(len, GROUPS.values()))
-# Of every group a choice, until each was taken.
+# Each entry has one choice of every group, and together the entries have all choices.
 TOGETHER = [[choices[n % len(choices)] for choices in GROUPS.values()] for n in range(N_ROWS)]
 
 
@@ -228,7 +228,7 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mine(written, monkeypatch) -> tuple[str, ...]:
-    """The words that bring them in."""
+    """Return the words of the command line that select the user's classes."""
     monkeypatch.syspath_prepend(written)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     return "--config-dir", str(written / "conf"), *NANO
@@ -236,7 +236,7 @@ def mine(written, monkeypatch) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("words", [*TOGETHER, ["module=alone"], ["experiment=all"]], ids=str)
 def test_every_user_class_is_used_unchanged(mine, words, capfd):
-    """By both checks of train.py, that of the config and that of what the classes make."""
+    """Both checks of train.py accept the classes: that of the config and that of built objects."""
     code = run_command(assemble.check, [*mine, *words])
     assert (code, capfd.readouterr().err) == (0, "")
 
@@ -278,7 +278,7 @@ def test_a_wrong_class_or_keyword_is_one_line(mine, words):
 
 
 def test_what_is_of_another_kind_than_its_place_needs_is_a_line(mine):
-    """Of every group, all at once."""
+    """The command reports the errors of all groups at once."""
     kinds = {
         "optimizer._target_=torch.hub.load": "not of type Optimizer",
         "trainer._target_=lightning.fabric.Fabric": "not of type Trainer",

@@ -62,7 +62,7 @@ def test_stages_hold_the_net_and_the_tied_weight_twice():
 
 @pytest.mark.parametrize(("n_ranks", "rank"), [(2, 0), (3, 0), (3, 1), (6, 2)])
 def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
-    """As many as warm a rank up: p + 2 (p - 1 - rank) of a stage, and the first of 1F1B.
+    """The warm-up of a rank keeps p + 2 (p - 1 - rank) microbatches of a stage, 1F1B one more.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; torch's ScheduleInterleaved1F1B.
     """
@@ -72,7 +72,7 @@ def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
         options = default_options("pipeline").model_copy(update=update)
         work = Work(GPT2, options, ParallelDims(pipeline=n_ranks), 24, 64, rank=rank)
         held[schedule] = estimate_memory(work)["activations"]
-    alive = (n_ranks + 2 * (n_ranks - 1 - rank) + 1) / 2  # of half of the rank's blocks each
+    alive = (n_ranks + 2 * (n_ranks - 1 - rank) + 1) / 2  # each stage has half of the rank's blocks
     assert held["interleaved_1f1b"] / held["1f1b"] == pytest.approx(alive / (n_ranks - rank))
 
 
@@ -131,10 +131,10 @@ def test_copies_of_the_shards_keep_the_weights_inside():
 
 
 def test_a_hundred_megabytes_take_what_the_textbooks_say():
-    """25 M parameters in fp32, two ranks, a step of 50 ms: 11 % at 16 GB/s, 0.6 % at 300 GB/s."""
+    """25 M fp32 parameters take 11 % of a 50 ms step at 16 GB/s, and 0.6 % at 300 GB/s."""
     sent = Traffic("gradients", "data", all_reduce_bytes(25e6 * 4, 2), 1, hops=2)
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
-        link = Link("", bytes_per_s / 0.8, 0.0)  # which reaches 0.8 of what it has
+        link = Link("", bytes_per_s / 0.8, 0.0)  # the planner assumes 80 % of the bandwidth
         machine = machine_of(DEVICES["h100_sxm"], 2, link)
         way = find_link(sent, ParallelDims(data=2), machine)
         seconds = sent.hops * way.latency_s + sent.n_bytes / way.bytes_per_s
@@ -146,7 +146,7 @@ def test_a_ring_sends_less_than_twice_the_tensor_and_the_naive_exchange_grows_wi
     for n_ranks in (1, 2, 3, 8, 512):
         ring = all_reduce_bytes(1e6, n_ranks)
         assert ring == pytest.approx(2 * (n_ranks - 1) / n_ranks * 1e6)
-        naive = n_ranks * (n_ranks - 1) * 1e6  # over all ranks, each its whole tensor to each other
+        naive = n_ranks * (n_ranks - 1) * 1e6  # each rank sends its full tensor to each other rank
         assert naive == pytest.approx(n_ranks / 2 * n_ranks * ring)
 
 
@@ -172,15 +172,15 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     block = 4 * (4 * 8 + 24 + 4 * 6) + 16 + 4 * 4
     assert n_bytes["activations"] == 15 * (2 * block + 2 * 8 * 4)
     assert n_bytes["logits"] == 15 * 10 * 4
-    # A rank multiplies 2 * 3 * 5 = 30 tokens: 6 FLOPs per weight of a matrix, 12 per layer, width
-    # and position.
+    # A rank computes 2 * 3 * 5 = 30 tokens. A token costs 6 FLOPs per weight of a matrix, and 12
+    # FLOPs per layer, width and position.
     flops = 30 * (6 * (2 * 336 + 80) + 12 * 2 * 8 * 5)
     assert found["flops"] == flops
     # Each kept value is moved 7 times, each fp32 logit and each byte of the weights 10 times.
     moved = 30 * (7 * 2 * block + 10 * 10 * 4) + 10 * 872 * 4
     busy_s = flops / 1e6 + moved / 1e6  # the calls take less: 2 * (60 * 2 + 150) * 1e-4 s
-    # Two ranks send all gradients once: 2 * 1/2. Each bucket is sent in two messages. Two thirds
-    # of the last of two micro-steps are a backward pass, beside which it is sent.
+    # Two ranks send all gradients once: 2 * 1/2. Each bucket is sent in two messages. The backward
+    # pass, which overlaps with the messages, takes two thirds of the last of two micro-steps.
     sent_s = 2 * 2 * 1e-3 + 872 * 4 / 1e4
     shown_s = sent_s - 2 / 3 / 2 * busy_s
     assert shown_s > sent_s / 2  # the last bucket alone has nothing to hide behind
@@ -221,8 +221,8 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
     flops = 5 * (2 * 64 * (32 + 16) + 2 * 16 * (32 + 8) + 3 * 36 * (32 + 12))
     assert estimate(work, machine)["optimizer_flops"] == flops
     n_bytes = 2 * 4 * (2 * 64 + 2 * 32 + 3 * 48)  # bf16, four blocks
-    # A rank has a quarter of each matrix to exchange with the other shard of its copy, sends half
-    # of that twice, and then its half of all updates to the other copy: half of it in a ring.
+    # A rank exchanges its quarter of each matrix with the other shard of its copy: half a quarter is
+    # sent twice. Then the two copies exchange half of all updates in a ring.
     sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}["updates of Muon"]
     assert sent == 2 * n_bytes / 4 / 2 + n_bytes / 2 / 2
     # Gloo gathers two shards, then the quarters of all ranks.
@@ -247,7 +247,7 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
 
 
 def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
-    """Of a token, k and v are one quarter as wide: 2 * (64 - 16) fp32 values less."""
+    """k and v of a token have one quarter of the width: 2 * (64 - 16) fp32 values less."""
     options, dims = default_options("single"), ParallelDims()
     shapes = (llama_shape(61, 64, 4, n, 2, 160) for n in (4, 1))
     kept = [block_activations(Work(shape, options, dims, 4, 16))[0] for shape in shapes]
@@ -272,7 +272,7 @@ def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n
 
 
 def test_interleaving_halves_the_idle_time_of_a_pipeline():
-    """Of four ranks with eight microbatches 3/8 of the work is idle, or 3/16 with two stages each.
+    """Four ranks with eight microbatches idle for 3/8 of the work, or 3/16 with two stages each.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """

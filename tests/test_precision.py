@@ -14,7 +14,7 @@ AMPERE, TURING = 8, 7
     [
         ("cuda", AMPERE, "bf16-mixed"),
         ("cuda", AMPERE + 1, "bf16-mixed"),
-        ("cuda", TURING, "32-true"),  # it emulates bf16
+        ("cuda", TURING, "32-true"),  # Turing emulates bf16
         ("cpu", 0, "32-true"),
         ("mps", 0, "32-true"),
         ("tpu", 0, "32-true"),

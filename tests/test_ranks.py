@@ -29,7 +29,7 @@ def one_log_and_no_traces_of_other_ranks(folder):
 
 
 def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
-    """That they train what one does: tests/strategies."""
+    """The tests in tests/strategies compare the training of two ranks with one rank."""
     log = "hydra.job_logging.formatters.file.format='[${name}] %(message)s'"  # a key of the run
     two = train(*LOGGED, log, "trainer.devices=2", name="two words = ä")
     assert two.code == 0, two.err
@@ -43,7 +43,7 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
 
 
 def test_a_job_ends_with_the_code_of_the_rank_that_failed_first(tmp_path):
-    """Which has written the status: rank 0 lost it, and ended with 70."""
+    """Rank 1 failed first and wrote the status. Rank 0 lost its peer and ended with code 70."""
     write_status(tmp_path, cause="data", exit_code=65, rank=1)
     ranks = [SimpleNamespace(exitcode=code) for code in (70, 65, -9)]
     assert job_code(OmegaConf.create({"run_dir": str(tmp_path)}), ranks) == 65
@@ -53,7 +53,7 @@ def test_a_job_ends_with_the_code_of_the_rank_that_failed_first(tmp_path):
 def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command, tmp_path):
     (tmp_path / "anywhere").mkdir()
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    # Where there is no checkpoint yet `last` is none, as rank 0 tells the others.
+    # There is no checkpoint yet, so `last` means none. Rank 0 decides it for all ranks.
     options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED, "ckpt_path=last"]
     run = command(*torchrun, str(ROOT / "train.py"), *options, cwd=tmp_path / "anywhere")
     assert run.returncode == 0, run.stderr

@@ -91,7 +91,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_it_held(train, tmp_path,
     assert 50 < int(share) <= 100
     assert made["peak_memory_bytes"] > HELD
     assert f" · peak memory {made['peak_memory_bytes'] / 2**30:.2f} GiB · " in line
-    if os.access("/proc/self/clear_refs", os.W_OK):  # the next run in this process begins anew
+    if os.access("/proc/self/clear_refs", os.W_OK):  # each run resets the peak
         gc.collect()
         after = result(train("logger=none", name="fast"))["peak_memory_bytes"]
         assert after < made["peak_memory_bytes"] - HELD / 2

@@ -99,7 +99,7 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
 
 
 def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
-    """They have one place in the data, and each a part of what dropout falls on."""
+    """Ranks of a tensor group read the same samples, and each drops other activations."""
     for name in ("clear_restarting_flags", "restore_logged", "finish_step"):
         monkeypatch.setattr(resume, name, lambda *_: None)
     for name in ("apply_changes", "follow_schedule"):

@@ -24,14 +24,14 @@ def write(path: Path, text: str) -> None:
 
 
 def make_run(folder: Path, *overrides: str, loss: float | None = None, **facts) -> Path:
-    """A run's records; without a loss it did not come to its end."""
+    """Write the records of a run, without a result if `loss` is None, and return its folder."""
     write(folder / ".hydra/overrides.yaml", yaml.safe_dump([*overrides]))
     config = {"objective": "val/loss", "checkpoint": {"mode": facts.pop("mode", "min")}}
     lr = next((float(o.split("=")[1]) for o in overrides if o.startswith("optimizer.lr")), 3e-4)
     config |= {"optimizer": {"lr": lr}, "run_dir": str(folder)}
     write(folder / ".hydra/config.yaml", yaml.safe_dump(config))
     status = {"cause": "done", "exit_code": 0} | facts.pop("status", {})
-    if status["cause"] != "killed":  # by SIGKILL, before it could say so
+    if status["cause"] != "killed":  # a run that was killed by SIGKILL writes no status
         write(folder / "status.json", json.dumps(status))
     if loss is not None:
         result = {"metrics": {"val/loss": loss}, "steps": 10, "seconds": 1.5} | facts
@@ -41,7 +41,7 @@ def make_run(folder: Path, *overrides: str, loss: float | None = None, **facts) 
 
 @pytest.fixture
 def show(typed):
-    """What the command answers: (code, lines, lines on stderr)."""
+    """Return a function that runs the command: exit code, lines on stdout, lines on stderr."""
 
     def run(*words: object) -> tuple[int, list[str], list[str]]:
         code, out, err = typed(main, *map(str, words))
@@ -78,7 +78,7 @@ def test_goodput_is_shown_over_all_starts_of_a_run(four, show):
 
 
 def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch):
-    write(four / "export/.hydra/config.yaml", "model: {}")  # which is no run
+    write(four / "export/.hydra/config.yaml", "model: {}")  # an export is not a run
     code, lines, err = show(four)
     assert code == 0 and not err and len(lines) == 5
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(four))
@@ -234,8 +234,8 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
     outside = tmp_path / "outside"
     (folder / names[2]).rename(outside)
     (folder / names[2]).symlink_to(outside)
-    assert typed(main, "--prune")[0] == 2  # not all of the output folder by a slip
-    code, out, err = typed(main, "--prune", str(run.folder))  # nobody is there to be asked
+    assert typed(main, "--prune")[0] == 2  # --prune needs a folder
+    code, out, err = typed(main, "--prune", str(run.folder))  # stdin is not a terminal
     assert code == 2 and f"delete    {folder / names[1]}" in out and "--yes" in err
     assert f"keep      {run.folder}: {names[0]}, {names[3]}" in out
     assert sorted(path.name for path in folder.glob("step-*")) == names

@@ -177,7 +177,7 @@ def test_foreign_code_in_a_value_of_a_folder_is_refused(tmp_path, mark):
 
 
 def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
-    """It writes a member of an enum as `getattr(class, name)`, which gets nothing else."""
+    """Python 3.11.2 writes a member of an enum as `getattr(class, name)`; only members are read."""
     saved = trained()
     index = save_shards(tmp_path, saved) / ".metadata"
     content, kind = pickle.loads(index.read_bytes()), metadata._MEM_FORMAT_ENCODING
@@ -196,7 +196,7 @@ def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_during_torch_save_or_a_sharded_save_is_one_clean_exception(tmp_path):
-    """With a real limit of the process, at many sizes: no error may escape from C++."""
+    """A limit of the file size at many sizes must not cause an error that escapes from C++."""
     resource = pytest.importorskip("resource")
     store, state = CheckpointStore(tmp_path, "a" * 32), {"w": torch.ones(3, 1 << 19)}  # 6 MiB
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

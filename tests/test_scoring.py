@@ -41,7 +41,7 @@ def test_every_token_is_scored_after_all_that_the_net_can_see(net):
 
 
 def test_a_score_has_the_values_worked_out_by_hand():
-    """Where b is one of two and c one of four, "abcb" has 1 + 2 + 1 bits after its first byte."""
+    """P(b) = 1/2 and P(c) = 1/4, so that "abcb" has 1 + 2 + 1 bits after its first byte."""
     probabilities = torch.full((256,), 1 / 4 / 254)
     probabilities[list(b"bc")] = torch.tensor([1 / 2, 1 / 4])
     net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(probabilities.log().tile(256, 1)))

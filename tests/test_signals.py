@@ -147,7 +147,7 @@ class Flag(StopFlag):
 
 
 def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
-    """And a library on the way, as Hydra when it imports a class, makes no other error of it."""
+    """A library that catches every Exception, such as Hydra, does not catch this error."""
     with Flag() as flag, Guard(tmp_path, tmp_path, flag, rank=0, timeout_s=60) as guard:
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

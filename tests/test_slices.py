@@ -34,7 +34,7 @@ def test_a_net_that_needs_real_numbers_is_made_once_with_those_of_one_process(lo
     class Looks(nn.Linear):
         def __init__(self):
             super().__init__(3, 3)
-            made.append(look(self.weight))  # there is nothing to see on the meta device
+            made.append(look(self.weight))  # a tensor on the meta device has no values
 
     torch.manual_seed(0)
     expected, draw = Looks(), torch.rand(())

@@ -18,7 +18,7 @@ from gptrain.runtime.process import (
     this_process,
 )
 
-TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
+TASK = {  # environment of the last task of `srun --ntasks=4 --nodes=2` in SLURM 22.05
     "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1", "SLURM_NTASKS": "4",
@@ -27,11 +27,11 @@ TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the las
 
 @pytest.fixture
 def task(monkeypatch):
-    """Puts this process into such a step, with these changes."""
+    """Return a function that gives this process the environment TASK with changes."""
 
     def put(**changes: str) -> None:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "")  # so that it is put back
+            monkeypatch.setenv(name, "")  # monkeypatch restores what it has set
             monkeypatch.delenv(name)
         for name, value in {**TASK, **changes}.items():
             monkeypatch.setenv(name, value)

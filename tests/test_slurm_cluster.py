@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(NO_SLURM, reason="no SLURM: apt-get install slurm-wlm munge"),
 ]
 STEPS = 12
-START_S = 120  # of a job beside four others
+START_S = 120  # time limit for the start of a job while four other jobs run
 RUN = (*TINY, "logger=csv", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
        "trainer.log_every_n_steps=1")  # fmt: skip
 TWO_NODES = (*RUN, "trainer.num_nodes=2")
@@ -31,7 +31,7 @@ CAUGHT = ("+callbacks.paced={_target_: tests.paced.Paced}", "checkpoint=every_n_
 
 
 class Jobs:
-    """Those that all tests look at."""
+    """Jobs that all tests of this file share."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -45,14 +45,16 @@ class Jobs:
         self.disturb()
 
     def disturb(self) -> None:
-        """What happens to three of them in their middle."""
+        """Preempt a job, take down the node of another job, and cancel a third one."""
         run, node = self.cluster.run, f"nodename=127.0.0.{NODES['frail'][0]}"
         self.saved(self.cheap)
         dear = ("--partition=dear", "--nodes=2", "--exclusive", "--output=/dev/null")
         run("sbatch", *dear, "--wrap=sleep 1")
         self.saved(self.frail)
         run("scontrol", "update", node, "state=down", "reason=test")
-        self.cluster.start("scontrol", "update", node, "state=resume").communicate()  # or it did
+        self.cluster.start(
+            "scontrol", "update", node, "state=resume"
+        ).communicate()  # may be up again
         self.saved(self.cancelled)
         run("scancel", self.cancelled)
 
@@ -60,7 +62,7 @@ class Jobs:
         return self.cluster.outputs / "train" / f"slurm-{job}"
 
     def finished(self, job: str) -> Finished:
-        """A run, once it is done."""
+        """Wait until the run of a job is done, and return it."""
         folder = self.folder(job)
 
         def about() -> str:
@@ -71,7 +73,7 @@ class Jobs:
         return Finished(0, self.cluster.log(folder), "", folder)
 
     def saved(self, job: str) -> None:
-        """Returns once a run has a checkpoint and goes on."""
+        """Wait until the run of a job has saved a checkpoint."""
         folder = self.folder(job)
         about = lambda: self.cluster.log(folder)  # noqa: E731
         wait_until(lambda: any(folder.glob("checkpoints/step-*/manifest.json")), START_S, about)

@@ -60,7 +60,7 @@ def test_exactly_one_of_several_failing_ranks_writes_the_status(tmp_path):
 def test_an_invalid_status_file_is_ignored(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path) is None
-    with pytest.raises(OSError):  # and no status that is lost
+    with pytest.raises(OSError):  # a status that cannot be written is an error
         write_status(tmp_path / "missing", cause="done", exit_code=0)
 
 

@@ -22,7 +22,7 @@ from gptrain.parallel import clock
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
 ACCUMULATED = 2
-TOKENS, V = 32 * 16, 256  # of a micro-batch: two chunks of the loss
+TOKENS, V = 32 * 16, 256  # tokens of a micro-batch, which are two chunks of the loss
 
 
 class Watch(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train, monkeypatch):
-    """And how many targets each micro-batch has, while that is on the CPU."""
+    """The number of targets of each micro-batch is counted while the batch is on the CPU."""
     watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
 
     def step(self, batch, batch_idx):
@@ -78,7 +78,7 @@ def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train
 
 
 def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
-    """By a clock that moves 1 s in a micro-step and 100 s in an evaluated batch or a save."""
+    """The clock advances by 1 s in a micro-step and by 100 s in an evaluated batch or a save."""
     clock = SimpleNamespace(now_s=0.0)
 
     def slowed(method, seconds):
@@ -95,7 +95,7 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     ):
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-    monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # which takes its time
+    monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # measuring takes time
     words = (
         f"trainer.log_every_n_steps={LOGGED_EVERY}",
         f"trainer.accumulate_grad_batches={ACCUMULATED}", "trainer.val_check_interval=3",
@@ -110,7 +110,7 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
             rows = [row for row in csv.DictReader(file) if row["perf/step_s"]]
         assert logged <= {int(row["step"]) for row in rows}
         assert {float(row["perf/step_s"]) for row in rows} == {2.0}
-        tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
+        tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # TINY has 4 sequences of 16 positions
         assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
 
 
@@ -146,7 +146,7 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now.s))
     computing = clock.ComputeClock(torch.device("cpu"))
-    computing.resume()  # not started: one rank, or a validation
+    computing.resume()  # has no effect before start_step: with one rank, or in a validation
     computing.start_step()
     now.s += 1.0
     with computing.paused():

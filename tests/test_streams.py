@@ -1,6 +1,6 @@
-"""A run whose output nobody takes goes on; SIGPIPE ends a command that only prints.
+"""A run whose output pipe is closed continues, and SIGPIPE ends a command that only prints.
 
-Of several ranks: tests/test_signals_run.py.
+tests/test_signals_run.py has the same test with several ranks.
 """
 
 import os

@@ -48,7 +48,9 @@ def test_every_combination_runs_in_its_own_folder(train):
     assert begun == [
         [str(n), f"optimizer.lr={lr}", f"seed={seed}"] for n, (lr, seed) in enumerate(tried)
     ]
-    assert not [line for line in lines if line.startswith(("model ", "batch "))]  # in train.log
+    assert not [
+        line for line in lines if line.startswith(("model ", "batch "))
+    ]  # train.log has these lines
     assert "batch " in (sweep.folder / names[0] / "train.log").read_text()
     head, *rows = [line.split() for line in lines[lines.index("") + 1 :][:5]]
     assert head[:4] == ["run", "optimizer.lr", "seed", "val/loss"]

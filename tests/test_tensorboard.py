@@ -97,7 +97,7 @@ def test_a_resumed_run_shows_its_new_points_after_a_reload(window, tmp_path):
     with tensorboard(tmp_path) as address:
         window.open(f"{address}#timeseries")
         wait(lambda: is_shown(2), bool, "two points")
-        steps(3, 4)  # its writer is still open
+        steps(3, 4)  # the writer is still open
         window.run("location.reload()")
         wait(lambda: is_shown(4), bool, "four points")
     logger.finalize("success")

@@ -240,7 +240,7 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
 
 
 def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
-    """Else one copy could be trained on and the other one be part of the validation set."""
+    """Two copies of a file could be divided between the training and the validation set."""
     corpus = tmp_path / "corpus"
     (corpus / "z").mkdir(parents=True)
     (corpus / "z" / "text.txt").write_text("text" * 50)
@@ -251,7 +251,7 @@ def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
 
 
 def test_a_link_is_known_by_its_suffix_as_in_the_hub_cache_of_hugging_face(tmp_path):
-    """There `data.jsonl.gz` is a link to a file that is named by its hash."""
+    """The hub cache stores `data.jsonl.gz` as a link to a file whose name is a hash."""
     (tmp_path / "0f3a").write_bytes(b"")
     (tmp_path / "data.jsonl.gz").symlink_to("0f3a")
     (tmp_path / "plain").symlink_to("data.jsonl.gz")
@@ -335,7 +335,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     prepare(tmp_path / "text", "bytes", tmp_path / "cache")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 50 * 2**20  # of 3 batches: 1 MiB of text, 8 of int64 ids, copies of both
+    assert peak_bytes < 50 * 2**20  # three batches of 1 MiB of text, 8 MiB of ids, and copies
 
 
 # ---- the cache
@@ -394,7 +394,7 @@ def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     text = bytearray(b"x" + "ö".encode() * 2**20)  # a block of 1 MiB ends within a character
     changed, reported = {
         "first block": (70_001, 70_001),
-        "across two blocks": (2**20, 2**20 - 1),  # without its second byte the first one is wrong
+        "across two blocks": (2**20, 2**20 - 1),  # the first byte of the character is reported
         "second block": (2**20 + 70_001, 2**20 + 70_001),
     }[place]
     text[changed] = 0xFF

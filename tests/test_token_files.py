@@ -14,13 +14,13 @@ from gptrain.data.tokens import find_token_files, open_token_file
 
 
 def write_raw(path, tokens, dtype=np.uint16):
-    """As nanoGPT's prepare.py: nothing but tokens."""
+    """Write a file like nanoGPT's prepare.py: only tokens, without a header."""
     np.array(tokens, dtype=dtype).tofile(path)
     return path
 
 
 def write_headed(path, tokens, dtype=np.uint16, magic=20240520, version=1, count=None):
-    """As llm.c: 256 int32, then tokens."""
+    """Write a file like llm.c: a header of 256 int32, then the tokens."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.array(tokens, dtype=dtype).tobytes())
@@ -186,7 +186,7 @@ def test_a_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
 
 
 def write_megatron(path, sequences, dtype=np.uint16, code=8):
-    """As Megatron's IndexedDatasetBuilder: path.bin of tokens, path.idx of what they are."""
+    """Write files like Megatron's IndexedDatasetBuilder: tokens in path.bin, index in path.idx."""
     tokens = [np.array(sequence, dtype=dtype) for sequence in sequences]
     lengths = [len(document) for document in tokens]
     path.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in tokens))

@@ -71,7 +71,7 @@ def test_one_gpu_is_an_island_without_links():
 
 
 def test_a_second_matrix_does_not_count():
-    peers = "\n \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n"  # of `topo -p2p rw`
+    peers = "\n \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n"  # output of `topo -p2p rw`
     topology = parse_topology("\tGPU0\tGPU1\nGPU0\tX\tPHB\nGPU1\tPHB\tX\n" + peers)
     assert topology.slowest_ring_link == "PHB"
 

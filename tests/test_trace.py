@@ -15,9 +15,9 @@ QWEN += ",num_attention_heads:4,num_key_value_heads:4"
 
 @pytest.fixture
 def plan(typed, tmp_path):
-    """Runs the command: exit code, stdout, stderr."""
+    """Return a function that runs the command and returns exit code, stdout and stderr."""
     if dist.is_initialized():
-        dist.destroy_process_group()  # of an earlier test's run of one rank
+        dist.destroy_process_group()  # left by the run of an earlier test
     return lambda *words: typed(main, f"output_dir={tmp_path}", "trainer.accelerator=cpu", *words)
 
 

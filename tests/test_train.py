@@ -35,7 +35,7 @@ _made: list[Finished] = []
 
 @pytest.fixture
 def plain(train) -> Finished:
-    """One run for all tests that only look at it, or copy it."""
+    """Return a run that all tests share which only read or copy it."""
     if not _made:
         words = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
         _made.append(train(*words, name="plain"))
@@ -50,7 +50,7 @@ def test_a_run_prints_five_lines_at_the_start_and_two_at_the_end(plain):
     plan = json.loads((plain.folder / "plan.json").read_text())
     row = plan["strategies"]["single"]
     assert row["flops"] > 0 and row["step_s"] is None and plan["best"] == "single"
-    assert "tokens/s" not in lines["plan"]  # of a machine that was never measured
+    assert "tokens/s" not in lines["plan"]  # the machine was never measured
     assert "try: python -m gptrain.plan --measure" in lines["plan"]
 
 
@@ -68,7 +68,7 @@ def test_of_a_measured_machine_the_plan_says_how_long_a_step_takes(train, tmp_pa
 
 
 def test_result_and_status_say_that_the_run_is_done_and_its_loss_is_ln_v(plain):
-    """Of dummy data nothing is learned."""
+    """Dummy data is random, so that the loss stays at ln V."""
     result = json.loads((plain.folder / "result.json").read_text())
     assert result["steps"] == 4
     assert result["tokens"] == 4 * 4 * 16  # steps x sequences x positions
@@ -87,7 +87,7 @@ def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left
     assert third.code == 0, third.err
     assert "nothing left to train, step 4 is the last step of the run; to train" in third.out
     assert (third.folder / "result.json").read_text() == kept
-    (second.folder / "result.json").unlink()  # as if it had been killed before it wrote its result
+    (second.folder / "result.json").unlink()  # like a run that was killed before it wrote a result
     train("trainer.max_steps=4", "ckpt_path=last")
     metrics, again = (
         json.loads(text)["metrics"] for text in (kept, (second.folder / "result.json").read_text())
@@ -292,7 +292,7 @@ def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch
 
 
 def test_one_batch_which_is_a_whole_step_under_accumulation_can_be_learned_by_heart(train):
-    """On one batch of random tokens the loss falls far below ln V; on new ones it cannot."""
+    """The loss falls far below ln V on one batch of random tokens, and stays there on new ones."""
     words = ("optimizer.lr=1e-2", "trainer.max_steps=40", "trainer.val_check_interval=40")
     run = train("trainer.overfit_batches=1", "data.global_batch_size=8", *words)
     assert run.code == 0 and run.metrics["tokens"] == 40 * 8 * 16, run.err
@@ -358,7 +358,7 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkey
     noted = EventAccumulator(str(run.folder))
     noted.Reload()
     samples = noted.Tensors("run/sample/text_summary")
-    assert [sample.step for sample in samples] == [2]  # not in the sanity check, at step 0
+    assert [sample.step for sample in samples] == [2]  # the sanity check at step 0 writes no sample
 
 
 def test_without_a_terminal_progress_is_a_line_at_a_time(train):

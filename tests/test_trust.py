@@ -21,7 +21,7 @@ SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) pairs that an untrusted run may name.
 ALLOWED = [
     ("model", "gptrain.models.SimpleGPT"),
-    ("model", "project.net.MyLSTM"),  # of the project's own conf/
+    ("model", "project.net.MyLSTM"),  # the project's own conf/ names this class
     ("module", "gptrain.lit.LanguageModel"),
     ("data", "gptrain.data.TextDataset.from_corpus"),
     ("optimizer", "torch.optim.SGD"),
@@ -77,7 +77,7 @@ def test_a_config_dir_that_is_typed_names_classes_too(tmp_path):
     (tmp_path / "callbacks" / "mine.yaml").write_text("x: {_target_: mine.Callback}")
     values = {"callbacks": {"y": {"_target_": "mine.Callback"}}}
     assert list(check_values(values)) and not list(check_values(values, (), [tmp_path]))
-    assert list(check_values({"model": values["callbacks"]["y"]}, (), [tmp_path]))  # elsewhere
+    assert list(check_values({"model": values["callbacks"]["y"]}, (), [tmp_path]))  # another group
 
 
 @pytest.mark.parametrize("name", ["/victim", "../victim", "~/x", "{step:c}{step:c}x", "a/b", None])
@@ -166,7 +166,7 @@ def test_whatever_is_changed_in_a_signed_record_makes_the_run_untrusted(
         with pytest.raises(ConfigError, match="not started by you on this machine: was started"):
             expand([f"from_run={copy}"])
         shutil.rmtree(copy)
-    shutil.rmtree(configuration)  # as on another machine
+    shutil.rmtree(configuration)  # another machine has another key
     with pytest.raises(ConfigError, match="not started by you on this machine: was started"):
         expand([f"from_run={moved}"])
     read_key(make=True)

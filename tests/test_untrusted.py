@@ -286,7 +286,7 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     with pytest.raises(SystemExit) as left:
         main()
     assert not left.value.code, capfd.readouterr().err
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a new process
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # a new process has no config
     refused(lambda: gptrain.load(first.folder))
 
 

@@ -113,7 +113,10 @@ def test_a_rank_whose_peer_failed_leaves_with_its_code_and_of_a_hang_shows_its_s
 
 
 def test_slow_ranks_and_ranks_with_a_finished_peer_are_not_killed(tmp_path, start):
-    """A rank was stopped and goes on, another has announced a long call; an old status stays."""
+    """A rank was stopped and continued, and another rank has announced a long call.
+
+    A status file of an earlier failure has no effect.
+    """
     write_status(tmp_path, cause="error", exit_code=70, rank=1)
     stopped, announced = start(0, "run"), start(0, "allow", tmp_path / "other")
     stopped.send_signal(signal.SIGSTOP)
@@ -219,10 +222,10 @@ def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code,
     supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
     assert (ending.cause, ending.code, which) == (cause, 70, 0)
-    assert ("memory ran out" in ending.line) == (code == -9)  # as the kernel kills
+    assert ("memory ran out" in ending.line) == (code == -9)  # the kernel kills with SIGKILL
     assert supervisor.job_code(cfg, ranks) == 70
     write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
-    assert supervisor.job_code(cfg, ranks) == 79  # of the first that failed
+    assert supervisor.job_code(cfg, ranks) == 79  # the code of the rank that failed first
 
 
 def sleep_until_terminated() -> None:
@@ -262,7 +265,7 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
 
 
 def test_time_in_which_the_watching_process_was_stopped_is_not_silence(monkeypatch):
-    """As after Ctrl-Z and fg."""
+    """Ctrl-Z and fg stop and continue the process."""
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     watch = StallWatch(lambda: [Progress(0, 7, "train", 3)], timeout_s=3.0)

@@ -1,4 +1,4 @@
-"""The command: what is compared, in which order, and what is printed."""
+"""The command `python -m tests.bench`: read the options, run the loops in turns, print a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.bench.result import summarize, table
 from tests.bench.target import CONFIGS
 from tests.bench.turns import Contestant
 
-# What each size adds before what is typed; a step takes about 1 ms, 0.1 s, 2 s, and (GPU) 0.1 s.
+# Overrides of each size, which typed overrides follow. A step takes about 1 ms, 0.1 s and 2 s on a
+# CPU, and a step of gpt2 0.1 s on a GPU.
 SIZES = {
     "tiny": "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=17 "
     "data.batch_size=4 trainer.log_every_n_steps=50 steps=50 rounds=15",
@@ -39,16 +40,16 @@ COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
     "optimizer._target_": "torch.optim.AdamW",
 }
-# A run without what the other loops do not do either.
+# These options disable the parts of a run that the other loops do not have.
 FIXED = ("trainer.limit_val_batches=0", "trainer.max_steps=100000000", "trainer.max_epochs=-1")
 
 
 class BenchRun(RunConfig):
-    """A run's keys and the command's own."""
+    """The keys of a run and the keys of this command."""
 
     size: Literal[tuple(SIZES)]
-    rounds: Count  # turns of each loop
-    steps: Count  # of a turn
+    rounds: Count  # number of turns of each loop
+    steps: Count  # number of steps in a turn
     loops: list[Literal[LOOPS]]
     target_loss: Literal["first"] | Positive | None
     configs: Annotated[list[Name], Field(min_length=1)]
@@ -56,12 +57,12 @@ class BenchRun(RunConfig):
 
 
 def main() -> None:
-    """The command line, in which size=… stands for what SIZES says."""
+    """Run the command line, with size=… replaced by its overrides in SIZES."""
     words = sys.argv[1:]
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
     preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
     if any(word.startswith("target_loss=") for word in words):
-        preset = []  # the runs have their own
+        preset = []  # the configs choose their model and batch
     sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
     config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
 
@@ -148,7 +149,7 @@ def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
 
 
 def run_rounds(contestants: list[Contestant], rounds: int, steps: int) -> None:
-    """Every loop once a round, each round in the other direction; the first does not count."""
+    """Run every loop once per round, in alternating order. The first round does not count."""
     from tqdm import trange
 
     for number in trange(rounds + 1, desc="rounds", disable=None, leave=False):

@@ -1,8 +1,8 @@
-"""One process of one loop: `python -m tests.bench.loops '<spec>'`, started by the bench.
+"""Run one process of one loop. The bench starts it by `python -m tests.bench.loops '<spec>'`.
 
-The spec, in JSON: `loop` (a name of LOOPS), `overrides` of the run (for ours), and for the others
-what they make of them: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
-`precision`, `compile`, `device`. Each loop imports only what it needs: its memory is measured.
+The spec is JSON: `loop` (a name of LOOPS), `overrides` of the run for gptrain's loop, and the same
+options for the other loops: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
+`precision`, `compile`, `device`. Each loop imports only what it needs, because memory is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # for all loops alike
+        torch.set_float32_matmul_precision("high")  # identical for all loops
         turns = Turns(torch.cuda.synchronize, torch.cuda.max_memory_allocated)
     else:
         turns = Turns(lambda: None, peak_resident_bytes)
@@ -43,9 +43,10 @@ def main() -> None:
 
 
 def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """What multi-GPU tutorials train, as such code is written: what a user would start from.
+    """Train with the code that multi-GPU tutorials show, from which a user would start.
 
-    All logits exist at once, samples are gathered one by one, the optimizer is the default one.
+    All logits are in memory at once, samples are collected one by one, and the optimizer has
+    torch's default implementation.
     """
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,7 +59,7 @@ def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 
 def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """Our model, loss, data and optimizer in the plain loop."""
+    """Train gptrain's model, loss, data and optimizer in the plain loop."""
     from gptrain.optim import decay_groups
     from gptrain.parallel.gradients import clip_grad_norm
 
@@ -99,14 +100,14 @@ def train(
     turns: Turns,
     clip: Callable[[list[nn.Parameter], float], Any] = clip_grad_norm_,
 ) -> None:
-    """The plain loop, without an end."""
+    """Train in the plain loop, which has no end."""
     parameters = list(net.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))
     for batch in batches:
         tokens, targets = (part.to(device, non_blocking=True) for part in batch)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled="16" in spec["precision"]):
-            loss = net(tokens, targets)  # lives on to the next step, as in most such loops
+            loss = net(tokens, targets)  # most such loops keep the loss until the next step
         loss.backward()
         clip(parameters, spec["clip"])
         optimizer.step()
@@ -115,7 +116,7 @@ def train(
 
 
 class TutorialGPT(nn.Module):
-    """tokens, targets (B, T) -> loss, by a decoder whose memory is its own input."""
+    """Loss of tokens and targets (B, T) from torch's decoder, whose memory is its own input."""
 
     def __init__(self, spec: Spec):
         super().__init__()
@@ -136,7 +137,7 @@ class TutorialGPT(nn.Module):
 
 
 class OurGPT(nn.Module):
-    """SimpleGPT and its loss as one module, which is what DistributedDataParallel wraps."""
+    """SimpleGPT and its loss in one module, which DistributedDataParallel wraps."""
 
     def __init__(self, spec: Spec):
         super().__init__()
@@ -153,7 +154,7 @@ class OurGPT(nn.Module):
 
 
 def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-    """Our data, in our order, without an end."""
+    """Return gptrain's data in gptrain's order, without an end."""
     from torch.utils.data import DataLoader
 
     from gptrain.data import DummyTextDataset, SampleOrder, TrainBatches, collate
@@ -167,7 +168,7 @@ def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tens
 
 
 def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
-    """The net, replicated where this process is a rank."""
+    """Wrap the net in DistributedDataParallel if this process is a rank."""
     if "RANK" not in os.environ:
         return net
     device = next(net.parameters()).device.type
@@ -176,7 +177,7 @@ def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def peak_resident_bytes() -> int:
-    """Most memory that this process ever held, shared libraries included; 0 without /proc."""
+    """Return the peak memory of this process, with shared libraries, or 0 without /proc."""
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
     return int(found[1]) * 1024 if found else 0

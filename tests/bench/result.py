@@ -1,4 +1,4 @@
-"""What the rounds say: per loop the median, and of each pair the ratio within a round."""
+"""Summarize the rounds: the median of each loop, and ratios of loops within a round."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from tests.bench.turns import Contestant
 
 
 def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """One result per loop.
+    """Return one result per loop.
 
-    step_s: seconds of a step.   tokens_per_s: of all ranks.
-    peak_bytes: of the process on a CPU, of the allocator on a GPU; of the largest rank.
-    ours_ratio: tokens/s of ours over its own, in the same round.
-    added_s: time of a step of ours over its own.
-    memory_ratio: peak of ours over its own.
+    Returns:
+        Dicts with these keys. The last three compare gptrain's loop with this loop:
+        step_s: Seconds per step.
+        tokens_per_s: Tokens per second of all ranks.
+        peak_bytes: Peak memory of the largest rank: of the process on a CPU, of torch's allocator
+            on a GPU.
+        ours_ratio: Ratio of tokens per second in the same round.
+        added_s: Difference of the seconds per step.
+        memory_ratio: Ratio of the peak memory.
     """
     ours = next((contestant for contestant in contestants if contestant.name == "ours"), None)
-    step_tokens = spec["batch_size"] * (spec["seq_len"] - 1)  # of one rank
+    step_tokens = spec["batch_size"] * (spec["seq_len"] - 1)  # tokens of one rank
     results = []
     for contestant in contestants:
         result = {
@@ -43,13 +47,13 @@ def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[
 
 
 def over_rounds(values: Iterable[float]) -> dict[str, float]:
-    """Median, smallest and largest of the rounds."""
+    """Return the median, the smallest and the largest value of the rounds."""
     values = list(values)
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """For people; ratios as median (lowest-highest) of the rounds."""
+    """Return a table with ratios as median (lowest-highest) of the rounds."""
     lines = []
     for result in results:
         name = result["name"] + (f" x {result['n_ranks']}" if result["n_ranks"] > 1 else "")

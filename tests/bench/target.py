@@ -1,4 +1,4 @@
-"""Tokens, steps and seconds to a validation loss: whole runs of train.py, one after another."""
+"""Measure tokens, steps and seconds to a validation loss, in complete runs of train.py."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CONFIGS = (
     "scheduler=warmup_cosine scheduler.warmup_steps=0.1 scheduler.min_factor=0.1",
     "experiment=quickstart",
 )
-# Of each run, before its own words: measured often, on few batches, and nothing kept.
+# Overrides of each run before those of its config: frequent short validations, no saved files.
 COMMON = (
     "checkpoint=none", "++callbacks.sample=null", "logger=none",
     "trainer.enable_progress_bar=false", "trainer.val_check_interval=10",
     "trainer.limit_val_batches=16",
 )  # fmt: skip
-# Patient: it ends at the threshold alone.
+# With this patience, the run ends only at the threshold.
 STOP = (
     "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 1000000, "
     "stopping_threshold: %r}"
@@ -34,17 +34,22 @@ STOP = (
 
 
 def race(cfg: Any, words: list[str]) -> list[dict[str, Any]]:
-    """One result per config, with a run per seed, which ends where it reaches the target.
-
-    tokens, steps, seconds: to the target, the median over seeds; null where most missed it. Seconds
-        are a run's own, validations included.
-    tokens_ratio: over those of the first config with the same seed, their median.
+    """Train each config once per seed, until the run reaches the target loss.
 
     Args:
-        cfg: of BenchRun; target_loss=first is what the first config has at its end, seed by seed.
-        words: overrides of all runs, which come after their own.
+        cfg: Options of the command. With target_loss=first, the target of a seed is the final loss
+            of the first config with this seed.
+        words: Overrides of all runs, after those of the config.
 
-    Raises: JobFailedError.
+    Returns:
+        One dict per config with the keys:
+        tokens, steps, seconds: Median over seeds until the target, or None if most runs missed it.
+            The seconds include validations.
+        tokens_ratio: Median ratio of the tokens to those of the first config with the same seed.
+        runs: Results of the single runs.
+
+    Raises:
+        JobFailedError: If a run fails.
     """
     results: list[dict[str, Any]] = []
     for number, config in enumerate(cfg.configs):
@@ -63,11 +68,14 @@ def race(cfg: Any, words: list[str]) -> list[dict[str, Any]]:
 
 
 def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, Any]:
-    """What one run of train.py took; without a target its own last loss is one that it reached."""
+    """Run train.py until the target loss, and return its tokens, steps and seconds.
+
+    Without a target, the run uses its whole budget, and its final loss becomes the target.
+    """
     stop = [] if target is None else [f"+callbacks.target={STOP % target}"]
     overrides = [*COMMON, *words, *stop, f"run_dir={quoted(str(folder))}"]
     command = [sys.executable, str(TRAIN), *overrides]
-    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         raise JobFailedError(code, f"{shlex.join(words)}: exit code {code}")
     result = json.loads((folder / "result.json").read_text())
     loss = result["metrics"]["val/loss"]
@@ -77,20 +85,20 @@ def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, An
 
 
 def middle(runs: list[dict[str, Any]], key: str) -> float | None:
-    """The median of those that reached the target, the others counted as later than all."""
+    """Return the median over runs. A run that missed the target counts as infinite."""
     value = median(run[key] if run["is_reached"] else math.inf for run in runs)
     return value if math.isfinite(value) else None
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What a run took, or the medians of some."""
+    """Return one line with the tokens, steps and seconds of a run, or of medians of runs."""
     return (
         f"{result['tokens']:,.0f} tokens, {result['steps']:,.0f} steps, {result['seconds']:.0f} s"
     )
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """For people: medians over seeds, and tokens over those of the first."""
+    """Return a table of medians over seeds, and of tokens in relation to the first config."""
     lines = []
     for result in results:
         low, high = (f(run["target"] for run in result["runs"]) for f in (min, max))

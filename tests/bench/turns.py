@@ -1,4 +1,7 @@
-"""Who runs when: a parent that gives the turn, and loops that wait. Standard library only."""
+"""Let loops run in turns: a parent process gives the turns, and the loops wait for them.
+
+This file needs the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from typing import Any
 
 
 class Contestant:
-    """The processes of one loop, seen from the parent.
+    """The processes of one loop, as the parent controls them.
 
     Attributes:
-        steps_s: of each turn, seconds of one step of the slowest rank.
-        peak_bytes: of the largest rank.
+        steps_s: Seconds per step of the slowest rank, for each turn.
+        peak_bytes: Peak memory of the largest rank.
 
     Args:
-        spec: what the loop is to do, see `tests.bench.loops`.
-        threads: OpenMP threads of each rank.
-        log_dir: for what the processes print.
+        spec: Options of the loop, see `tests.bench.loops`.
+        threads: Number of OpenMP threads of each rank.
+        log_dir: Folder for the output of the processes.
     """
 
     def __init__(self, name: str, spec: dict[str, Any], n_ranks: int, threads: int, log_dir: Path):
@@ -49,11 +52,11 @@ class Contestant:
             self.ranks.append(process)
 
     def first_step(self) -> None:
-        """Waits until each rank has taken its first step."""
+        """Wait until each rank has done its first step."""
         self._read()
 
     def take_turn(self, steps: int) -> None:
-        """Lets it run that many steps while all others wait."""
+        """Let the loop do this number of steps while all other loops wait."""
         for rank in self.ranks:
             rank.stdin.write(f"{steps}\n")
             rank.stdin.flush()
@@ -62,7 +65,7 @@ class Contestant:
         self.peak_bytes = max(reply["peak_bytes"] for reply in replies)
 
     def end(self) -> None:
-        """Ends its processes, whatever they are doing."""
+        """Kill the processes of the loop."""
         for rank in self.ranks:
             rank.kill()
             rank.communicate()
@@ -77,21 +80,21 @@ class Contestant:
 
 
 class Turns:
-    """The parent, seen from a loop: `step_done` after every step, and nothing else.
+    """The connection of a loop to the parent. The loop calls `step_done` after every step.
 
     Args:
-        synchronize: waits until the device has done what it was given.
-        peak_bytes: most memory that was held so far.
+        synchronize: Function that waits until the device has finished its work.
+        peak_bytes: Function that returns the peak memory so far.
     """
 
     def __init__(self, synchronize: Callable[[], None], peak_bytes: Callable[[], int]):
         self.synchronize, self.peak_bytes = synchronize, peak_bytes
         self.parent = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what a loop prints goes to its log
+        os.dup2(2, 1)  # the log also receives what the loop prints to stdout
         self._begin(1)
 
     def step_done(self) -> None:
-        """Returns at once within a turn; at its end, when the next one begins."""
+        """Count a step. At the end of a turn, report the figures and wait for the next turn."""
         self.left -= 1
         if self.left:
             return

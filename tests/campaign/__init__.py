@@ -1,5 +1,6 @@
-"""Real faults in real runs, held against an undisturbed run: python -m tests.campaign [--quick].
+"""Plant faults in real runs and compare the results with a run without a fault.
 
-`scenarios` is the table, `trial` one try of a row, `lab` starts the runs, `faults` is what happens
-in a rank, `truth` what of a run must be equal, bit for bit, whatever befell it.
+Run `python -m tests.campaign [--quick]`. `scenarios` is the table of faults, `trial` performs one
+try of a row, `lab` starts the runs, `faults` holds the faults inside a rank, and `truth` compares
+the results that must be equal bit for bit.
 """

@@ -1,4 +1,4 @@
-"""How a fault gets into a rank: by a callback of the campaign, whose name must be typed."""
+"""Faults inside a rank. A callback that is named on the command line causes them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ HOOKS = {  # phase -> the hook of a callback in which the fault happens
     "log": "on_train_batch_end", "validation": "on_validation_batch_start",
     "save": "on_save_checkpoint", "end": "on_train_end", "teardown": "teardown",
 }  # fmt: skip
-OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which a save is made
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # functions of `os` that a save calls
 
 
 class Fault(Callback):
-    """One fault in one rank, once in the life of a run folder. Options: see trial.Scenario."""
+    """One fault in one rank, once per run folder. trial.Scenario describes the options."""
 
     def __init__(self, **options: Any):
         vars(self).update(options)
 
     def enter(self, phase: str, trainer: Trainer, module: Any, *details: Any, **_: Any) -> None:
-        """Called by each hook."""
+        """Cause the fault if the phase, rank and step match. Every hook calls this method."""
         here = phase == self.phase and self.rank == trainer.global_rank
         marker = Path(trainer.default_root_dir) / "planted"
         if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
@@ -49,7 +49,7 @@ class Fault(Callback):
 
     def perform(self, trainer: Trainer, *details: Any) -> None:
         if self.act.startswith("SIG"):
-            if self.target == "group":  # from a stranger: a data worker obeys its rank
+            if self.target == "group":  # data workers accept signals of their own rank
                 return outside(f"kill -{self.act[3:]} -- -{os.getpgid(0)}")
             pid = os.getpid() if self.target == "rank" else os.getppid()
             os.kill(pid, signal.Signals[self.act])
@@ -64,7 +64,7 @@ for phase, name in HOOKS.items():
 
 
 def outside(script: str) -> None:
-    """A shell, which goes on while this process cannot."""
+    """Run a shell script in a process that continues while this process is stopped."""
     subprocess.Popen(["sh", "-c", script])
 
 
@@ -73,7 +73,7 @@ def fail(*_: Any) -> None:
 
 
 def fill_log(trainer: Trainer, *_: Any) -> None:
-    """The disk is full for TensorBoard's file, which is opened anew for each write."""
+    """Make TensorBoard's file, which is opened for each write, a link to a full device."""
     for path in Path(trainer.default_root_dir).glob("events.out.tfevents.*"):
         path.unlink()
         path.symlink_to("/dev/full")
@@ -102,7 +102,7 @@ ACTS: dict[str, Callable[..., Any]] = {
 
 
 def break_operation(count: int, act: Callable[[], None]) -> None:
-    """Does the act before the count-th operation of this process in a folder `checkpoints`."""
+    """Call `act` before the count-th operation of this process in a folder `checkpoints`."""
     seen = itertools.count(1)
 
     def call(name: str, operation: Callable, place: Any, *args: Any, **options: Any) -> Any:
@@ -117,7 +117,7 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
 
 
 class Witness(Callback):
-    """Writes down, for each micro-step of each rank, the batch that it saw and its loss."""
+    """Writes a hash of the batch and the loss of each micro-step of each rank into a file."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         seen, loss = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest(), float(outputs["loss"])

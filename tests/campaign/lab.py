@@ -1,7 +1,7 @@
-"""Runs of real ranks, started in a fraction of the time that importing torch would take.
+"""Start runs with real ranks in less time than importing torch takes.
 
-One process has imported everything and computed nothing, so it has no threads; a run is a fork of
-it in a session of its own. Launcher, ranks and data workers are processes of their own.
+A server process has imported everything and has computed nothing, so that it has no threads. A run
+is a fork of this process in its own session. Launcher, ranks and data workers are real processes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ EVERY = 5  # steps between two checkpoints
 WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.supervisor",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline", "gptrain.parallel.sharded",
         "gptrain.checkpoints.safe_load", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
-_polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
-# A GPT that is as small as one can be and still has all parts; everything random is on.
+# Only one thread at a time may read exit codes: the system reports the code of a child only once.
+_polling = threading.Lock()
+# The smallest GPT that has all parts, with all sources of randomness enabled.
 TINY = (
     "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
     "model.d_model=32 model.n_heads=2 model.vocab_size=64 model.max_seq_len=32 model.dropout=0.1 "
@@ -50,12 +51,12 @@ class Attempt:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None: it goes on."""
+        """Exit code of the run, negative for a signal, or None while the run continues."""
         with _polling:
             return self.process.exitcode
 
     def wait(self, timeout_s: float = 120.0) -> int:
-        """Its exit code; at the timeout all of it is killed."""
+        """Wait for the exit code and return it. After the timeout, kill all processes first."""
         give_up_s = time.monotonic() + timeout_s
         while self.code is None:
             if time.monotonic() > give_up_s:
@@ -67,7 +68,7 @@ class Attempt:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def left(self) -> list[str]:
-        """Its processes that live: number, name and state."""
+        """Return the id, name and state of all processes of the run that are alive."""
         session = str(self.process.pid)
         return [
             f"{pid} {process[0]} {process[1]}"
@@ -77,19 +78,19 @@ class Attempt:
 
 
 class Lab:
-    """Starts runs in folders below one; of `n_steps`, unless their words say otherwise."""
+    """Starts runs in subfolders of a folder, with `n_steps` steps if their words do not differ."""
 
     def __init__(self, folder: Path, n_steps: int):
         os.environ["OMP_NUM_THREADS"] = "1"
         self.folder, self.n_steps, self.run_s = folder, n_steps, 0.0
         self.numbers = itertools.count(1)
         self.references: dict[tuple[str, ...], tuple[Path, dict]] = {}
-        self.making = defaultdict(threading.Lock)  # of a reference
+        self.making = defaultdict(threading.Lock)  # words of a reference -> lock while it trains
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(WARM)
 
     def reference(self, *words: str) -> tuple[Path, dict]:
-        """Folder and record of an undisturbed run with these words; it keeps all checkpoints."""
+        """Return the folder and record of a run without a fault, which keeps all checkpoints."""
         with self.making[words]:
             if words not in self.references:
                 attempt = self.start(self.new("reference"), "checkpoint.keep=99", *words)
@@ -100,7 +101,7 @@ class Lab:
         return self.references[words]
 
     def cut_back(self, step: int, *words: str) -> Path:
-        """A copy of the reference run as if it had been killed after the checkpoint of a step."""
+        """Copy the reference run as if it had been killed after the checkpoint of a step."""
         run_dir = self.new("copy")
         shutil.copytree(self.reference(*words)[0], run_dir)
         for path in (run_dir / "checkpoints").glob("step-*"):
@@ -110,11 +111,11 @@ class Lab:
         return run_dir
 
     def new(self, name: str) -> Path:
-        """A run folder that does not exist yet."""
+        """Return the path of a new run folder."""
         return self.folder / f"{next(self.numbers):04d}-{name}"
 
     def start(self, run_dir: Path, *words: str) -> Attempt:
-        """`python train.py <words>` in a process of its own; it goes on with what is there."""
+        """Start `python train.py <words>`, which resumes from a checkpoint if there is one."""
         log = self.folder / f"{run_dir.name}-{next(self.numbers):04d}.log"
         words = (*TINY, f"trainer.max_steps={self.n_steps}", f"run_dir={run_dir}", *words)
         process = self.context.Process(target=become_run, args=(list(words), log))
@@ -124,7 +125,10 @@ class Lab:
 
 
 def become_run(words: list[str], log: Path) -> None:
-    """In the child: the command, its output in a file; TMPDIR=... as last word is obeyed."""
+    """Run the command in this child process and exit, with the output in a file.
+
+    If the last word is TMPDIR=..., the child uses this folder for temporary files.
+    """
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)

@@ -1,6 +1,6 @@
-"""The table: what is done to a run, how it must end, and how it must go on.
+"""The table of faults: what is done to a run, how the run must end, and how it must resume.
 
-`quick` tries of a row are among the tests: of the faults that no other test reaches.
+The test suite makes the `quick` tries of a row, for faults that no other test covers.
 """
 
 import os

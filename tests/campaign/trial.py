@@ -1,4 +1,4 @@
-"""One try of a scenario: None where all that was promised held, else what did not."""
+"""Try a scenario once, and return None if every promise held, or a description of the failure."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class Scenario:
 
     fault: str  # number in the project's list of faults
     what: str
-    # Of `faults.Fault`; no act: a copy of the reference run, cut back to an earlier checkpoint.
-    acts: tuple[str, ...] = ()  # one of which is drawn
-    phases: tuple[str, ...] = ("time",)  # likewise; "time": a signal at a random moment
+    # Options of `faults.Fault`, drawn at random. Without an act, the try resumes a copy of the
+    # reference run that is cut back to an earlier checkpoint.
+    acts: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ("time",)  # "time": a signal at a random moment
     rank: int | None = None  # None: drawn
     step: int | None = None  # None: drawn; -1: the last
     target: str = "rank"
     operation: tuple[int, int] = (0, 0)  # drawn from this range
     always: bool = False
     codes: tuple[int, ...] = (70,)  # any of these; after 0 it must equal the reference
-    cause: str | None = None  # of status.json
+    cause: str | None = None  # the cause in status.json
     blames: bool = False  # status.json names the rank
     says: str = ""  # a pattern in the output
-    within_s: float = 12.0  # from the fault to the end
+    within_s: float = 12.0  # longest time between the fault and the end of the run
     harm: Callable[[Path, Random], None] | None = None  # done to the newest checkpoint
     again: int | None = 0  # exit code; None: no resume
     redo: int = EVERY  # micro-steps that may be done twice
@@ -48,10 +49,10 @@ class Scenario:
     first: tuple[str, ...] = ()  # words of the first start alone
     quick: int = 0  # tries
     full: int = 10
-    one_try: Callable[[Scenario, Lab, Random], str | None] | None = None  # of another shape
+    one_try: Callable[[Scenario, Lab, Random], str | None] | None = None  # replaces try_fault
 
     def attempt(self, lab: Lab, number: int, seed: int = 0) -> str | None:
-        """The try of this number; an exception of the campaign itself is a failure, too."""
+        """Make the try with this number. An exception of the campaign itself is a failure, too."""
         draw = Random(f"{seed} {self.fault} {self.what} {number}")
         try:
             return (self.one_try or try_fault)(self, lab, draw)
@@ -60,7 +61,7 @@ class Scenario:
 
 
 def try_fault(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """The fault, the end, the harm, the resume, and the comparison with the reference."""
+    """Cause the fault, check the end, do the harm, resume, and compare with the reference."""
     _, reference = lab.reference(*row.reference)
     if row.acts:
         attempt, found = befall(row, lab, draw)
@@ -85,7 +86,7 @@ def try_fault(row: Scenario, lab: Lab, draw: Random) -> str | None:
 
 
 def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -> tuple:
-    """A run with the fault, and whether it ended as it should."""
+    """Start a run with the fault, and return the run and a description of a wrong ending."""
     act, phase = draw.choice(row.acts), draw.choice(row.phases)
     rank = draw.randrange(2) if row.rank is None else row.rank
     step = draw.randrange(1, lab.n_steps - 4) if row.step is None else row.step
@@ -98,7 +99,7 @@ def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -
         strike(attempt, act, row.target, rank, draw.uniform(0, lab.run_s))
     marker, struck_s = attempt.run_dir / "planted", time.time()
     code, text = attempt.wait(), attempt.text()
-    if code == 0 and phase == "time":  # it was done before
+    if code == 0 and phase == "time":  # the run was done before the signal
         return attempt, None
     while (left := attempt.left()) and time.time() < struck_s + 60:
         time.sleep(0.05)
@@ -119,17 +120,17 @@ def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -
 
 
 def fault_words(**options: object) -> list[str]:
-    """What to type for a fault in a rank."""
+    """Return the overrides that add a fault."""
     options["_target_"] = "tests.campaign.faults.Fault"
     return [f"+callbacks.fault.{key}={value}" for key, value in options.items()]
 
 
 def strike(attempt: Attempt, act: str, target: str, rank: int, after_s: float) -> None:
-    """Sends a signal to a run, whatever it is doing then."""
+    """Send a signal to a run after some seconds."""
     time.sleep(after_s)
     pid = attempt.process.pid
     while attempt.code is None:
-        with suppress(OSError, IndexError):  # it does not run yet, or no more
+        with suppress(OSError, IndexError):  # the rank has not started, or it has ended
             ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             place = int(ranks[rank]) if target == "rank" else -pid if target == "group" else pid
             return os.kill(place, signal.Signals[act])
@@ -137,7 +138,7 @@ def strike(attempt: Attempt, act: str, target: str, rank: int, after_s: float) -
 
 
 def flip(folder: Path, draw: Random) -> None:
-    """One bit of any file."""
+    """Flip one bit of a random file."""
     path = draw.choice(sorted(folder.iterdir()))
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
@@ -145,26 +146,26 @@ def flip(folder: Path, draw: Random) -> None:
 
 
 def truncate(folder: Path, draw: Random) -> None:
-    """Any file ends anywhere, also after 0 bytes or 1."""
+    """Truncate a random file to 0 bytes, 1 byte or a random length."""
     path = draw.choice(sorted(folder.iterdir()))
     os.truncate(path, draw.choice((0, 1, draw.randrange(path.stat().st_size))))
 
 
 def mix_up(folder: Path, draw: Random) -> None:
-    """A file is gone, or the manifest is of another step."""
+    """Remove a random file, or replace the manifest by that of another step."""
     older = min(folder.parent.glob("step-*")) / "manifest.json"
     path = draw.choice(sorted(folder.iterdir()))
     path.unlink() if draw.random() < 0.5 else shutil.copy(older, folder)
 
 
 def reuse_pid(folder: Path, draw: Random) -> None:
-    """The lock of a dead run names a process that lives."""
+    """Let the lock of a dead run name the process id of a live process."""
     lock = folder.parents[1] / ".lock"
     lock.write_text(re.sub(r'"pid": \d+', f'"pid": {os.getpid()}', lock.read_text()))
 
 
 def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """One fault after another until the run is done: at least 20."""
+    """Cause one fault after another until the run is done, and at least 20 faults."""
     run_dir, (_, reference) = lab.new(f"{row.fault}-storm"), lab.reference(*row.reference)
     for n_faults in range(200):
         attempt, found = befall(row, lab, draw, run_dir)
@@ -176,7 +177,7 @@ def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
 
 
 def crowd(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Three starts in one folder: one runs, the others are refused and name it."""
+    """Start three runs in one folder. One runs, and the other two are refused and name it."""
     run_dir, give_up_s = lab.new("crowd"), time.monotonic() + 60
     attempts = [lab.start(run_dir, "trainer.max_steps=1000000") for _ in range(3)]
     running = list(attempts)
@@ -193,9 +194,9 @@ def crowd(row: Scenario, lab: Lab, draw: Random) -> str | None:
 
 
 def other_ranks(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Saved on two ranks, resumed on one or four at the same global batch."""
+    """Resume a run of two ranks on one or four ranks with the same global batch."""
     run_dir, n_ranks = lab.cut_back(10, *row.reference), draw.choice((1, 4))
-    for path in run_dir.glob("witness-*"):  # of other micro-steps
+    for path in run_dir.glob("witness-*"):  # the resumed run has other micro-steps
         path.unlink()
     resumed = lab.start(run_dir, *row.reference, f"trainer.devices={n_ranks}", "data.batch_size=2")
     if resumed.wait() or f"resumed on {n_ranks} ranks" not in resumed.text():
@@ -208,7 +209,7 @@ def other_ranks(row: Scenario, lab: Lab, draw: Random) -> str | None:
 
 
 def changed(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Resumed as another run: refused by name, before a rank starts."""
+    """Resume with a changed key. The change is refused by name before a rank starts."""
     run_dir, change = lab.cut_back(10), draw.choice(CHANGES.split())
     attempt = lab.start(run_dir, change)
     right = attempt.wait() == 2 and f"error: {change.partition('=')[0]}" in attempt.text()
@@ -218,7 +219,7 @@ def changed(row: Scenario, lab: Lab, draw: Random) -> str | None:
 
 
 def sweep(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Of a sweep of three jobs the second is killed: the others are done, the table says it."""
+    """Kill the second of three jobs of a sweep. The others finish, and the table names it."""
     fault = {"act": "SIGKILL", "phase": "log", "rank": 1, "step": "999,7,999", "target": "rank"}
     attempt = lab.start(lab.new("sweep"), "-m", *fault_words(**fault, operation=0, always=False))
     if attempt.wait(120) != 70 or not re.search(r"1  failed \(70\)", attempt.text()):

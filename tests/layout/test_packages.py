@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gptrain"
 
-# Package -> packages of gptrain that it may import, besides `core`.
+# Package -> packages of gptrain that it may import in addition to `core`.
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "conf": set(),
@@ -50,7 +50,7 @@ FOREIGN = {  # framework -> packages that may import it
     "hydra": {"config", "assemble", "runtime"},
     "pydantic": {"config", "core"},
 }
-PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightning.py
+PRIVATE = {  # private name of Lightning -> file that uses it; lit/lightning.py has the reasons
     "_signal_connector": "lit/lightning.py",
     "_broadcast_sigterm_tensor": "lit/lightning.py",
     "_checkpoint_connector": "lit/lightning.py",
@@ -63,19 +63,19 @@ PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightnin
 
 @cache
 def modules() -> list[Path]:
-    """Of the library; behind its template are files of this project."""
+    """Return the Python files of the library. The template of a project is not part of it."""
     return sorted(path for path in PACKAGE.rglob("*.py") if "template" not in path.parts)
 
 
 def package_of(path: Path) -> str:
     if path.name in ("__main__.py", "command.py"):
-        return "command"  # of whatever room: nobody imports it but the one who types it
+        return "command"  # a command of any package: it is typed, and no other file imports it
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @cache
 def imports(path: Path) -> set[str]:
-    """Absolute names of all that a file imports, wherever in the file."""
+    """Return the absolute names of all imports of a file, also of those inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

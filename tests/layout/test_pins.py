@@ -1,4 +1,4 @@
-"""What is installed tomorrow is what was tested: .ci/constraints.txt fits pyproject.toml."""
+"""The pinned versions in .ci/constraints.txt satisfy the requirements in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 
 def lines(*names: str) -> list[str]:
-    """The requirements of files of this checkout, without comments."""
+    """Return the lines of files of this checkout without comments and empty lines."""
     texts = (text for name in names for text in (ROOT / name).read_text().splitlines())
     return [line for text in texts if (line := text.partition("#")[0].strip())]
 
 
 def asked() -> list[Requirement]:
-    """All that pyproject.toml asks for, whatever the extra."""
+    """Return the requirements of all extras of pyproject.toml, and of a new project."""
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [text for texts in extras["optional-dependencies"].values() for text in texts]

@@ -1,4 +1,4 @@
-"""What the README shows is so: its commands, options, files, tables and exit codes."""
+"""The README is true: its commands, options, files, tables and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAIN = [
     for command in line.split(" && ")
     if "python train.py" in command
 ]
-# Said last, so it wins: the same command on a net and a machine of a test's size.
+# These options come last and win: they make a command small enough for a test.
 SMALL = [
     "trainer.accelerator=cpu", "model.d_model=16", "trainer.max_steps=2", "data.batch_size=2",
     "data.seq_len=17", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
@@ -46,7 +46,7 @@ def section(title: str) -> str:
 
 
 def small(words: list[str]) -> list[str]:
-    """The options of a command, followed by those that make it small."""
+    """Return the options of a command, followed by the options that make it small."""
     if "--help" in words or "--cfg" in words:
         return words
     gpt = [] if "model=my_lstm" in words else SMALL_GPT
@@ -80,14 +80,16 @@ def run_verb(command: str, monkeypatch) -> int:
 
 @pytest.mark.slow
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
-    """In the order of the README: some go on with the run of the one before."""
+    """Commands run in the order of the README, because some resume an earlier run."""
     monkeypatch.chdir(tmp_path)
     assert len(TRAIN) > 8
-    said = tmp_path / "said"  # by ranks
+    said = tmp_path / "output"  # output of the ranks
     for number, command in enumerate(TRAIN):
         words = shlex.split(command)[2:]
         if not any(word.startswith(("run_dir=", "--")) for word in words):
-            words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
+            words.append(
+                f"run_dir={tmp_path / str(number)}"
+            )  # two runs in one second would share a folder
         code = run_train(words, monkeypatch, said)
         out, err = capfd.readouterr()
         assert code == 0, (command, out, err, said.exists() and said.read_text())

@@ -47,4 +47,4 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
         kl = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean")
         expected = (1 - weight) * F.cross_entropy(ours * temperature, targets[counted])
         torch.testing.assert_close(loss, expected + weight * temperature**2 * kl)
-    assert len(module.state_dict()) == len(net.state_dict())  # without the teacher
+    assert len(module.state_dict()) == len(net.state_dict())  # the teacher is not saved

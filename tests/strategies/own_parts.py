@@ -117,7 +117,7 @@ class Record(pl.Callback):
             "tokens": [],  # (B, T) of every micro-step
             "places": [],  # (epoch, step) of every micro-step
             "samples": [],  # sample indices of this rank in every step
-            "lrs": [],  # one per parameter group and optimizer step
+            "lrs": [],  # learning rate of each parameter group in every optimizer step
             "clipped": [],  # norm of the optimizer's gradients; only for unsharded nets
             "validated": [],  # steps
             "sent": [],
@@ -144,7 +144,7 @@ class Record(pl.Callback):
             seen["ddp"] = {key: getattr(trainer.strategy.model, key) for key in DDP_OPTIONS}
         seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
-        if peak is not None:  # on rank 0
+        if peak is not None:  # only rank 0 has a peak
             seen["peak"], seen["peak_of"] = peak.flops_per_s, peak.source
         for part in net.modules():
             if isinstance(part, nn.Dropout) and part.p > 0:

@@ -54,7 +54,10 @@ def batches_of(records):
     for of_ranks in zip(*(record["samples"] for record in records), strict=True):
         samples = [dataset[number] for samples in of_ranks for number in samples]
         tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))  # (12, T)
-        yield tokens, targets.masked_fill(tokens % 3 == 0, IGNORED)  # as MasksMore does
+        yield (
+            tokens,
+            targets.masked_fill(tokens % 3 == 0, IGNORED),
+        )  # MasksMore ignores the same targets
 
 
 @pytest.fixture(scope="module")

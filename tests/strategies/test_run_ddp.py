@@ -10,7 +10,7 @@ class TestStrategy(helpers.StrategyTests):
 
 
 def test_a_stopped_run_with_dropout_resumes_bit_for_bit(runs):
-    """One rank receives the stop signal between validations; the run resumes in its folder."""
+    """A stop signal reaches one rank between validations, and the run resumes in its folder."""
     words = (*helpers.PLACES["ddp"], *helpers.DROPOUT, "trainer.val_check_interval=6")
     whole = runs(*words)
     stop = (

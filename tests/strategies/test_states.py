@@ -111,7 +111,8 @@ def check_states(kinds):
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / str(number)))
         groups.append(broadcast(states.named_groups(*held, kind.stages)))
         mine, of_optimizer = kind.states()
-        assert bool(mine) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)  # one copy
+        # Only rank 0 gets a copy of the states.
+        assert bool(mine) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)
         if mine:
             check_full_state(mine, net_state)
             check_full_state(of_optimizer["state"], expected["state"])

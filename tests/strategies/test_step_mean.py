@@ -21,7 +21,7 @@ ONE_STEP = (*helpers.DROPOUT[1:2], "trainer.max_steps=1")
 
 @pytest.mark.parametrize("module", ["Penalised", "MasksMore"])
 def test_a_user_module_trains_identically_in_every_layout(module, runs):
-    """One module adds a term to the loss, another one changes the targets."""
+    """Penalised adds a term to the loss, and MasksMore changes the targets."""
     words = (f"module._target_=own_parts.{module}", *ONE_STEP)
     layouts = dict(LAYOUTS)
     if module == "Penalised":
