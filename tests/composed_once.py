@@ -32,7 +32,9 @@ def compose_once() -> None:
             patch.object(owner, name, wrap(getattr(owner, name))).start()
     # Hydra makes a deep copy for each command, in 0.02 s, only to replace the list of sources.
     repository = config_repository.ConfigRepository
-    patch.object(repository, "__deepcopy__", lambda one, _: copy.copy(one), create=True).start()
+    patch.object(
+        repository, "__deepcopy__", lambda original, _: copy.copy(original), create=True
+    ).start()
 
 
 def _find_once(find: Callable) -> Callable:

@@ -36,13 +36,13 @@ def main(seeds: int = 1) -> None:
               "ladder.tokens_per_parameter=[10,20,40]", "ladder.lr_width=128",
               f"ladder.seeds={[*range(1, seeds + 1)]}", f"output_dir={OUT}"]  # fmt: skip
     subprocess.run([sys.executable, *ladder], cwd=ROOT, check=True)
-    found = json.loads((OUT / "ladder" / "ladder.json").read_text())
+    ladder_result = json.loads((OUT / "ladder" / "ladder.json").read_text())
     folder = OUT / "target"
     if not (folder / "result.json").exists():
-        command = [*shlex.split(found["target"]["command"])[1:], f"run_dir={folder}"]
+        command = [*shlex.split(ladder_result["target"]["command"])[1:], f"run_dir={folder}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     loss = json.loads((folder / "result.json").read_text())["metrics"]["val/loss"]
-    predicted = found["target"]["loss"]
+    predicted = ladder_result["target"]["loss"]
     print(f"predicted {predicted:.4f}, trained {loss:.4f}: {predicted / loss - 1:+.2%}")
 
 

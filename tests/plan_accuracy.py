@@ -145,15 +145,15 @@ def highest(profiled: profile) -> float:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiled.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    found = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    there, most = {}, 0  # address -> bytes
-    for event in found:
+    memory_events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    allocated, most = {}, 0  # address -> bytes
+    for event in memory_events:
         address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
         if n_bytes > 0:
-            there[address] = n_bytes
+            allocated[address] = n_bytes
         else:
-            there.pop(address, None)
-        most = max(most, sum(there.values()))
+            allocated.pop(address, None)
+        most = max(most, sum(allocated.values()))
     return most
 
 
@@ -175,8 +175,8 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
 def read_meters(folder: Path) -> dict[str, float]:
     """Return the largest value of all ranks for each quantity, and the mean FLOPs of a rank."""
     ranks = [json.loads(file.read_text()) for file in folder.glob("meter-*.json")]
-    found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-    return found | {"flops": sum(rank["flops"] for rank in ranks) / len(ranks)}
+    largest = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    return largest | {"flops": sum(rank["flops"] for rank in ranks) / len(ranks)}
 
 
 def predict(words: list[str]) -> dict[str, Any]:

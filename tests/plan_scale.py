@@ -68,7 +68,7 @@ class Mixed(ShardedOptions, PipelineOptions):
 
 def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
     """Return for each device the relative errors of predicted speeds, and whether runs fit."""
-    found: dict[str, list[tuple[float, bool]]] = {}
+    errors: dict[str, list[tuple[float, bool]]] = {}
     with (Path(__file__).parent / "mpt_speeds.csv").open() as file:
         for row in csv.DictReader(file):
             d_model, n_heads, n_layers = MPT[row["net"]]
@@ -83,8 +83,8 @@ def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
             work = Work(shape, options, dims, batch, seq_len, accumulate, **more)
             made = estimate(work, machine)
             error = made["tokens_per_s"] / n_gpus / float(row["tokens_per_s"]) - 1
-            found.setdefault(row["device"], []).append((error, made["fits"]))
-    return found
+            errors.setdefault(row["device"], []).append((error, made["fits"]))
+    return errors
 
 
 def predict(row: tuple) -> tuple[float, float | None, float]:
@@ -101,11 +101,11 @@ def predict(row: tuple) -> tuple[float, float | None, float]:
         options = Mixed.model_construct(**dict(options), **default_options("pipeline").plain())
         options = options.model_copy(update=update)
     more = {"precision": "bf16-mixed", "checkpointing": mode, "compile": compiles}
-    found = estimate(Work(shape, options, dims, batch, T, **more), machine)
+    prediction = estimate(Work(shape, options, dims, batch, T, **more), machine)
     flops = train_flops_per_token(shape.matrix_weights, shape.n_layers, shape.d_model, T)
-    ours = found["tokens_per_s"] / dims.world_size * flops / 989e12
-    theirs = published * flops / 989e12 if published and published > 1 else published
-    return ours, theirs, found["bytes_per_device"]["total"]
+    mfu = prediction["tokens_per_s"] / dims.world_size * flops / 989e12
+    published_mfu = published * flops / 989e12 if published and published > 1 else published
+    return mfu, published_mfu, prediction["bytes_per_device"]["total"]
 
 
 def main() -> None:
@@ -121,11 +121,15 @@ def main() -> None:
     print(" net  GPUs = FSDP x TP x PP  recompute     memory      MFU published  error")
     for row in ROWS:
         net, data, tensor, pipeline, _, mode, *_, source = row
-        ours, theirs, n_bytes = predict(row)
-        said = f"{theirs:8.1%} {ours / theirs - 1:+7.0%}  {source}" if theirs else ""
+        mfu, published_mfu, n_bytes = predict(row)
+        comparison = (
+            f"{published_mfu:8.1%} {mfu / published_mfu - 1:+7.0%}  {source}"
+            if published_mfu
+            else ""
+        )
         n_gpus = data * tensor * pipeline
         print(f"{net:>4} {n_gpus:6,} = {data:3} x {tensor} x {pipeline:2} {mode:>9}"
-              f" {n_bytes / 2**30:6.1f} GiB {ours:8.1%} {said}")  # fmt: skip
+              f" {n_bytes / 2**30:6.1f} GiB {mfu:8.1%} {comparison}")  # fmt: skip
     print(__doc__.partition("\n\n")[2].strip())
 
 

@@ -67,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         source, tokenizer = Path(place) / "records.jsonl", Path(place) / "tokenizer.json"
         train_bpe(write_records(source, megabytes * 1_000_000), VOCAB_SIZE, tokenizer, True)
-        size, found = source.stat().st_size / 1e6, {"ours": [], "datasets.map": []}
+        size, rates_by_name = source.stat().st_size / 1e6, {"ours": [], "datasets.map": []}
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         for turn in range(n_turns):
             for name, code in (("ours", OURS), ("datasets.map", THEIRS)):
@@ -76,11 +76,12 @@ def main() -> None:
                     made = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
                 line = next(line for line in made.stdout.splitlines() if line.startswith("took"))
                 seconds, cpu_s, n_tokens = map(float, line.split()[1:])
-                found[name].append(size / seconds)
+                rates_by_name[name].append(size / seconds)
                 print(f"{turn} {name:13}{size / seconds:7.2f} MB/s  {cpu_s:6.1f} CPU s  "
                       f"{n_tokens:,.0f} tokens", flush=True)  # fmt: skip
-        ours, theirs = (statistics.median(rates) for rates in found.values())
-        print(f"median: ours {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s: {ours / theirs:.2f}")
+        our_rate, their_rate = (statistics.median(rates) for rates in rates_by_name.values())
+        ratio = our_rate / their_rate
+        print(f"median: ours {our_rate:.2f} MB/s, datasets.map {their_rate:.2f} MB/s: {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ def living() -> dict[int, list[str]]:
 
     The fields are in the order of proc(5): name, state, parent, process group, session, and so on.
     """
-    found = {}
+    processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has ended
             head, _, rest = path.read_text().rpartition(")")
             if rest.split()[0] not in "ZX":
-                found[int(path.parent.name)] = [head.partition("(")[2], *rest.split()]
-    return found
+                processes[int(path.parent.name)] = [head.partition("(")[2], *rest.split()]
+    return processes
 
 
 def family(pid: int) -> list[int]:

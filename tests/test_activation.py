@@ -56,8 +56,10 @@ def saved_bytes(mode):
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_activations_are_the_same_also_under_dropout(mode):
-    for mine, expected in zip(gradients(make_net(mode)), gradients(make_net("none")), strict=True):
-        assert torch.equal(mine, expected)
+    for gradient, expected in zip(
+        gradients(make_net(mode)), gradients(make_net("none")), strict=True
+    ):
+        assert torch.equal(gradient, expected)
 
 
 def test_names_of_parameters_stay():

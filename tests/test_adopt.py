@@ -134,8 +134,8 @@ def test_the_users_dependencies_are_kept_and_copied(project, run, tmp_path):
 def test_the_readme_of_a_project_names_its_own_files_and_no_command_without_them(
     project, run, tmp_path
 ):
-    mine = project / "src" / "my_project"
-    (mine / "net.py").rename(mine / "lora.py")
+    package = project / "src" / "my_project"
+    (package / "net.py").rename(package / "lora.py")
     (project / "conf" / "model" / "my_lstm.yaml").rename(project / "conf" / "model" / "lora.yaml")
     assert run("other", "--to", f"{tmp_path}/other", cwd=project)[0] == 0
     readme = (tmp_path / "other" / "README.md").read_text()
@@ -166,9 +166,9 @@ def test_every_command_of_its_readme_works(project):
 
 
 def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_path):
-    mine = project / "src" / "my_project"
-    (mine / "words.bin").write_bytes(b"\0\xff")
-    (mine / "more.py").write_text("from my_project import net\n")
+    package = project / "src" / "my_project"
+    (package / "words.bin").write_bytes(b"\0\xff")
+    (package / "more.py").write_text("from my_project import net\n")
     (project / "conf" / "model" / "more.yaml").write_text('{_target_: "my_project.more.Net"}\n')
     (project / "conf" / "local").mkdir()
     (project / "conf" / "local" / "default.yaml").write_text("seed: 1\n")
@@ -202,14 +202,14 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     (newer / "src" / "gptrain" / "conf" / "trainer" / "gpu.yaml").unlink()
     (project / "conf" / "train.yaml").open("a").write("old_key: 1\n")
     (project / "src" / "gptrain" / "gone.py").touch()
-    mine = own_files(project)
+    files = own_files(project)
     wheel = shutil.make_archive(f"{newer}.whl", "zip", newer / "src").removesuffix(".zip")
     Path(f"{wheel}.zip").rename(wheel)
     done = inside(project, sys.executable, "-m", "gptrain.adopt", "--upgrade", f"library={wheel}")
     assert done.returncode == 2, done.stderr
     assert "conf/train.yaml: error: old_key=1: unknown" in done.stdout
     assert "conf/experiment/gpt2_124m.yaml: error: " in done.stdout  # trainer: gpu
-    assert own_files(project) == mine
+    assert own_files(project) == files
     assert not (project / "src" / "gptrain" / "gone.py").exists()
     assert "debug: true" in (project / "src" / "gptrain" / "conf" / "base.yaml").read_text()
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
@@ -268,7 +268,7 @@ def test_an_external_library_is_a_requirement(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["a-b", "--to", "new"], "error: name=a-b: not a name that Python can import"),
         (["torch", "--to", "new"], "error: name=torch: not a name that Python can import, or the"),
@@ -282,9 +282,9 @@ def test_an_external_library_is_a_requirement(run, tmp_path):
         (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
     ],
 )
-def test_a_project_that_cannot_be_created_is_one_line(words, said, run, tmp_path):
+def test_a_project_that_cannot_be_created_is_one_line(words, message, run, tmp_path):
     code, (line,) = run(*words, cwd=tmp_path)
-    assert code == 2 and line.startswith(said)
+    assert code == 2 and line.startswith(message)
     assert not list(tmp_path.iterdir())
 
 

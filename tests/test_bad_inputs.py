@@ -174,12 +174,14 @@ def test_an_option_of_another_project_names_the_override_to_type_here():
 
 @pytest.mark.parametrize("number", range(11))
 def test_a_value_of_none_of_its_keys_forms_is_refused_with_all_others(number):
-    wrong = {key: values.split() for key, values in WRONG.items() if number < len(values.split())}
-    words = {key: values[number] for key, values in wrong.items()}
+    values_by_key = {
+        key: values.split() for key, values in WRONG.items() if number < len(values.split())
+    }
+    words = {key: values[number] for key, values in values_by_key.items()}
     lines = refused(*(f"{key}={value}" for key, value in words.items()))
     for key in words:
-        told = [line for line in lines if line.startswith(f"error: {key}=")]
-        assert len(told) == 1, (key, words[key], lines)
+        key_lines = [line for line in lines if line.startswith(f"error: {key}=")]
+        assert len(key_lines) == 1, (key, words[key], lines)
 
 
 def test_all_problems_are_reported_at_once():
@@ -287,9 +289,9 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
 
 def test_a_warning_in_front_of_an_error_does_not_change_the_exit_code():
     words = ("strategy=ddp", "trainer.devices=1", "ckpt_path=missing.ckpt")
-    found, lines = answer(*words, *NANO)
+    code, lines = answer(*words, *NANO)
     assert [line.partition(":")[0] for line in lines] == ["warning", "error"], lines
-    assert found == INPUT_NOT_FOUND
+    assert code == INPUT_NOT_FOUND
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):

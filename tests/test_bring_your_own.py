@@ -96,8 +96,8 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
 
 def as_if_from_a_yaml(**group) -> RunConfig:
     """Return a config whose optimizer group is a yaml file with these keys."""
-    ours = {"lr": None, "weight_decay": None, "lr_scaling": "linear", "reference_batch_size": 2}
-    optimizer = OptimizerConfig.model_validate(ours | group)
+    defaults = {"lr": None, "weight_decay": None, "lr_scaling": "linear", "reference_batch_size": 2}
+    optimizer = OptimizerConfig.model_validate(defaults | group)
     return compose_run("model=gpt_nano").changed({"optimizer": optimizer})
 
 
@@ -152,8 +152,8 @@ def test_a_schedule_that_needs_a_metric_receives_the_monitor_after_each_validati
     cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     made = build_schedule(cfg, RunLengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
-    found = made["monitor"], made["frequency"], made["scheduler"].mode
-    assert found == ("val/top1", 5 * 4, "max")
+    facts = made["monitor"], made["frequency"], made["scheduler"].mode
+    assert facts == ("val/top1", 5 * 4, "max")
 
 
 def test_an_lstm_and_a_user_optimizer_resume_exactly_on_two_ranks(train, lab):
@@ -217,7 +217,7 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (
             ("strategy=fsdp", "trainer.devices=2"),
@@ -240,12 +240,14 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
         (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),
     ],
 )
-def test_an_unsupported_net_is_reported_before_a_process_or_a_file_is_made(train, lab, words, said):
+def test_an_unsupported_net_is_reported_before_a_process_or_a_file_is_made(
+    train, lab, words, message
+):
     at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.max_steps=1")
     run = train("model=lstm", *at, *words, *lab, tiny=False)
     assert run.code == 2
     (line,) = [line for line in run.err.splitlines() if line.startswith("error:")]
-    assert re.search(said, line)
+    assert re.search(message, line)
     assert not run.folder.exists()
 
 

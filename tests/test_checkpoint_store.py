@@ -60,9 +60,9 @@ def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
     class Wrapped:
         def __getattr__(self, name):
             operation = getattr(os, name)
-            found = partial(call, name, operation) if name in OPERATIONS else operation
-            setattr(self, name, found)  # shutil compares functions by identity (Python 3.13)
-            return found
+            wrapped = partial(call, name, operation) if name in OPERATIONS else operation
+            setattr(self, name, wrapped)  # shutil compares functions by identity (Python 3.13)
+            return wrapped
 
     for module in (writer, fileops, store_module, shutil):
         patch.setattr(module, "os", Wrapped())
@@ -101,10 +101,10 @@ def test_a_draft_that_a_dead_process_has_left_does_not_stop_a_replacement(tmp_pa
 def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
     monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
     save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
-    found = CheckpointStore(store.folder, RUN).newest_good()
-    assert found.path.name == "step-00000500" and holds(found.path, 500)
-    assert found.step == 500
-    about = found.manifest
+    checkpoint = CheckpointStore(store.folder, RUN).newest_good()
+    assert checkpoint.path.name == "step-00000500" and holds(checkpoint.path, 500)
+    assert checkpoint.step == 500
+    about = checkpoint.manifest
     assert (about["kind"], about["world_size"], about["run_id"]) == ("full", 1, RUN)
     assert about["config"] == {"model": {"d_model": 32}}
     assert {name: entry["bytes"] for name, entry in about["files"].items()} == {
@@ -238,8 +238,8 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
     def look(how, folder):
         restarted = CheckpointStore(folder / "checkpoints", RUN)
         restarted.clean()
-        found = restarted.newest_good()
-        found_steps[how].append(found.step if found else 0)
+        checkpoint = restarted.newest_good()
+        found_steps[how].append(checkpoint.step if checkpoint else 0)
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
             assert holds(path, restarted.verify(path).step)
 
@@ -285,10 +285,10 @@ def test_every_flipped_bit_is_detected(store):
 
 
 def swap(path: Path) -> None:
-    one, other = (path / name for name in FILES)
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    first, second = (path / name for name in FILES)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
 
 
 def reseal(path: Path, **changes: object) -> None:
@@ -308,19 +308,19 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(store, caplog, how):
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_is_used(store, caplog, how):
     save(store, 1)
     DAMAGES[how](save(store, 2))
     with caplog.at_level(logging.WARNING):
-        found = store.newest_good()
-    assert found.step == 1
+        checkpoint = store.newest_good()
+    assert checkpoint.step == 1
     (aside,) = store.folder.glob("*.corrupt")  # set aside, not deleted
     assert f"set aside as {aside.name}" in caplog.text
     caplog.clear()
     assert store.newest_good().step == 1 and not caplog.text
 
 
-def test_where_nothing_can_be_renamed_the_one_before_is_used_all_are_kept(
+def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
     store, monkeypatch, caplog
 ):
     """An evaluation may read a checkpoint from a read-only folder."""

@@ -53,9 +53,9 @@ def expected(name: str, given: torch.Tensor) -> list[torch.Tensor | None]:
 
 def check_pictures(text: str, n_ranks: int) -> None:
     given = torch.tensor([[10 * rank + row for row in range(n_ranks)] for rank in range(n_ranks)])
-    found = re.findall(r"^(\w+)\n((?:  rank .*\n)+)", text, re.MULTILINE)
-    assert len(found) == 8
-    for name, lines in found:
+    pictures = re.findall(r"^(\w+)\n((?:  rank .*\n)+)", text, re.MULTILINE)
+    assert len(pictures) == 8
+    for name, lines in pictures:
         after = [line.partition("->")[2].strip(" []") for line in lines.splitlines()]
         words = ["-" if got is None else got.tolist() for got in expected(name, given)]
         assert [a if a == "-" else list(map(int, a.split())) for a in after] == words, name

@@ -41,16 +41,16 @@ words = st.one_of(
 @cache
 def keys() -> list[str]:
     """Return the config keys of all commands in VALID."""
-    found = set()
+    names = set()
     for command in VALID:
-        found |= {key for key, _ in walk(plain(compose_command(command))) if key}
-    return sorted(found)
+        names |= {key for key, _ in walk(plain(compose_command(command))) if key}
+    return sorted(names)
 
 
 @st.composite
 def commands(draw: st.DrawFn) -> list[str]:
     """A valid command with one to three mutations."""
-    found = list(draw(st.sampled_from(VALID)))
+    command = list(draw(st.sampled_from(VALID)))
     for _ in range(draw(st.integers(1, 3))):
         key = draw(st.sampled_from(keys()))
         kind = draw(st.sampled_from(["retype", "drop", "misspell", "add", "nest"]))
@@ -60,8 +60,8 @@ def commands(draw: st.DrawFn) -> list[str]:
             key = key[:place] + draw(st.characters(categories=["L", "N", "P"])) + key[place + 1 :]
         if kind == "nest":
             key = f"{key}.{draw(st.sampled_from(['x', 'name', '0']))}"
-        found.append({"drop": f"~{key}", "add": f"+{key}={value}"}.get(kind, f"{key}={value}"))
-    return found
+        command.append({"drop": f"~{key}", "add": f"+{key}={value}"}.get(kind, f"{key}={value}"))
+    return command
 
 
 @settings(

@@ -1,4 +1,4 @@
-"""Each common issue of several devices is found where it is; a sound machine has none."""
+"""Each common issue of several devices is reported with its fix, and a sound machine has no findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO_H100 = gpus(H100, H100)
 
 
 @pytest.fixture
-def found(monkeypatch, tmp_path):
+def findings(monkeypatch, tmp_path):
     """Findings of a machine of two H100 and 64 cores that differs in these facts."""
     Disk = namedtuple("Disk", "total")
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_PORT"):
@@ -60,12 +60,12 @@ def found(monkeypatch, tmp_path):
     return find
 
 
-def test_a_sound_machine_has_no_findings(found):
-    assert found() == found(n_nodes=2, backend="nccl") == []
-    assert found(n_local=None, accelerator="auto") == []
-    assert found(smi=gpus(H100, H100, caps="[N/A], [N/A], [N/A], [N/A]")) == []
-    assert found(address="127.0.1.1") == []  # harms several nodes
-    assert found(environment={"OMP_NUM_THREADS": "1"}) == []  # a GPU computes
+def test_a_sound_machine_has_no_findings(findings):
+    assert findings() == findings(n_nodes=2, backend="nccl") == []
+    assert findings(n_local=None, accelerator="auto") == []
+    assert findings(smi=gpus(H100, H100, caps="[N/A], [N/A], [N/A], [N/A]")) == []
+    assert findings(address="127.0.1.1") == []  # harms several nodes
+    assert findings(environment={"OMP_NUM_THREADS": "1"}) == []  # a GPU computes
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_a_sound_machine_has_no_findings(found):
           "environment": {"OMP_NUM_THREADS": "1"}}, "1 x 2 ranks on 64 cores.*THREADS=32"),
     ],
 )  # fmt: skip
-def test_one_fault_is_one_finding_with_its_fix(found, change, words):
-    lines = found(**change)
+def test_one_fault_is_one_finding_with_its_fix(findings, change, words):
+    lines = findings(**change)
     assert len(lines) == 1 and re.search(words, lines[0]), lines
 
 
 @pytest.mark.parametrize("value", ["^docker0", "eth", "=eth0", "ib0,eth0"])
-def test_interfaces_may_be_excluded_listed_or_begun(found, value):
-    assert found(environment={"NCCL_SOCKET_IFNAME": value}) == []
+def test_interfaces_may_be_excluded_listed_or_begun(findings, value):
+    assert findings(environment={"NCCL_SOCKET_IFNAME": value}) == []
 
 
 def test_the_report_of_this_machine_names_its_checks(monkeypatch, tmp_path):
@@ -118,8 +118,8 @@ def test_the_report_of_this_machine_names_its_checks(monkeypatch, tmp_path):
     assert all(line.startswith("warning: ") and "; try: " in line for line in lines)
 
 
-def test_a_torch_newer_than_those_tested_is_a_warning(found, monkeypatch):
+def test_a_torch_newer_than_those_tested_is_a_warning(findings, monkeypatch):
     monkeypatch.setattr(module, "version", lambda _: "2.15.1+cu132")
-    assert not any("torch 2" in line for line in found())
+    assert not any("torch 2" in line for line in findings())
     monkeypatch.setattr(module, "version", lambda _: "2.16.0")
-    assert any(line.startswith("warning: torch 2.16.0 is newer") for line in found())
+    assert any(line.startswith("warning: torch 2.16.0 is newer") for line in findings())

@@ -133,11 +133,11 @@ def test_json_lines_that_are_not_declared_so_are_never_trained_on(tmp_path):
     (tmp_path / "code.json").write_text(json.dumps({"a": [1, {"b": 2}]}, indent=1) * 300)
     read(tmp_path / "code.json")
     # A single object is a record if it has the key of the text.
-    one = tmp_path / "one.json"
-    one.write_text(json.dumps({"text": "word " * 300}))
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps({"text": "word " * 300}))
     with pytest.raises(DataError, match=r"one\.json: JSON lines"):
-        read(one)
-    read(one, text_key="content")
+        read(file)
+    read(file, text_key="content")
 
 
 @pytest.mark.parametrize("key", [None, "data"])
@@ -169,7 +169,7 @@ def test_of_a_json_array_memory_holds_one_record(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "wrong"),
+    ("content", "message"),
     [
         ('[{"text": "a"}, {"text": "b"', "broken JSON"),
         ('[{"text": "a"}, {"text": "b"}', ".*array is not closed"),
@@ -181,9 +181,9 @@ def test_of_a_json_array_memory_holds_one_record(tmp_path):
         ('{"data": [{"text": 1}]}', "record 1: 'text' is not a text but int"),
     ],
 )
-def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, wrong, tmp_path):
+def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, message, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match=rf"a\.json: {wrong}"):
+    with pytest.raises(DataError, match=rf"a\.json: {message}"):
         read(tmp_path / "a.json")
 
 
@@ -256,7 +256,7 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "wrong"),
+    ("line", "message"),
     [
         ('{"text": "a"', "broken JSON"),
         ('{"content": "a", "id": 1}', "no key 'text'; there are: content, id"),
@@ -264,29 +264,29 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
         ('["text"]', "not an object but list"),
     ],
 )
-def test_a_record_without_text_is_named_or_left_out_and_counted(line, wrong, tmp_path):
+def test_a_record_without_text_is_named_or_left_out_and_counted(line, message, tmp_path):
     path, good = tmp_path / "docs.jsonl", json.dumps({"text": "words " * 40})
     path.write_text(f"{good}\n{line}\n" + f"{good}\n\n" * 100)
-    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {wrong}"):
+    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {message}"):
         read(path)
-    with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{wrong}"):
+    with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{message}"):
         dataset = read(path, on_bad_record="skip")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 101
-    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {wrong}"):
+    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {message}"):
         read(path)  # the tokens without the bad record are not an answer to on_bad_record=error
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "wrong"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", b"", "no record"),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20], "damaged"),
         pytest.param("c.parquet", b"PAR1 no PAR1", "damaged", marks=PYARROW),
     ],
 )
-def test_files_that_are_empty_or_damaged_are_named(name, content, wrong, tmp_path):
+def test_files_that_are_empty_or_damaged_are_named(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{name}: {wrong}"):
+    with pytest.raises(DataError, match=f"{name}: {message}"):
         read(tmp_path / name)
 
 
@@ -368,7 +368,7 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
     tokens, targets = dataset.__getitems__(range(len(dataset)))
     context = stream(dataset, split)[0]
     expected = documents_of(dataset, split)
-    found, rows = [], iter(zip(tokens, targets, strict=True))
+    documents, rows = [], iter(zip(tokens, targets, strict=True))
     for text in expected:
         before, kept = context, []
         while True:  # a sample begins where the previous sample ended
@@ -379,9 +379,9 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
             before, kept = counted[-1], kept + counted.tolist()
             if dataset.tokenizer.decode(kept[: len(kept) - (tokenizer == "bpe")]) == text:
                 break
-        found.append(kept)
+        documents.append(kept)
     assert next(rows, None) is None
-    assert list(chain(*found)) == stream(dataset, split)[1:].tolist()
+    assert list(chain(*documents)) == stream(dataset, split)[1:].tolist()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -74,16 +74,16 @@ def test_the_exit_code_table_documents_the_consequence_of_each_code():
 
 
 def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
-    mine, victim = attempt_folder(tmp_path), tmp_path / "victim"
-    folder = mine.parent
+    attempt, victim = attempt_folder(tmp_path), tmp_path / "victim"
+    folder = attempt.parent
     victim.mkdir()
     (victim / "file").touch()
-    now = Heartbeat(mine, rank=1)  # has opened its file before rank 0 cleans up
+    now = Heartbeat(attempt, rank=1)  # has opened its file before rank 0 cleans up
     Heartbeat(folder / "123-45.67-0", rank=0)
     (folder / "of a stranger").symlink_to(victim)
     remove_old_starts(tmp_path)
-    assert list(folder.iterdir()) == [mine]
+    assert list(folder.iterdir()) == [attempt]
     now.beat(7)
-    (progress,) = read_progress(mine)
+    (progress,) = read_progress(attempt)
     assert (progress.rank, progress.step) == (1, 7)
     assert (victim / "file").exists()

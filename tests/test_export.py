@@ -56,16 +56,18 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
         state = saved_twice.state(step)["state_dict"]
         words = (f"from_run={saved_twice.folder}", f"format={form}", f"dtype={dtype}")
         name = f"of {form}, é=1"
-        _, folder, said = export_run(*words, f"checkpoint.mode={mode}", name=name)
+        _, folder, output = export_run(*words, f"checkpoint.mode={mode}", name=name)
         stored = load_file(folder / "model.safetensors")
-        python, script, *pasted = shlex.split(said.rpartition("next ")[2])  # the last line
+        python, script, *pasted = shlex.split(output.rpartition("next ")[2])  # the last line
         assert python == "python" and Path(script).name == "train.py"
         if form == "safetensors":  # the net's own names, a tied weight once
             assert state.keys() - stored.keys() == {"head.weight"}
             assert all(torch.equal(stored[name], state[name].bfloat16()) for name in stored)
-            code, theirs, said = export_run(words[0], "format=hf", "dtype=bf16", name="theirs")
-            assert code == 0, said
-            net = GPT2LMHeadModel.from_pretrained(theirs, dtype="auto")
+            code, second_folder, output = export_run(
+                words[0], "format=hf", "dtype=bf16", name="theirs"
+            )
+            assert code == 0, output
+            net = GPT2LMHeadModel.from_pretrained(second_folder, dtype="auto")
             assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
         begun = train(
             *pasted, "optimizer.lr=1e-12", "optimizer.weight_decay=0",
@@ -90,13 +92,13 @@ def test_an_export_generates_the_same_text_as_its_run(speaker, export_run, capfd
         return out
 
     expected = spoken(speaker)
-    _, folder, said = export_run(f"from_run={speaker}", f"format={form}")
+    _, folder, output = export_run(f"from_run={speaker}", f"format={form}")
     if form == "hf":
         tokens = AutoTokenizer.from_pretrained(folder)("naïve café")["input_ids"]
         assert tokens == list(load_tokenizer(speaker).encode("naïve café")) and len(tokens) < 12
     shutil.rmtree(speaker)
     elsewhere = folder.rename(tmp_path / "elsewhere")
-    assert spoken(elsewhere) == expected and expected.startswith("def é"), said
+    assert spoken(elsewhere) == expected and expected.startswith("def é"), output
     assert str(tmp_path) not in (elsewhere / ".hydra" / "config.yaml").read_text()
 
 
@@ -118,10 +120,10 @@ def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_pa
 
 
 def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path):
-    code, folder, said = export_run("format=hf")
-    assert code == 2 and "from_run" in said and not folder.exists()
-    code, folder, said = export_run(f"from_run={tmp_path / 'nothing'}")
-    assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
+    code, folder, output = export_run("format=hf")
+    assert code == 2 and "from_run" in output and not folder.exists()
+    code, folder, output = export_run(f"from_run={tmp_path / 'nothing'}")
+    assert code == 66 and str(tmp_path / "nothing") in output and not folder.exists()
 
 
 def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
@@ -161,10 +163,10 @@ def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tm
     assert run.code == 0, run.err
     for file in source.iterdir():  # all that an export needs is in the run's folder
         file.unlink()
-    code, folder, said = export_run(f"from_run={run.folder}", "format=hf")
-    assert code == 0, said
+    code, folder, output = export_run(f"from_run={run.folder}", "format=hf")
+    assert code == 0, output
     back = AutoTokenizer.from_pretrained(folder)
-    assert {key: getattr(back, key) for key in special} == special, said
+    assert {key: getattr(back, key) for key in special} == special, output
     assert back.chat_template == tokenizer.chat_template
     assert back("abba")["input_ids"] == tokenizer("abba")["input_ids"]
     made = GPT2LMHeadModel.from_pretrained(folder)
@@ -185,8 +187,8 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
         "scheduler.warmup_steps=5", "trainer.max_steps=40", "logger=none", "callbacks=none",
     )  # fmt: skip
     assert run.code == 0, run.err
-    code, folder, said = export_run(f"from_run={run.folder}", "format=hf")
-    assert code == 0, said
+    code, folder, output = export_run(f"from_run={run.folder}", "format=hf")
+    assert code == 0, output
     net, reader = GPT2LMHeadModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     end_id = 255 if tokenizer == "bytes" else 256
     prompt = [end_id, *reader("a")["input_ids"]]  # training documents begin with this token
@@ -206,8 +208,8 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
         library.save(str(place / "tokenizer.json"))
     names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
     (source / "special_tokens_map.json").write_text(json.dumps(names))
-    theirs = {"eos_token_id": [2, 0], "bos_token_id": 50256, "pad_token_id": None}
-    (source / "config.json").write_text(json.dumps(theirs))  # 50256: a default of GPT2Config
+    model_ids = {"eos_token_id": [2, 0], "bos_token_id": 50256, "pad_token_id": None}
+    (source / "config.json").write_text(json.dumps(model_ids))  # 50256: a default of GPT2Config
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
     copy_companion_files(run, folder)
@@ -235,9 +237,9 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
 def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
     speaker, export_run, tmp_path
 ):
-    _, folder, said = export_run(f"from_run={speaker}", "format=hf")
+    _, folder, output = export_run(f"from_run={speaker}", "format=hf")
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((folder / name).read_text())["eos_token_id"] == 269, said
+        assert json.loads((folder / name).read_text())["eos_token_id"] == 269, output
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     write_special_ids(tmp_path, ByteTokenizer(), has_end=False)
     assert (tmp_path / "config.json").read_text() == '{"eos_token_id": null}'
@@ -260,8 +262,8 @@ def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, t
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
     record = (saved_twice.folder / ".hydra" / "config.yaml").read_bytes()
     own = f"from_run={saved_twice.folder}"
-    code, _, said = export_run(own, f"run_dir={saved_twice.folder}")
-    assert code == 73 and "holds a run" in said
+    code, _, output = export_run(own, f"run_dir={saved_twice.folder}")
+    assert code == 73 and "holds a run" in output
     assert (saved_twice.folder / ".hydra" / "config.yaml").read_bytes() == record
     assert [export_run(own, f"dtype={dtype}")[0] for dtype in ("fp32", "bf16")] == [0, 0]
 

@@ -110,8 +110,8 @@ def test_a_step_that_is_read_one_step_later_is_saved_and_repeated_bit_for_bit(tr
     resumed = train(*words, "ckpt_path=last")
     assert resumed.code == 0, resumed.err
     whole = train(*words, name="whole")
-    for mine, theirs in zip(state_leaves(resumed), state_leaves(whole), strict=True):
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+    for leaf, expected in zip(state_leaves(resumed), state_leaves(whole), strict=True):
+        assert torch.equal(leaf, expected) if isinstance(leaf, torch.Tensor) else leaf == expected
 
 
 def state_leaves(run) -> list[object]:

@@ -26,11 +26,11 @@ def test_runs_inside_a_users_hydra_app_equal_those_of_the_command_line(train, tm
     diverging = ("optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'second'}")
     (tmp_path / "app.yaml").write_text("mine: 1")
     with initialize_config_dir(str(tmp_path), version_base=None):
-        mine, before = GlobalHydra.instance().hydra, dict(os.environ)
+        hydra, before = GlobalHydra.instance().hydra, dict(os.environ)
         run = gptrain.fit((*WORDS, "trainer.devices=2", f"run_dir='{tmp_path / 'a b'}'"))
         with pytest.raises(gptrain.RunFailed, match="error: ") as failed:
             gptrain.fit([*WORDS, *diverging])
-        assert GlobalHydra.instance().hydra is mine and compose("app").mine == 1
+        assert GlobalHydra.instance().hydra is hydra and compose("app").mine == 1
         assert dict(os.environ) == before
     assert run.folder == tmp_path / "a b"
     assert (failed.value.code, failed.value.folder) == (79, tmp_path / "second")
@@ -46,9 +46,9 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
     keys = {line.split(": ")[1] for line in refused.value.lines}
     assert keys == {"data.batch_size=0", "optimizer.lr=fast"}
     assert not list(tmp_path.iterdir())
-    for wrong in ("-m", "--help", "seed"):
-        with pytest.raises(gptrain.ConfigError, match=f"error: {wrong}: not key=value"):
-            gptrain.fit([wrong])
+    for word in ("-m", "--help", "seed"):
+        with pytest.raises(gptrain.ConfigError, match=f"error: {word}: not key=value"):
+            gptrain.fit([word])
     with pytest.raises(gptrain.ConfigError, match="no project here"):
         gptrain.fit(conf=tmp_path / "conf")
 

@@ -59,10 +59,12 @@ def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):
     old = old_run("seed=3", "strategy.shards=2", "trainer.tpu_cores=8", "model=gpt5")
     with pytest.raises(ConfigError) as caught:
         compose_command([old])
-    said = str(caught.value).splitlines()
-    assert len(said) == 3 and caught.value.code == 2
-    assert "model=gpt5: unknown" in said[0] and "trainer.tpu_cores=8" in said[2]
-    assert "with strategy.shards=2: unknown key" in said[1] and "try: '~strategy.shards'" in said[1]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3 and caught.value.code == 2
+    assert "model=gpt5: unknown" in lines[0] and "trainer.tpu_cores=8" in lines[2]
+    assert (
+        "with strategy.shards=2: unknown key" in lines[1] and "try: '~strategy.shards'" in lines[1]
+    )
     cfg = compose_command([old, "~strategy.shards", "~trainer.tpu_cores", "model=gpt2"])
     assert (cfg.seed, cfg.model.d_model) == (3, 768)
 

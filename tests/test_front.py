@@ -53,8 +53,8 @@ def test_a_wrong_command_starts_and_writes_nothing_and_imports_nothing_heavy(com
     assert (code, heavy) == ("2", "[]")
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "error"]
     assert list(outputs.iterdir()) == []
-    theirs = int(command("-c", "import hydra, pydantic, sys; print(len(sys.modules))").stdout)
-    assert theirs < int(n_modules) < theirs + 250
+    n_allowed = int(command("-c", "import hydra, pydantic, sys; print(len(sys.modules))").stdout)
+    assert n_allowed < int(n_modules) < n_allowed + 250
 
 
 def test_help_fits_one_screen_and_names_every_choice(capsys):
@@ -75,11 +75,11 @@ def test_the_composed_config_is_shown(capsys):
 
 
 def test_a_problem_is_reported_by_the_first_rank_and_no_rank_writes(capsys, monkeypatch, outputs):
-    for rank, said in ((0, True), (1, False)):
+    for rank, is_reported in ((0, True), (1, False)):
         for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, str(value))
         assert run_command(never, ["trainer.devices=3"]) == 2
-        assert ("error: " in capsys.readouterr().err) == said
+        assert ("error: " in capsys.readouterr().err) == is_reported
     assert list(outputs.iterdir()) == []
 
 
@@ -100,7 +100,7 @@ def test_a_launchers_broken_environment_is_a_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, code, said",
+    "error, code, message",
     [
         (pickle.loads(pickle.dumps(JobFailedError(79, "of another process"))), 79, ""),
         (SystemExit(75), 75, ""),
@@ -108,13 +108,13 @@ def test_a_launchers_broken_environment_is_a_line(capsys, monkeypatch):
         (ZeroDivisionError("division by zero"), 70, "error: ZeroDivisionError: division by zero"),
     ],
 )
-def test_whatever_a_job_raises_is_a_code_and_at_most_one_line(error, code, said, capsys):
+def test_whatever_a_job_raises_is_a_code_and_at_most_one_line(error, code, message, capsys):
     def job(cfg):
         raise error
 
     assert run_command(job, list(NANO)) == code
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
+    assert len(lines) == bool(message) and all(line.startswith(message) for line in lines)
     run_command(job, [*NANO, "debug=true"])
     is_told = isinstance(error, JobFailedError)
     assert ("Traceback" in capsys.readouterr().err) != is_told
@@ -198,8 +198,8 @@ def test_a_search_is_composed_before_it_starts(outputs):
     assert "did you mean model.dropout" in line
     words = [*words, "hydra.sweeper.n_trials=2", "checkpoint.mode=max"]
     assert run_command(lambda cfg: cfg.model.dropout, words) == 0
-    found = yaml.safe_load(next(outputs.rglob("optimization_results.yaml")).read_text())
-    assert found["best_value"] == found["best_params"]["model.dropout"]
+    result = yaml.safe_load(next(outputs.rglob("optimization_results.yaml")).read_text())
+    assert result["best_value"] == result["best_params"]["model.dropout"]
 
 
 def test_check_takes_a_composed_config_and_raises_with_all_problems():

@@ -111,7 +111,7 @@ def test_lists_and_quoted_texts_are_hydras():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
         (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
@@ -123,15 +123,15 @@ def test_lists_and_quoted_texts_are_hydras():
     ],
     ids=str,
 )
-def test_wrong_words_are_one_line_without_torch(write, tmp_path, words, said):
+def test_wrong_words_are_one_line_without_torch(write, tmp_path, words, message):
     code, out, err = write(tmp_path / "no_run", *words)
-    assert (code, out) == (2, "") and err.startswith(said) and err.count("\n") == 1
+    assert (code, out) == (2, "") and err.startswith(message) and err.count("\n") == 1
 
 
 def test_a_missing_or_damaged_run_has_its_exit_code(write, saved_twice, tmp_path):
     code, _, err = write(tmp_path / "nothing")
-    said = "no run in this folder, and no model in this file"
-    assert (code, err) == (66, f"error: from_run={tmp_path}/nothing: {said}\n")
+    message = "no run in this folder, and no model in this file"
+    assert (code, err) == (66, f"error: from_run={tmp_path}/nothing: {message}\n")
     for path in (saved_twice.folder / "checkpoints").glob("*/state.ckpt"):
         path.write_bytes(path.read_bytes()[:-9])
     code, _, err = write(saved_twice.folder)

@@ -36,14 +36,14 @@ def test_the_compiled_loss_is_one_graph_equal_to_the_eager_one_and_in_place(dtyp
     torch.manual_seed(0)
     logits = torch.randn(12, 64).to(dtype)
     targets = torch.randint(0, 61, (12,)).where(torch.arange(12) % 4 > 0, -100)
-    mine = logits.clone()
+    copy = logits.clone()
     compiled = torch.compile(cross_entropy_in_place, fullgraph=True, backend=backend)
-    losses, gradient = compiled(mine, targets, 61, True, **options)
+    losses, gradient = compiled(copy, targets, 61, True, **options)
     eager_losses, eager_gradient = cross_entropy_in_place(logits, targets, 61, True, **options)
     torch.testing.assert_close(losses, eager_losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, eager_gradient, rtol=1e-6, atol=1e-6)
     assert gradient is not None
-    assert gradient.data_ptr() == mine.data_ptr()
+    assert gradient.data_ptr() == copy.data_ptr()
     assert len(graphs) == 1
     # A scatter would write the fp32 values of all logits to memory.
     assert not [node for node in graphs[0].graph.nodes if "scatter" in str(node.target)]

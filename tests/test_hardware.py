@@ -80,9 +80,9 @@ def test_a_gpu_has_the_peak_of_its_data_sheet_and_an_unknown_one_is_measured(mon
 
 
 def test_a_cpu_that_was_not_measured_has_no_speed_and_its_cores_count(tmp_path):
-    one, many = this_machine(tmp_path, 1), this_machine(tmp_path, 10**6)
-    assert not one.is_measured and "--measure" in one.source
-    assert one.flops_per_s["float32"] >= many.flops_per_s["float32"]
+    one_rank, many_ranks = this_machine(tmp_path, 1), this_machine(tmp_path, 10**6)
+    assert not one_rank.is_measured and "--measure" in one_rank.source
+    assert one_rank.flops_per_s["float32"] >= many_ranks.flops_per_s["float32"]
 
 
 MEASURED = {

@@ -40,8 +40,8 @@ def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, 
     assert torch.equal(net.head(net.hidden(TOKENS)), net(TOKENS))
     assert all(key.startswith("model.") for key in net.state_dict())  # nothing twice
     write_net(net, tmp_path, "hf", "fp32")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(theirs(TOKENS).logits, net(TOKENS))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(reference(TOKENS).logits, net(TOKENS))
     load_weights(back, tmp_path)
     assert torch.equal(back(TOKENS), net(TOKENS))
 
@@ -116,7 +116,7 @@ def test_a_folder_is_read_as_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ({}, "model_type=None: no causal language model"),
         ({"config": {"model_type": "vit"}}, "model_type=vit: no causal"),
@@ -127,8 +127,8 @@ def test_a_folder_is_read_as_data(tmp_path):
         ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),
     ],
 )
-def test_an_invalid_model_is_one_line(words, said):
-    with pytest.raises(ValueError, match=said) as error:
+def test_an_invalid_model_is_one_line(words, message):
+    with pytest.raises(ValueError, match=message) as error:
         HuggingFace(61, **words)
     assert "\n" not in str(error.value)
 

@@ -132,7 +132,7 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, code, said",
+    "name, code, message",
     [
         ("nothing", 66, "no such file or folder"),
         ("", 66, "no weights in it"),
@@ -141,12 +141,12 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     ],
 )
 def test_missing_or_damaged_weights_are_one_line_with_an_exit_code(
-    train, tmp_path, name, code, said
+    train, tmp_path, name, code, message
 ):
     for file in ("no.safetensors", "readme"):
         (tmp_path / file).write_text("# not one of these")
     run = train(*STILL, "init_strict=true", f"init_from={tmp_path / name}")
     (line,) = [line for line in run.err.splitlines() if line.startswith("error")]
-    assert run.code == code and said in line and line.count("/readme") <= 1
+    assert run.code == code and message in line and line.count("/readme") <= 1
     assert "weights_only" not in run.err
     assert "init_strict" not in line  # helps with another net only

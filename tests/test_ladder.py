@@ -44,9 +44,9 @@ def runs_of(truth, noise=0.0, seeds=1, sizes=SIZES, each=EACH, seed=0):
 
 def test_a_law_without_noise_is_found_again():
     """L-BFGS stops at an error of 1e-3 in an exponent."""
-    found = fit(*runs_of(TRUTH))
-    assert found[[2, 4]] == pytest.approx(TRUTH[[2, 4]], abs=1e-3)
-    assert found[0] == pytest.approx(TRUTH[0], rel=1e-3)
+    law = fit(*runs_of(TRUTH))
+    assert law[[2, 4]] == pytest.approx(TRUTH[[2, 4]], abs=1e-3)
+    assert law[0] == pytest.approx(TRUTH[0], rel=1e-3)
 
 
 def test_exponents_and_an_extrapolation_are_found_in_noise():
@@ -123,9 +123,9 @@ def test_too_few_runs_give_a_straight_line():
 
 def test_the_largest_size_is_predicted_without_it():
     n, d, loss = runs_of(TRUTH)
-    found = predict_largest(n, d, np.where(n == n.max(), 1.1 * loss, loss))
-    assert found["error"] == pytest.approx(np.log(1.1), abs=2e-3)
-    assert found["measured"] / found["predicted"] == pytest.approx(1.1, rel=2e-3)
+    prediction = predict_largest(n, d, np.where(n == n.max(), 1.1 * loss, loss))
+    assert prediction["error"] == pytest.approx(np.log(1.1), abs=2e-3)
+    assert prediction["measured"] / prediction["predicted"] == pytest.approx(1.1, rel=2e-3)
 
 
 def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
@@ -139,8 +139,8 @@ def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
 
 
 def test_a_duration_of_any_length_is_formatted():
-    found = [duration(hours) for hours in (0.01, 0.5, 3.0, 96.0, 1.9e14 / 3600, float("nan"))]
-    assert found == ["36 s", "30.0 min", "3.0 h", "4.0 d", "2,199,074,074.1 d", "?"]
+    texts = [duration(hours) for hours in (0.01, 0.5, 3.0, 96.0, 1.9e14 / 3600, float("nan"))]
+    assert texts == ["36 s", "30.0 min", "3.0 h", "4.0 d", "2,199,074,074.1 d", "?"]
 
 
 def test_what_counts_as_a_parameter():
@@ -213,8 +213,8 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
 
     for name in ("old", "other"):
         write(tmp_path / name, ["model=gpt_nano"])
-    mine = ["data.image_dir=/a", "optimizer.lr=1e-3", "~optimizer.betas"]
-    typed, run_dir = [f"from_run={tmp_path}/old", *mine], tmp_path / "1000" / "seed-0-5"
+    words = ["data.image_dir=/a", "optimizer.lr=1e-3", "~optimizer.betas"]
+    typed, run_dir = [f"from_run={tmp_path}/old", *words], tmp_path / "1000" / "seed-0-5"
     write(run_dir, ["model=gpt_nano", *typed, "run_dir=/x"])  # train.py writes these words
     elsewhere = ["optimizer.lr=0.001", "run_dir=/y", "ckpt_path=last", "logger=csv"]
     check_same(tmp_path, run_dir, replace_overrides(typed, elsewhere))

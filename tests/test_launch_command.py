@@ -51,8 +51,10 @@ def test_what_sbatch_refuses_is_one_line(launch, tmp_path, monkeypatch):
 
 
 def test_the_command_runs_as_a_module(command):
-    said = command("-m", "gptrain.launch", "nowhere")
-    assert said.returncode == 2 and said.stderr.startswith("error: ") and "slurm" in said.stderr
+    result = command("-m", "gptrain.launch", "nowhere")
+    assert (
+        result.returncode == 2 and result.stderr.startswith("error: ") and "slurm" in result.stderr
+    )
 
 
 def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, tmp_path):
@@ -65,8 +67,8 @@ def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, 
     fake = 'srun() { for word; do echo "$word"; done; }; scontrol() { exit 1; }\n'
     environment = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     subprocess.run(["bash", "-c", fake + script], env=environment | PATH, check=True)
-    said = (tmp_path / "sweep/slurm-7_2.log").read_text()
-    words = said.splitlines()[4:]  # behind srun's own, python and train.py
+    log = (tmp_path / "sweep/slurm-7_2.log").read_text()
+    words = log.splitlines()[4:]  # behind srun's own, python and train.py
     folder = f"run_dir='{tmp_path}/sweep/slurm-7_2'"
     assert words == ["name='a b'", "trainer=cpu", "optimizer.lr=0.0003", "seed=1", folder]
 
@@ -145,8 +147,8 @@ def test_a_pod_resumes_by_itself_unless_the_run_begins_from_other_weights(launch
     )
     assert code == 0, err
     arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
-    found = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
-    assert found == begins
+    starts = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
+    assert starts == begins
 
 
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):

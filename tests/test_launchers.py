@@ -76,10 +76,10 @@ with open(f"rank{this_process().rank}", "w") as file:
 def test_accelerate_starts_ranks_as_torchrun_does(tmp_path):
     (tmp_path / "script.py").write_text(WHERE)
     subprocess.run([*ACCELERATE, "script.py"], cwd=tmp_path, check=True)
-    said = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
+    outputs = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     places = [Process("torchrun", rank, rank, world_size=2) for rank in (0, 1)]
-    assert [place for place, *_ in said] == [*map(str, places)]
-    assert said[0][1:] == said[1][1:]  # the run's folder, and where they meet
+    assert [place for place, *_ in outputs] == [*map(str, places)]
+    assert outputs[0][1:] == outputs[1][1:]  # the run's folder, and where they meet
 
 
 @pytest.mark.slow

@@ -59,9 +59,9 @@ def make(name: str, **changes) -> nn.Module:
 def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(tmp_path, name):
     net, back = make(name), make(name)
     write_net(net, tmp_path, "hf", "fp32")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(theirs(TOKENS).logits, net(TOKENS), **CLOSE)
-    assert ("Qwen3" in type(theirs).__name__) == ("qk_norm" in NETS[name])
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(reference(TOKENS).logits, net(TOKENS), **CLOSE)
+    assert ("Qwen3" in type(reference).__name__) == ("qk_norm" in NETS[name])
     load_weights(back, tmp_path)
     for key, tensor in net.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[key]), key
@@ -69,19 +69,19 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name):
-    theirs = learned(AutoModelForCausalLM.from_config(THEIRS[name]))
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    reference = learned(AutoModelForCausalLM.from_config(THEIRS[name]))
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
     files = sorted(tmp_path.glob("*.safetensors"))
     net = make(name, **({} if name == "gpt2" else {"rope_base": 1e4}))
     load_weights(net, tmp_path)
-    torch.testing.assert_close(net(TOKENS), theirs(TOKENS).logits, **CLOSE)
+    torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
     files[1].unlink()
     with pytest.raises(DamagedCheckpointError, match=f"names {files[1].name}, which is no"):
         load_weights(net, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for names, said in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
+    for names, message in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
-        with pytest.raises(DamagedCheckpointError, match=said):
+        with pytest.raises(DamagedCheckpointError, match=message):
             load_weights(net, tmp_path)
 
 

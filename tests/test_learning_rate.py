@@ -73,8 +73,8 @@ def test_resuming_to_another_length_reports_where_the_schedule_changes(train, le
     assert run.code == 0, run.err
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)
     assert again.code == 0, again.err
-    said = "resumed with another schedule: the learning rate after step 4 is "
-    assert (said in again.out + again.err) == bends
+    message = "resumed with another schedule: the learning rate after step 4 is "
+    assert (message in again.out + again.err) == bends
 
 
 def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):
@@ -111,7 +111,7 @@ def test_phases_in_tokens_are_those_in_steps(train):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ("scheduler.warmup_tokens=9 scheduler.warmup_steps=1",
          "scheduler.warmup_tokens=9: excludes scheduler.warmup_steps=1: both set the same length; "
@@ -121,10 +121,10 @@ def test_phases_in_tokens_are_those_in_steps(train):
         ("scheduler.warmup_tokens=9", "scheduler.warmup_tokens=9: less than the 64 tokens of"),
     ],
 )  # fmt: skip
-def test_lengths_that_do_not_go_together_are_one_line(train, words, said):
+def test_lengths_that_do_not_go_together_are_one_line(train, words, message):
     run = train("logger=none", *words.split())
     assert run.code == 2
-    assert run.err.startswith(f"error: {said}") and run.err.count("\n") == 1
+    assert run.err.startswith(f"error: {message}") and run.err.count("\n") == 1
 
 
 def test_a_cool_down_of_a_run_is_bit_for_bit_the_run_that_was_to_decay_there(train):

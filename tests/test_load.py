@@ -16,8 +16,10 @@ from tests.conftest import ROOT
 
 
 def equal(net, state) -> bool:
-    mine = net.state_dict()
-    return mine.keys() == state.keys() and all(torch.equal(mine[key], state[key]) for key in state)
+    weights = net.state_dict()
+    return weights.keys() == state.keys() and all(
+        torch.equal(weights[key], state[key]) for key in state
+    )
 
 
 def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):

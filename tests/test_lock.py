@@ -98,10 +98,10 @@ def _forked_worker_outlives_its_run(run_dir, pids):
 
 
 def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path):
-    ours, theirs = FORK.Pipe()
-    run = FORK.Process(target=_forked_worker_outlives_its_run, args=(tmp_path, theirs))
+    parent_end, child_end = FORK.Pipe()
+    run = FORK.Process(target=_forked_worker_outlives_its_run, args=(tmp_path, child_end))
     run.start()
-    run_pid, worker_pid = ours.recv()
+    run_pid, worker_pid = parent_end.recv()
     try:
         with pytest.raises(ConfigError, match="held by"):
             RunLock(tmp_path, wait_s=0).acquire()

@@ -26,9 +26,9 @@ def json_rows(folder) -> list[dict]:
 
 
 def events(folder, name: str) -> list[tuple[int, float]]:
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return [(event.step, event.value) for event in found.Scalars(name)]
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(name)]
 
 
 def wandb_records(file) -> list:
@@ -46,17 +46,17 @@ def test_the_first_step_and_validated_ones_have_whole_rows(train):
     words = ("trainer.log_every_n_steps=5", "trainer.val_check_interval=3", "trainer.max_steps=7")
     run = train("logger=csv", *words)
     assert run.code == 0, run.err
-    found = rows(run.folder)
-    assert [row["step"] for row in found] == ["1", "3", "5", "6", "7"]
-    assert all(row["train/loss"] for row in found)
-    both = [row["step"] for row in found if row["train/loss"] and row["val/loss"]]
+    table = rows(run.folder)
+    assert [row["step"] for row in table] == ["1", "3", "5", "6", "7"]
+    assert all(row["train/loss"] for row in table)
+    both = [row["step"] for row in table if row["train/loss"] and row["val/loss"]]
     assert both == ["3", "6", "7"]
 
 
 def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(train):
     def curves(folder) -> tuple:
-        found = rows(folder)
-        table = [(row["step"], row["train/loss"], row["val/loss"]) for row in found]
+        table_rows = rows(folder)
+        table = [(row["step"], row["train/loss"], row["val/loss"]) for row in table_rows]
         logged = ("train/loss", "val/loss", "lr", "tokens", "grad_norm")
         objects = [[row.get(key) for key in ("step", *logged)] for row in json_rows(folder)]
         return table, events(folder, "loss/train"), events(folder, "loss/val"), objects
@@ -87,8 +87,8 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
     again = CSVLogger(str(tmp_path))
     again.discard_after(3)
     again.log_metrics({"train/loss": 0.25, "perf/step_s": 1.0}, 3)
-    told = [(row["step"], row["train/loss"], row["val/loss"]) for row in rows(tmp_path)]
-    assert told == [("1", "1.0", ""), ("2", "0.5", ""), ("3", "0.25", "0.5")]
+    values = [(row["step"], row["train/loss"], row["val/loss"]) for row in rows(tmp_path)]
+    assert values == [("1", "1.0", ""), ("2", "0.5", ""), ("3", "0.25", "0.5")]
 
 
 def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):

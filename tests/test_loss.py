@@ -50,10 +50,10 @@ def test_any_chunk_and_the_plain_loss_have_torchs_values_and_gradients(
         next_token_loss(hidden @ weight.T, targets, **options),
     ):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        mine = torch.autograd.grad(
+        chunked_gradients = torch.autograd.grad(
             loss * 3.0, (hidden, weight)
         )  # a loss scaler multiplies the loss
-        torch.testing.assert_close(mine, gradients, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(chunked_gradients, gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -91,9 +91,9 @@ def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one()
     torch.testing.assert_close(chunked, plain)  # the same bf16 logits, summed in fp32
     plain_grads = torch.autograd.grad(plain, (hidden, weight))
     chunked_grads = torch.autograd.grad(chunked, (hidden, weight))
-    for truth, ours, theirs in zip(exact, chunked_grads, plain_grads, strict=True):
-        assert ours.dtype == torch.float32
-        assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+    for truth, chunked_grad, plain_grad in zip(exact, chunked_grads, plain_grads, strict=True):
+        assert chunked_grad.dtype == torch.float32
+        assert (chunked_grad - truth).norm() <= 1.1 * (plain_grad - truth).norm()
 
 
 def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():
@@ -114,13 +114,15 @@ def test_bf16_weights_get_bf16_gradients_and_an_fp32_loss():
     plain = next_token_loss(hidden @ weight.T, targets)
     assert loss.dtype == plain.dtype == torch.float32
     torch.testing.assert_close(loss, plain)
-    for ours, theirs in zip(
+    for gradient, expected in zip(
         torch.autograd.grad(loss, (hidden, weight)),
         torch.autograd.grad(plain, (hidden, weight)),
         strict=True,
     ):
-        assert ours.dtype == torch.bfloat16
-        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-10)  # a few bf16 roundings
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(
+            gradient, expected, rtol=2**-6, atol=2**-10
+        )  # a few bf16 roundings
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -92,8 +92,8 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
     def start_group(*options):
         raise GroupMade(options)
 
-    told = []
-    monkeypatch.setattr(assemble, "set_threads", told.append)
+    calls = []
+    monkeypatch.setattr(assemble, "set_threads", calls.append)
     monkeypatch.setattr(assemble, "start_group", start_group)
     monkeypatch.setattr(RunDevices, "backend", "the machine's")
     words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
@@ -101,7 +101,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
         with pytest.raises(GroupMade) as made:
             assemble.build(compose_run(*words, f"strategy.backend={asked}"))
         assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None, ()),)
-    assert told == [3, 3]
+    assert calls == [3, 3]
 
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):

@@ -194,8 +194,8 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
     assert again.steps() == [1]
-    for step, wrong in (2, "state.ckpt"), (3, "manifest.json"):
-        assert f"/step-0000000{step}: {wrong} is damaged (sha256); not used" in caplog.text
+    for step, name in (2, "state.ckpt"), (3, "manifest.json"):
+        assert f"/step-0000000{step}: {name} is damaged (sha256); not used" in caplog.text
     (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
     for _ in range(2):  # the second start must not begin from scratch either
         with pytest.raises(ConfigError, match="are damaged: step-00000001: state") as stop:

@@ -80,8 +80,8 @@ def test_the_order_follows_from_the_seed_and_the_position_alone():
     mixed = mixture({"a": 1, "b": 2}, a=30, b=50)
     both = [TrainBatches(mixed.order(1), 8 // ranks, 1, 0, ranks) for ranks in (1, 2)]
     for step in range(25):
-        one, two = (batches.step_samples(step) for batches in both)
-        assert one.ravel().tolist() == two.ravel().tolist()
+        first, second = (batches.step_samples(step) for batches in both)
+        assert first.ravel().tolist() == second.ravel().tolist()
     others = TrainBatches(mixed.order(2), 8)
     assert others.step_samples(0).tolist() != both[0].step_samples(0).tolist()
 

@@ -164,13 +164,13 @@ def check_half_is_dropped(dropped: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def test_sizes_that_cannot_be_built_are_refused():
-    for make, sizes, said in (
+    for make, sizes, message in (
         (small_gpt, {"n_heads": 5}, r"n_heads=5.*d_model=32"),
         (small_gpt, {"activation": "relu"}, r"'relu'.*gelu, gelu_tanh"),
         (small_llama, {"n_kv_heads": 3}, r"n_kv_heads=3.*n_heads=4"),
         (small_llama, {"d_model": 36}, r"n_heads=4: d_model=36"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make(**sizes)
 
 

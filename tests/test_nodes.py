@@ -65,12 +65,14 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
     agents[1] = nodes[1].start(log, *words, f"run_dir={folder}")
     finish(agents, log)
     assert "from step" in log.read_text()
-    one = train(*words, "trainer.devices=2", "trainer.num_nodes=1", name="one", tiny=False)
-    assert one.code == 0, one.err
-    two = Finished(0, "", "", folder)
-    assert two.losses() == one.losses()
-    mine, theirs = (gptrain.load(run.folder, "last").state_dict() for run in (two, one))
-    assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
+    one_machine = train(*words, "trainer.devices=2", "trainer.num_nodes=1", name="one", tiny=False)
+    assert one_machine.code == 0, one_machine.err
+    two_nodes = Finished(0, "", "", folder)
+    assert two_nodes.losses() == one_machine.losses()
+    weights, expected = (
+        gptrain.load(run.folder, "last").state_dict() for run in (two_nodes, one_machine)
+    )
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert (
         len([path for path in folder.iterdir() if "log" in path.name]) == 1
     )  # only rank 0 writes a log
@@ -84,9 +86,9 @@ def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
     until_saved(folder, 10)
     nodes[1].kill()
     finish(agents[:1], log)
-    said = log.read_text()
+    output = log.read_text()
     for n_ranks in (2, 1):
-        assert f"4 x {n_ranks} ranks x {2 // n_ranks} accumulated = 8 sequences" in said
+        assert f"4 x {n_ranks} ranks x {2 // n_ranks} accumulated = 8 sequences" in output
     assert json.loads((folder / "result.json").read_text())["steps"] == 40
 
 
@@ -100,8 +102,8 @@ def test_a_folder_that_is_not_shared_is_one_line(nodes, tmp_path):
     ]
     for agent in agents:
         assert agent.wait(400) != 0
-    said = log.read_text()
-    (line,) = {line for line in said.splitlines() if line.startswith(f"error: run_dir={folder}")}
+    output = log.read_text()
+    (line,) = {line for line in output.splitlines() if line.startswith(f"error: run_dir={folder}")}
     assert "does not see what rank 0 wrote there" in line and "try: run_dir=" in line
     status = json.loads((folder / "status.json").read_text())
     assert status["exit_code"] == FOLDER_UNUSABLE

@@ -168,22 +168,22 @@ def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
     monkeypatch.setattr(
         muon_file, "native_dtype", lambda device: torch.bfloat16
     )  # like torch.optim.Muon
-    ours, theirs = small_gpt(), small_gpt()
-    theirs.load_state_dict(ours.state_dict())
-    hidden, *rest = muon_groups(theirs)
+    net, reference = small_gpt(), small_gpt()
+    reference.load_state_dict(net.state_dict())
+    hidden, *rest = muon_groups(reference)
     for group in (hidden, *rest):
         group.pop("use_muon")
     theirs_in_two = [
         torch.optim.Muon([hidden], lr=3e-3, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=3e-3, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
     ]
-    train(theirs, theirs_in_two, range(3))
-    muon = Muon(muon_groups(ours), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
-    train(ours, [muon], range(3))
-    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+    train(reference, theirs_in_two, range(3))
+    muon = Muon(muon_groups(net), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
+    train(net, [muon], range(3))
+    for (name, weight), other in zip(net.named_parameters(), reference.parameters(), strict=True):
         # Of steps of 3e-3. A CPU with instructions for bf16 rounds products in batches otherwise.
         most = 1e-6 if torch.cpu._is_avx512_bf16_supported() else 0.0
-        torch.testing.assert_close(mine, other, rtol=0, atol=most, msg=name)
+        torch.testing.assert_close(weight, other, rtol=0, atol=most, msg=name)
 
 
 def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_values():

@@ -54,8 +54,8 @@ def test_a_huge_data_set_costs_no_memory():
 
 def test_epochs_and_seeds_have_other_orders():
     orders = [epoch_of(100, seed, epoch) for seed in range(5) for epoch in range(5)]
-    for one, other in itertools.combinations(orders, 2):
-        assert (one == other).mean() < 0.15  # unrelated orders agree at 1 of 100 places
+    for first, second in itertools.combinations(orders, 2):
+        assert (first == second).mean() < 0.15  # unrelated orders agree at 1 of 100 places
 
 
 def test_every_sample_is_equally_likely_everywhere():
@@ -309,9 +309,9 @@ def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():
     of_permutation = np.concatenate([samples.ravel() for samples in read]).tolist()
     assert of_permutation == SampleOrder(97, seed=1).index(0, np.arange(88)).tolist()
     assert after.locate(8)[:2] == (0, 76) and after.locate(9)[:2] == (1, 0)
-    mine = [
+    expected = [
         list(map(int, samples))
         for step in range(5, 9)
         for samples in after.step_samples(step)[:, 1]
     ]
-    assert list(after) == mine[:6]  # the epoch of 8 steps ends here
+    assert list(after) == expected[:6]  # the epoch of 8 steps ends here

@@ -227,7 +227,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mine(written, monkeypatch) -> tuple[str, ...]:
+def user_words(written, monkeypatch) -> tuple[str, ...]:
     """Return the words of the command line that select the user's classes."""
     monkeypatch.syspath_prepend(written)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -235,9 +235,9 @@ def mine(written, monkeypatch) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("words", [*TOGETHER, ["module=alone"], ["experiment=all"]], ids=str)
-def test_every_user_class_is_used_unchanged(mine, words, capfd):
+def test_every_user_class_is_used_unchanged(user_words, words, capfd):
     """Both checks of train.py accept the classes: that of the config and that of built objects."""
-    code = run_command(assemble.check, [*mine, *words])
+    code = run_command(assemble.check, [*user_words, *words])
     assert (code, capfd.readouterr().err) == (0, "")
 
 
@@ -245,17 +245,17 @@ def test_every_user_class_is_used_unchanged(mine, words, capfd):
     "words",
     ["experiment=all data=hub scheduler=noam", "data=mine model=any_key module=keys optimizer=sgd"],
 )
-def test_and_trains(mine, words, train):
+def test_user_classes_can_be_trained(user_words, words, train):
     small = ("trainer.max_steps=2", "logger=none", "trainer.enable_progress_bar=false")
-    run = train(*mine[:2], *mine[3:], *words.split(), *small, tiny=False)
+    run = train(*user_words[:2], *user_words[3:], *words.split(), *small, tiny=False)
     assert run.code == 0, run.err
 
 
-def test_keys_that_our_code_reads_are_typed_for_any_class(mine):
-    (line,) = refused(*mine, "model=net", "model.compile=fast")
+def test_keys_that_gptrain_reads_are_typed_for_any_class(user_words):
+    (line,) = refused(*user_words, "model=net", "model.compile=fast")
     assert "model.compile=fast: unknown; allowed: none, blocks, model" in line
-    assert "must be > 0" in refused(*mine, "optimizer=opt", "optimizer.lr=-1")[0]
-    assert "must be >= 1" in refused(*mine, "data=mine", "data.batch_size=0")[0]
+    assert "must be > 0" in refused(*user_words, "optimizer=opt", "optimizer.lr=-1")[0]
+    assert "must be >= 1" in refused(*user_words, "data=mine", "data.batch_size=0")[0]
 
 
 # Words -> a piece of the line.
@@ -272,12 +272,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_wrong_class_or_keyword_is_one_line(mine, words):
-    lines = refused(*mine, *words.split())
+def test_a_wrong_class_or_keyword_is_one_line(user_words, words):
+    lines = refused(*user_words, *words.split())
     assert any(REFUSED[words] in line for line in lines), lines
 
 
-def test_what_is_of_another_kind_than_its_place_needs_is_a_line(mine):
+def test_an_object_of_the_wrong_type_for_its_group_is_one_line(user_words):
     """The command reports the errors of all groups at once."""
     kinds = {
         "optimizer._target_=torch.hub.load": "not of type Optimizer",
@@ -288,6 +288,6 @@ def test_what_is_of_another_kind_than_its_place_needs_is_a_line(mine):
         "data.val._target_=mine.Mine": "not of type dataset",
     }
     choices = ("optimizer=opt", "scheduler=halving", "module=mine", "callbacks=mine", "data=mine")
-    lines = refused(*mine, *choices, *kinds)
+    lines = refused(*user_words, *choices, *kinds)
     for word, kind in kinds.items():
         assert sum(line.startswith(f"error: {word}: {kind}") for line in lines) == 1, (word, lines)

@@ -136,8 +136,8 @@ def test_a_hundred_megabytes_take_what_the_textbooks_say():
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
         link = Link("", bytes_per_s / 0.8, 0.0)  # the planner assumes 80 % of the bandwidth
         machine = machine_of(DEVICES["h100_sxm"], 2, link)
-        way = find_link(sent, ParallelDims(data=2), machine)
-        seconds = sent.hops * way.latency_s + sent.n_bytes / way.bytes_per_s
+        route = find_link(sent, ParallelDims(data=2), machine)
+        seconds = sent.hops * route.latency_s + sent.n_bytes / route.bytes_per_s
         assert 1e3 * seconds == pytest.approx(ms, abs=0.01)
         assert seconds / (seconds + 0.05) == pytest.approx(share, rel=0.02)
 
@@ -162,8 +162,8 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     work = Work(shape, options, ParallelDims(data=2), 3, 5, accumulate=2)
     link = Link("", bytes_per_s=1e4, latency_s=1e-3)
     speeds = ({"float32": 1e6}, 1e6, 1e-4, link, link)  # FLOP/s, bytes/s, seconds per call
-    found = estimate(work, Machine("", 2, 1e6, *speeds, source=""))
-    n_bytes = found["bytes_per_device"]
+    prediction = estimate(work, Machine("", 2, 1e6, *speeds, source=""))
+    n_bytes = prediction["bytes_per_device"]
     assert n_bytes["weights"] == n_bytes["gradients"] == 872 * 4
     assert n_bytes["optimizer"] == 2 * 872 * 4
     # Values of a token that a block keeps: the inputs of two norms and their outputs (4 * 8), q, k,
@@ -175,7 +175,7 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     # A rank computes 2 * 3 * 5 = 30 tokens. A token costs 6 FLOPs per weight of a matrix, and 12
     # FLOPs per layer, width and position.
     flops = 30 * (6 * (2 * 336 + 80) + 12 * 2 * 8 * 5)
-    assert found["flops"] == flops
+    assert prediction["flops"] == flops
     # Each kept value is moved 7 times, each fp32 logit and each byte of the weights 10 times.
     moved = 30 * (7 * 2 * block + 10 * 10 * 4) + 10 * 872 * 4
     busy_s = flops / 1e6 + moved / 1e6  # the calls take less: 2 * (60 * 2 + 150) * 1e-4 s
@@ -184,12 +184,12 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     sent_s = 2 * 2 * 1e-3 + 872 * 4 / 1e4
     shown_s = sent_s - 2 / 3 / 2 * busy_s
     assert shown_s > sent_s / 2  # the last bucket alone has nothing to hide behind
-    assert found["communication_s"] == pytest.approx(sent_s)
-    assert found["overlapped_s"] == pytest.approx(sent_s - shown_s)
-    assert found["step_s"] == pytest.approx(busy_s + shown_s)
-    assert found["tokens_per_s"] == pytest.approx(60 / (busy_s + shown_s))
-    assert found["mfu"] == pytest.approx(flops / 1e6 / (busy_s + shown_s))
-    assert found["scaling_efficiency"] == pytest.approx(busy_s / (busy_s + shown_s))
+    assert prediction["communication_s"] == pytest.approx(sent_s)
+    assert prediction["overlapped_s"] == pytest.approx(sent_s - shown_s)
+    assert prediction["step_s"] == pytest.approx(busy_s + shown_s)
+    assert prediction["tokens_per_s"] == pytest.approx(60 / (busy_s + shown_s))
+    assert prediction["mfu"] == pytest.approx(flops / 1e6 / (busy_s + shown_s))
+    assert prediction["scaling_efficiency"] == pytest.approx(busy_s / (busy_s + shown_s))
 
 
 def test_muon_counts_its_products():
@@ -221,7 +221,7 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
     flops = 5 * (2 * 64 * (32 + 16) + 2 * 16 * (32 + 8) + 3 * 36 * (32 + 12))
     assert estimate(work, machine)["optimizer_flops"] == flops
     n_bytes = 2 * 4 * (2 * 64 + 2 * 32 + 3 * 48)  # bf16, four blocks
-    # A rank exchanges its quarter of each matrix with the other shard of its copy: half a quarter is
+    # A rank exchanges its quarter of each matrix with the other shard of its copy: half of it is
     # sent twice. Then the two copies exchange half of all updates in a ring.
     sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}["updates of Muon"]
     assert sent == 2 * n_bytes / 4 / 2 + n_bytes / 2 / 2
@@ -247,7 +247,7 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
 
 
 def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
-    """k and v of a token have one quarter of the width: 2 * (64 - 16) fp32 values less."""
+    """K and v of a token have one quarter of the width: 2 * (64 - 16) fp32 values less."""
     options, dims = default_options("single"), ParallelDims()
     shapes = (llama_shape(61, 64, 4, n, 2, 160) for n in (4, 1))
     kept = [block_activations(Work(shape, options, dims, 4, 16))[0] for shape in shapes]
@@ -267,8 +267,8 @@ def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
 def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n_cards):
     link, network = Link("", bytes_per_s=1e12, latency_s=0.0), Link("", 1e9, 0.0)
     machine = machine_of(DEVICES["h100_sxm"], 8, link, network)
-    way = find_link(Traffic("", axis, 1e6, 1), dims, machine)
-    assert way.bytes_per_s == pytest.approx(n_cards * 0.8 * 1e9)
+    route = find_link(Traffic("", axis, 1e6, 1), dims, machine)
+    assert route.bytes_per_s == pytest.approx(n_cards * 0.8 * 1e9)
 
 
 def test_interleaving_halves_the_idle_time_of_a_pipeline():
@@ -299,9 +299,9 @@ def test_all_ranks_of_a_node_share_the_memory_of_its_cpu(is_cpu, n_held, fits):
 
 
 def test_published_runs_fit_and_are_as_fast_as_planned():
-    found = [row for rows in mpt_errors().values() for row in rows]
-    assert len(found) == 191 and all(fits for _, fits in found)
-    assert sum(abs(error) <= 0.15 for error, _ in found) >= 0.9 * len(found)
+    errors = [row for rows in mpt_errors().values() for row in rows]
+    assert len(errors) == 191 and all(fits for _, fits in errors)
+    assert sum(abs(error) <= 0.15 for error, _ in errors) >= 0.9 * len(errors)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("32-true", "tf32"), ("64-true", "float32")])

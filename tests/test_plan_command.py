@@ -36,30 +36,30 @@ def answer(plan, *words):
 
 def test_the_sums_of_seven_billion_parameters(plan):
     """28 GB of weights, 28 of gradients, 56 of Adam in fp32, 130 and more with activations."""
-    found = answer(plan, *SEVEN, *H100)
-    held = found["strategies"]["ddp"]["bytes_per_device"]
+    report = answer(plan, *SEVEN, *H100)
+    held = report["strategies"]["ddp"]["bytes_per_device"]
     for part, gb in (("weights", 28), ("gradients", 28), ("optimizer", 56)):
         assert held[part] / 1e9 == pytest.approx(gb, rel=0.06)  # 6.66 B parameters
     assert held["total"] > 130e9
-    assert not found["strategies"]["ddp"]["fits"]
-    assert found["strategies"]["fsdp"]["fits"] and found["best"] == "fsdp"
-    assert found["command"].endswith("strategy=fsdp")
+    assert not report["strategies"]["ddp"]["fits"]
+    assert report["strategies"]["fsdp"]["fits"] and report["best"] == "fsdp"
+    assert report["command"].endswith("strategy=fsdp")
 
 
 @pytest.mark.parametrize("name, tokens", [("gpt2_124m", 19000 * 512 * 1024), ("llama_124m", 2.7e9)])
 def test_the_time_in_the_comment_of_an_experiment_is_that_of_the_plan(plan, name, tokens):
     text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
     minutes = float(re.search(r"# Cost: (\d+) minutes on eight H100", text)[1])
-    found = answer(plan, f"experiment={name}", "trainer.devices=8", *H100)
-    planned = tokens / found["strategies"]["ddp"]["tokens_per_s"] / 60
+    report = answer(plan, f"experiment={name}", "trainer.devices=8", *H100)
+    planned = tokens / report["strategies"]["ddp"]["tokens_per_s"] / 60
     assert minutes == pytest.approx(planned, rel=0.15)
 
 
 def test_every_strategy_has_its_bytes_time_and_traffic(plan):
     words = ["model=gpt2", "trainer.devices=4", "data.batch_size=8", "max_tokens=1e10"]
-    found = answer(plan, *words, *H100)
-    assert found["parameters"] == 124_439_808
-    rows = found["strategies"]
+    report = answer(plan, *words, *H100)
+    assert report["parameters"] == 124_439_808
+    rows = report["strategies"]
     assert rows.keys() == {"single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
                            "pipeline", "ddp_pipeline", "diloco", "context_parallel"}  # fmt: skip
     for name, row in rows.items():
@@ -80,10 +80,10 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
     """FSDP and pipelines do not scale losses, although they would fit and ddp does not."""
     words = ["model=gpt2_large", "data.seq_len=1025", "data.batch_size=24", "trainer.devices=8"]
     words = [*words, "trainer.precision=16-mixed"]
-    found = answer(plan, *words, "hardware=v100_sxm2_32gb")
-    fits = {name for name, row in found["strategies"].items() if row["fits"]}
+    report = answer(plan, *words, "hardware=v100_sxm2_32gb")
+    fits = {name for name, row in report["strategies"].items() if row["fits"]}
     assert fits == {"fsdp_tensor_parallel", "ddp_pipeline"}
-    assert (found["best"], found["command"].split()[-2:]) == (
+    assert (report["best"], report["command"].split()[-2:]) == (
         "ddp", ["strategy=ddp", "model.activation_checkpointing=full"],
     )  # fmt: skip
 
@@ -91,9 +91,9 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
 def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
     """A wider batch than a V100 can hold: its blocks are computed again."""
     words = ["model=gpt2_xl", "data.seq_len=512", "data.batch_size=16", "trainer.devices=1"]
-    found = answer(plan, *words, "hardware=v100_sxm2_32gb")
-    assert not any(row["fits"] for row in found["strategies"].values())
-    typed = found["command"].split()
+    report = answer(plan, *words, "hardware=v100_sxm2_32gb")
+    assert not any(row["fits"] for row in report["strategies"].values())
+    typed = report["command"].split()
     assert "model.activation_checkpointing=full" in typed
     again = answer(plan, *typed[2:], "hardware=v100_sxm2_32gb")
     assert again["strategies"][again["best"]]["fits"]
@@ -102,8 +102,8 @@ def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
 def test_a_sequence_that_does_not_fit_one_gpu_is_divided_over_eight(plan):
     words = ["model=llama_8b", "trainer.devices=8", "data.batch_size=1", *H100]
     words.append("trainer.precision=bf16-mixed")
-    found = answer(plan, *words, "data.seq_len=131072", "model.max_seq_len=131072")
-    row, whole = (found["strategies"][name] for name in ("context_parallel", "fsdp"))
+    report = answer(plan, *words, "data.seq_len=131072", "model.max_seq_len=131072")
+    row, whole = (report["strategies"][name] for name in ("context_parallel", "fsdp"))
     held, of_whole = row["bytes_per_device"], whole["bytes_per_device"]
     assert held["weights"] == of_whole["weights"]
     assert 7 < of_whole["activations"] / held["activations"] < 8  # two copies of attention's output
@@ -113,28 +113,28 @@ def test_a_sequence_that_does_not_fit_one_gpu_is_divided_over_eight(plan):
     assert sent == exchanged and row["tokens_per_s"] / whole["tokens_per_s"] == pytest.approx(
         1, 0.1
     )
-    assert found["best"] == "context_parallel"
-    assert "strategy=context_parallel" in found["command"]
+    assert report["best"] == "context_parallel"
+    assert "strategy=context_parallel" in report["command"]
     assert answer(plan, *words, "data.seq_len=8192")["best"] != "context_parallel"
 
 
 def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):
     (tmp_path / "topo").write_text(PAIRS)
     words = ["model=gpt2", "trainer.devices=4", "hardware=a100_sxm_40gb"]
-    found = answer(plan, *words, f"topology={tmp_path / 'topo'}")
-    assert found["topology"] == {"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}
+    report = answer(plan, *words, f"topology={tmp_path / 'topo'}")
+    assert report["topology"] == {"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}
     plain = answer(plan, *words)["strategies"]
     for name in ("ddp", "tensor_parallel"):  # their group uses PCIe
-        assert found["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
-    wire = found["strategies"]["fsdp_tensor_parallel"]["wire"]
+        assert report["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
+    wire = report["strategies"]["fsdp_tensor_parallel"]["wire"]
     assert any("tensor axis" in name for name in wire)
 
 
 def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
     words = ("model=gpt_nano", "trainer=cpu", "trainer.devices=2", "max_tokens=1e6")
-    found = answer(plan, *words)
-    row = found["strategies"]["ddp"]
-    assert row["bytes_per_device"]["total"] > 0 and row["fits"] and found["best"] == "ddp"
+    report = answer(plan, *words)
+    row = report["strategies"]["ddp"]
+    assert row["bytes_per_device"]["total"] > 0 and row["fits"] and report["best"] == "ddp"
     assert row["step_s"] is row["hours"] is None
     code, out, _ = plan(*words)
     assert code == 0 and "tokens/s" not in out and "--measure" in out

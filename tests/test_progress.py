@@ -28,8 +28,8 @@ def test_a_terminal_shows_it_once_and_a_file_gets_nothing(stream, rank, is_shown
         if not bar.disable:
             bar.start_t = bar.last_print_t = bar.start_t - 3  # pretend a start 3 s ago
         bar.update(500)
-    said = sys.stderr.getvalue()
-    assert "verifying:  50%" in said and "B/s" in said if is_shown else not said
+    output = sys.stderr.getvalue()
+    assert "verifying:  50%" in output and "B/s" in output if is_shown else not output
 
 
 class Count:

@@ -91,7 +91,7 @@ ALONE = {
 
 @pytest.mark.parametrize("case", ALONE)
 def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeypatch):
-    variables, said = ALONE[case]
+    variables, message = ALONE[case]
     with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
         ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free.getsockname()[1])}
         free.close()
@@ -103,8 +103,8 @@ def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeyp
             open_store(int(variables["RANK"]), 3, 0.2, variables=("RANK", "WORLD_SIZE"))
     ending = ending_of(caught.value)
     for name, port in ports.items():
-        said = said.replace(name, port)
-    assert said in ending.line and "\n" not in ending.line
+        message = message.replace(name, port)
+    assert message in ending.line and "\n" not in ending.line
     assert (ending.code, ending.cause, ending.trace) == (76, "hang", "")
 
 

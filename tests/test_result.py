@@ -97,7 +97,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_it_held(train, tmp_path,
         assert after < made["peak_memory_bytes"] - HELD / 2
 
 
-def test_an_evaluation_says_of_which_checkpoint_it_is(train):
+def test_an_evaluation_names_its_checkpoint(train):
     trained = train("trainer.max_steps=2")
     ended = result(train(f"from_run={trained.folder}", "task=test", name="test"))["ended"]
     assert ended["reason"] == "test done"

@@ -119,10 +119,10 @@ def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers
 
 def test_other_content_of_the_data_is_refused(compose):
     cfg = compose("ckpt_path=last")
-    found = save(cfg, 5, data="0123").folder / "step-00000005"
-    check_data(cfg, found, "0123")
+    checkpoint = save(cfg, 5, data="0123").folder / "step-00000005"
+    check_data(cfg, checkpoint, "0123")
     with pytest.raises(ConfigError, match="data=4567: the checkpoint was made with 0123"):
-        check_data(cfg, found, "4567")
+        check_data(cfg, checkpoint, "4567")
 
 
 def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(compose):
@@ -183,8 +183,8 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
 
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
 def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode, step):
-    for saved, mine in ((5, 1.0), (6, 3.0), (7, 2.0)):
-        save(compose(), saved, metrics={"mine": mine})
+    for saved, value in ((5, 1.0), (6, 3.0), (7, 2.0)):
+        save(compose(), saved, metrics={"mine": value})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
     assert find_checkpoint(cfg, LOCK, 1).name == f"step-{step:08d}"
 

@@ -122,16 +122,16 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
 
 
 @pytest.mark.parametrize(
-    "words, code, said",
+    "words, code, message",
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
         (["--diff"], 2, "error: --diff: needs exactly two runs, found 4"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
 )
-def test_a_wrong_word_is_a_line(words, code, said, four, show):
-    found, out, err = show(*([four] if words[0][0] == "-" else []), *words)
-    assert found == code and not out and len(err) == 1 and err[0].startswith(said)
+def test_a_wrong_word_is_a_line(words, code, message, four, show):
+    exit_code, out, err = show(*([four] if words[0][0] == "-" else []), *words)
+    assert exit_code == code and not out and len(err) == 1 and err[0].startswith(message)
 
 
 def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
@@ -198,29 +198,29 @@ def test_hundreds_of_runs_take_seconds_and_no_torch(tmp_path):
     words += "try: runpy.run_module('gptrain.runs', run_name='__main__')\n"
     words += "except SystemExit: print({'torch', 'hydra', 'lightning'} & sys.modules.keys())"
     before, run = os.times(), [sys.executable, "-c", words, tmp_path]
-    said = subprocess.run(run, capture_output=True, text=True, env=env, check=True).stdout
-    after, lines = os.times(), said.splitlines()
+    output = subprocess.run(run, capture_output=True, text=True, env=env, check=True).stdout
+    after, lines = os.times(), output.splitlines()
     assert len(lines) == 202 and lines[-1] == "set()" and lines[1].split()[0] == "0"
     assert after.children_user - before.children_user < 4
 
 
 def test_diff_shows_what_differs_and_nothing_else(train, show):
     """Two runs of one code on one machine: an option, and what came of it."""
-    one = train("optimizer.lr=1e-3", "logger=none", name="one")
-    other = train("optimizer.lr=2e-3", "logger=none", name="other")
-    code, lines, _ = show("--diff", one.folder, other.folder)
+    first = train("optimizer.lr=1e-3", "logger=none", name="one")
+    second = train("optimizer.lr=2e-3", "logger=none", name="other")
+    code, lines, _ = show("--diff", first.folder, second.folder)
     assert code == 0 and lines[0].split() == ["one", "other"]
     keys = {line.split()[0] for line in lines[1:]}
     assert "optimizer.lr" in keys and "metrics.train/loss" in keys
     measured = ("metrics.", "seconds", "peak_memory_bytes")
     assert not [key for key in keys if not key.startswith(("optimizer.lr", *measured))]
-    result = json.loads((other.folder / "result.json").read_text())
+    result = json.loads((second.folder / "result.json").read_text())
     result["versions"]["torch"], result["git"] = "1.0", {"commit": "abc", "dirty": True}
-    write(other.folder / "result.json", json.dumps(result))
-    told = {
-        line.split()[0]: line.split()[1:] for line in show("--diff", one.folder, other.folder)[1]
+    write(second.folder / "result.json", json.dumps(result))
+    values = {
+        line.split()[0]: line.split()[1:] for line in show("--diff", first.folder, second.folder)[1]
     }
-    assert told["versions.torch"][1] == "1.0" and "git.commit" in told
+    assert values["versions.torch"][1] == "1.0" and "git.commit" in values
 
 
 def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, typed, tmp_path):

@@ -93,8 +93,8 @@ def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, mon
     first = gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
     assert first == gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
     assert first != gptrain.generate(net, BYTES, ["a", "b"], 20, seed=2)
-    (one,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
-    (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[one[2]])
-    assert cut == one[: one.index(one[2])]
+    (text,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
+    (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[text[2]])
+    assert cut == text[: text.index(text[2])]
     with pytest.raises(ValueError, match="prompt '': has no tokens"):
         gptrain.generate(net, BYTES, [""])

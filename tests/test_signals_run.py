@@ -45,9 +45,9 @@ def test_two_ranks_survive_a_closed_pipe_listen_only_on_loopback_and_save_on_a_s
     assert {name for pid in processes for name in listeners(pid)} <= LOOPBACK
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
-    told = read_status(tmp_path / "run")
-    assert told["cause"] == "preempted" and told["exit_code"] == 75
-    assert told["checkpoint"].endswith(f"step-{told['step']:08d}")
+    status = read_status(tmp_path / "run")
+    assert status["cause"] == "preempted" and status["exit_code"] == 75
+    assert status["checkpoint"].endswith(f"step-{status['step']:08d}")
     assert (tmp_path / "stderr").read_text() == ""
     wait_until(lambda: not any(map(is_alive, processes)), timeout_s=30)
 
@@ -59,5 +59,5 @@ def test_a_run_stopped_before_its_first_step_exits_with_75(train, tmp_path):
 
     Thread(target=interrupt, daemon=True).start()
     assert train(*LONG).code == 75
-    told = read_status(tmp_path / "run")
-    assert (told["cause"], told["exit_code"], told["step"]) == ("preempted", 75, 0)
+    status = read_status(tmp_path / "run")
+    assert (status["cause"], status["exit_code"], status["step"]) == ("preempted", 75, 0)

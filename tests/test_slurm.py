@@ -145,5 +145,5 @@ def test_each_start_of_open_mpi_on_several_nodes_has_a_name_of_its_own(monkeypat
 
 
 def test_agents_of_several_nodes_give_a_start_the_same_name(agent):
-    one, other = (agent(n_local=1, count=count) for count in range(2))
-    assert one == other != agent(n_local=1, count=0, port=40002)
+    first, second = (agent(n_local=1, count=count) for count in range(2))
+    assert first == second != agent(n_local=1, count=0, port=40002)

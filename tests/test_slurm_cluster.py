@@ -87,9 +87,9 @@ def jobs(tmp_path_factory):
     assert not left_processes(folder)
 
 
-def assert_same_state(one: Finished, other: Finished) -> None:
+def assert_same_state(first: Finished, second: Finished) -> None:
     """Bit for bit: weights and moments."""
-    states = one.state(STEPS), other.state(STEPS)
+    states = first.state(STEPS), second.state(STEPS)
     for part in ("state_dict", "optimizer_states"):
         left, right = (torch.utils._pytree.tree_leaves(state[part]) for state in states)
         assert len(left) == len(right) > 10
@@ -129,10 +129,10 @@ def test_two_nodes_train_as_one_machine_does(jobs, train, place, strategy):
 
 
 def test_a_sweep_of_three_runs_as_three_jobs(jobs):
-    said, _ = jobs.sweep.communicate(timeout=120)
-    assert jobs.sweep.returncode == 0, said
-    found = (jobs.cluster.outputs / "sweep").glob("*/result.json")
-    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 3
+    output, _ = jobs.sweep.communicate(timeout=120)
+    assert jobs.sweep.returncode == 0, output
+    results = (jobs.cluster.outputs / "sweep").glob("*/result.json")
+    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in results}) == 3
 
 
 def test_the_queue_is_empty_after_all_that(jobs):

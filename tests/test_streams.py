@@ -42,7 +42,7 @@ def test_a_run_continues_without_its_output_and_writes_its_log_file(place, train
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "output"),
     [
         (">&-", 0, ""),
         ("<&- >&-", 0, ""),
@@ -50,21 +50,23 @@ def test_a_run_continues_without_its_output_and_writes_its_log_file(place, train
         (">/dev/full", 74, f"error: OSError: [Errno 28] {FULL}\n"),
     ],
 )
-def test_a_command_that_prints_ends_as_a_filter(words, code, said):
-    assert shell(f"{PLAN} {words}") == (code, said)
+def test_a_command_that_prints_ends_as_a_filter(words, code, output):
+    assert shell(f"{PLAN} {words}") == (code, output)
 
 
 def test_a_character_that_the_terminal_does_not_have_is_replaced(tmp_path):
-    code, said = shell(f"{RUN} run_dir={tmp_path}/ran", PYTHONIOENCODING="ascii")
-    assert (code, said) == (0, "")
+    code, output = shell(f"{RUN} run_dir={tmp_path}/ran", PYTHONIOENCODING="ascii")
+    assert (code, output) == (0, "")
     assert "·" in (tmp_path / "ran" / "train.log").read_text(encoding="utf-8")
 
 
 def test_a_script_with_windows_line_endings_is_named_by_every_command():
     for words in ("train.py trainer.max_steps=3$'\\r'", "-m gptrain.runs outputs$'\\r'"):
-        code, said = shell(words)
-        assert code == 2 and said.count("\n") == 1
-        assert r"\r: ends with a carriage return: the script has Windows line endings; try:" in said
+        code, output = shell(words)
+        assert code == 2 and output.count("\n") == 1
+        assert (
+            r"\r: ends with a carriage return: the script has Windows line endings; try:" in output
+        )
 
 
 def test_ctrl_c_in_the_imports_is_one_line(tmp_path):

@@ -122,8 +122,8 @@ def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_aga
 )
 def test_a_jobs_folder_is_short_and_needs_no_quotes(varied, name):
     assert job_folder(3, varied) == name and len(name) <= 80
-    ((one,), problems) = parse([f"from_run=outputs/sweep/{name}"])
-    assert one.value() == f"outputs/sweep/{name}" and not problems
+    ((override,), problems) = parse([f"from_run=outputs/sweep/{name}"])
+    assert override.value() == f"outputs/sweep/{name}" and not problems
 
 
 def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, monkeypatch):

@@ -25,11 +25,11 @@ def outputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seen")
     (folder / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     text = ("data=text", f"data.path={folder}/words.txt", f"output_dir={folder}/o")
-    one = (*text, f"run_dir={folder}/one", "callbacks.sample.n_tokens=8", "scheduler=constant")
+    first = (*text, f"run_dir={folder}/one", "callbacks.sample.n_tokens=8", "scheduler=constant")
     for words in (
         ("-m", f"run_dir={folder}/sweep", "optimizer.lr=1e-3,3e-4", "seed=1,2"),
-        one,
-        (*one, "trainer.max_steps=4", "ckpt_path=last"),
+        first,
+        (*first, "trainer.max_steps=4", "ckpt_path=last"),
     ):
         with forked_ranks(folder / "said", folder / "said"):
             assert cli.run_command(train.main, [*WORDS, *words]) == 0
@@ -44,12 +44,12 @@ def window():
 
 def points(window) -> list[tuple[int, float]]:
     """Step and value of the training losses, as TensorBoard gives them to its page."""
-    found = window.run(
+    reply = window.run(
         "const found = new XMLHttpRequest(); found.open('GET', "
         "'/data/plugin/scalars/scalars?run=.&tag=loss/train', false); found.send();"
         "return found.responseText;"
     )
-    return [(step, value) for _, step, value in json.loads(found)]
+    return [(step, value) for _, step, value in json.loads(reply)]
 
 
 def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs):
@@ -58,7 +58,7 @@ def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs
         text = window.wait_for("loss 2 cards", "optim 2 cards", "perf 5 cards")
         assert text.index("loss 2 cards") < text.index("optim 2 cards") < text.index("perf 5 cards")
         assert "epoch" not in text
-        shown = wait(lambda: points(window), lambda found: len(found) >= 4, "the resumed steps")
+        shown = wait(lambda: points(window), lambda values: len(values) >= 4, "the resumed steps")
         assert [step for step, _ in shown] == [1, 2, 3, 4]
         window.open(f"{address}?#text")
         window.wait_for("run/config/text_summary", "_target_: gptrain.models.SimpleGPT")

@@ -221,10 +221,10 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
     (corpus / "self").symlink_to("self")
     (corpus / "gone").symlink_to("/unmounted/shard")
     (corpus / "gone.txt").symlink_to("/unmounted/gone.txt")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         names = [source.name for source in find_sources(corpus)]
     assert names == ["a/text.txt", "b/text.txt"]
-    lines = sorted(str(warning.message).replace(str(corpus), "corpus") for warning in said)
+    lines = sorted(str(warning.message).replace(str(corpus), "corpus") for warning in warned)
     assert lines == [
         "1 link leads back to a folder that contains it and is skipped:"
         " for example corpus/up/corpus",

@@ -41,8 +41,8 @@ def test_a_matrix_is_read_however_it_was_copied(name):
     assert read_topology(str(FOLDER / f"{name}.txt")) == parse_topology(text)
     for copied in (text, with_spaces_without_legend(text), underlined_from_windows(text)):
         topology = parse_topology(copied)
-        found = topology.islands, topology.tensor_groups, topology.slowest_ring_link
-        assert found == GOLDEN[name]
+        facts = topology.islands, topology.tensor_groups, topology.slowest_ring_link
+        assert facts == GOLDEN[name]
 
 
 def test_every_file_is_golden():

@@ -99,18 +99,18 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
     words.append(f"data.batch_size={size}")
     traced, formulas = answer(plan, *words, "--trace"), answer(plan, *words)
     assert traced["parameters"] == formulas["parameters"]
-    mine, theirs = traced["strategies"][name], formulas["strategies"][name]
-    held, estimated = mine["bytes_per_device"], theirs["bytes_per_device"]
+    trace, formula = traced["strategies"][name], formulas["strategies"][name]
+    held, estimated = trace["bytes_per_device"], formula["bytes_per_device"]
     for part in ("weights", "gradients", "optimizer"):
         assert held[part] == pytest.approx(estimated[part], rel=1e-3), part
     # Over gloo what tensor parallelism gathered is freed late, which a trace cannot see.
     assert held["total"] == pytest.approx(estimated["total"], rel=0.25 if "tensor" in name else 0.1)
-    flops = theirs["flops"] + theirs["recomputed_flops"] + theirs["optimizer_flops"]
-    assert mine["flops"] == pytest.approx(flops, rel=0.01)
-    sent = theirs["wire_bytes_per_step"]
+    flops = formula["flops"] + formula["recomputed_flops"] + formula["optimizer_flops"]
+    assert trace["flops"] == pytest.approx(flops, rel=0.01)
+    sent = formula["wire_bytes_per_step"]
     rows_of_16_bits = "tensor" in name and HALF in words
     most = 0.06 if rows_of_16_bits else 0.05
-    assert mine["wire_bytes_per_step"] == pytest.approx(sent, rel=most, abs=100)
+    assert trace["wire_bytes_per_step"] == pytest.approx(sent, rel=most, abs=100)
 
 
 def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkeypatch):
@@ -134,16 +134,16 @@ def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkey
 )
 def test_a_net_without_formulas_is_traced(plan, monkeypatch, words):
     monkeypatch.chdir(ROOT)
-    found = answer(plan, *words, "data.batch_size=2")
-    (row,) = found["strategies"].values()
+    report = answer(plan, *words, "data.batch_size=2")
+    (row,) = report["strategies"].values()
     held, n_devices = row["bytes_per_device"], int(words[-1][-1])
     n_shards = n_devices if "strategy=fsdp" in words else 1
-    weights = 4 * found["parameters"] / n_shards
+    weights = 4 * report["parameters"] / n_shards
     assert held["weights"] == held["gradients"] == pytest.approx(weights, rel=0.01)
     assert held["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert held["total"] > 3 * weights and row["flops"] and row["fits"]
     passes = 3 if n_shards > 1 else 2  # two all-gathers (of the root one) and a reduce-scatter
-    most = passes * 4 * found["parameters"] * (n_devices - 1) / n_devices
+    most = passes * 4 * report["parameters"] * (n_devices - 1) / n_devices
     assert most / 2 < row["wire_bytes_per_step"] <= 1.01 * most
 
 
@@ -155,7 +155,7 @@ def test_a_net_that_cannot_be_traced_is_one_line(plan, tmp_path):
     for content in ("{", "[1]"):
         (tmp_path / "config.json").write_text(content)
         code, out, err = plan(*words)
-        said = f"error: model.path={tmp_path}: {tmp_path}/config.json: not a JSON object"
-        assert code == 2 and not out and err.startswith(said) and err.count("\n") == 1
+        message = f"error: model.path={tmp_path}: {tmp_path}/config.json: not a JSON object"
+        assert code == 2 and not out and err.startswith(message) and err.count("\n") == 1
     (tmp_path / "config.json").write_text("{}")
     assert "error: model._target_=gptrain.models.HuggingFace: model_type=None" in plan(*words)[2]

@@ -54,20 +54,20 @@ def test_a_run_prints_five_lines_at_the_start_and_two_at_the_end(plain):
     assert "try: python -m gptrain.plan --measure" in lines["plan"]
 
 
-def test_of_a_measured_machine_the_plan_says_how_long_a_step_takes(train, tmp_path):
+def test_the_plan_predicts_the_step_time_on_a_measured_machine(train, tmp_path):
     link = {"latency_s": 1e-4, "bytes_per_s": 1e9, "wait_s": 0}
     facts = {"threads": 1, "flops_per_s": {"float32": 1e11}, "memory_bytes_per_s": 1e10}
     facts |= {"op_s": 1e-6, "links": {"gloo": {"2": link}}}
     (tmp_path / "machine.json").write_text(json.dumps(facts))
     run = train(f"output_dir={tmp_path}")
-    said = json.loads((run.folder / "plan.json").read_text())["strategies"]["single"]
-    assert f"ms per step, {said['tokens_per_s']:,.0f} tokens/s" in run.out
+    row = json.loads((run.folder / "plan.json").read_text())["strategies"]["single"]
+    assert f"ms per step, {row['tokens_per_s']:,.0f} tokens/s" in run.out
     (tmp_path / "machine.json").write_text('{"threads": 0}')
     run = train(f"output_dir={tmp_path}", f"run_dir={tmp_path / 'another'}")
     assert run.code == 0 and f"none: {tmp_path}/machine.json: damaged (KeyError" in run.out
 
 
-def test_result_and_status_say_that_the_run_is_done_and_its_loss_is_ln_v(plain):
+def test_result_and_status_of_a_finished_run_are_written_and_the_loss_is_ln_v(plain):
     """Dummy data is random, so that the loss stays at ln V."""
     result = json.loads((plain.folder / "result.json").read_text())
     assert result["steps"] == 4
@@ -116,10 +116,10 @@ def test_a_checkpoint_is_plain_and_loads_into_the_bare_net(plain):
 
 def test_accumulation_and_one_large_batch_take_the_same_steps(train):
     options = ("data.global_batch_size=8", "logger=csv", "trainer.log_every_n_steps=1")
-    one, two = (train(*options, f"data.batch_size={n}", name=f"of {n}") for n in (8, 4))
-    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in two.out
-    assert one.losses() == pytest.approx(two.losses(), rel=1e-5)
-    torch.testing.assert_close(one.state(4)["state_dict"], two.state(4)["state_dict"],
+    large, accumulated = (train(*options, f"data.batch_size={n}", name=f"of {n}") for n in (8, 4))
+    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in accumulated.out
+    assert large.losses() == pytest.approx(accumulated.losses(), rel=1e-5)
+    torch.testing.assert_close(large.state(4)["state_dict"], accumulated.state(4)["state_dict"],
                                rtol=1e-4, atol=1e-6)  # fmt: skip
 
 
@@ -188,8 +188,8 @@ def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
     plain = train(*options, name="plain")
     checked = train(*options, "trainer.num_sanity_val_steps=2", name="checked")
     assert checked.code == 0, checked.err
-    for ours, plains in zip(checked.state(2)["rng"], plain.state(2)["rng"], strict=True):
-        assert torch.equal(ours["torch"], plains["torch"])
+    for state, plain_state in zip(checked.state(2)["rng"], plain.state(2)["rng"], strict=True):
+        assert torch.equal(state["torch"], plain_state["torch"])
     assert checked.state(4)["logged"] == plain.state(4)["logged"]
     assert "\n0," not in (checked.folder / "metrics.csv").read_text()
 
@@ -251,12 +251,12 @@ def test_a_run_that_failed_says_why_in_its_status(train):
 def test_disk_space_is_required_for_two_saves_with_optimizer_states(
     train, monkeypatch, words, states
 ):
-    asked = []
-    monkeypatch.setattr(CheckpointStore, "check_space", lambda store, n: asked.append(n))
+    sizes = []
+    monkeypatch.setattr(CheckpointStore, "check_space", lambda store, n: sizes.append(n))
     run = train(*words, "trainer.max_steps=1")
     assert run.code == 0, run.err
     weights = {w.data_ptr(): w.numel() for w in run.state(1)["state_dict"].values()}  # tied: once
-    assert asked[0] == 2 * 4 * (1 + states) * sum(weights.values())
+    assert sizes[0] == 2 * 4 * (1 + states) * sum(weights.values())
 
 
 def test_too_little_space_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
@@ -287,11 +287,11 @@ def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch
         monkeypatch.delenv(name)
         assert again.code == 0 and "resume    from step 2" in again.out, again.err
         assert not (run.folder / ".beats" / "of an earlier start").exists()
-        said = "resumed on 1 rank of 2 threads, saved by 1 rank of 1 thread"
-        assert (said in again.out) == (n_threads == 2)
+        message = "resumed on 1 rank of 2 threads, saved by 1 rank of 1 thread"
+        assert (message in again.out) == (n_threads == 2)
 
 
-def test_one_batch_which_is_a_whole_step_under_accumulation_can_be_learned_by_heart(train):
+def test_the_loss_of_one_batch_falls_far_below_that_of_random_tokens(train):
     """The loss falls far below ln V on one batch of random tokens, and stays there on new ones."""
     words = ("optimizer.lr=1e-2", "trainer.max_steps=40", "trainer.val_check_interval=40")
     run = train("trainer.overfit_batches=1", "data.global_batch_size=8", *words)
@@ -325,7 +325,7 @@ def test_a_run_too_large_for_the_memory_says_how_large_it_is_and_what_to_type(
     assert f"; try {attempt}model.activation_checkpointing=full" in last
 
 
-def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, monkeypatch):
+def test_the_message_of_a_stopped_run_has_its_own_line_below_the_bar(train, monkeypatch):
     training_step = LanguageModel.training_step
 
     def told_to_stop(self, batch, batch_idx):
@@ -338,9 +338,9 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
     run = train("trainer.enable_progress_bar=true", "trainer.max_steps=20")
     assert run.code == 75
     lines = run.out.splitlines()  # also where a bar returns to the start of its line
-    told = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
-    assert any("Epoch 0:" in line for line in lines[:told])
-    assert not any("Epoch 0:" in line for line in lines[told:])
+    place = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
+    assert any("Epoch 0:" in line for line in lines[:place])
+    assert not any("Epoch 0:" in line for line in lines[place:])
 
 
 def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkeypatch):

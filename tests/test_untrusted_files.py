@@ -103,8 +103,8 @@ def test_exporting_an_untrusted_checkpoint_ends_in_one_line(attack, world, monke
     monkeypatch.setattr("sys.argv", ["export", f"from_run={world / 'old'}"])
     with pytest.raises(SystemExit) as left:
         main()
-    said = capfd.readouterr().err
-    assert left.value.code == 65 and "Traceback" not in said, said
+    output = capfd.readouterr().err
+    assert left.value.code == 65 and "Traceback" not in output, output
 
 
 def sharded(folder: Path, change: Callable[[Path], None]) -> Path:

@@ -100,16 +100,16 @@ def test_the_status_of_a_hang_names_a_stopped_rank_and_the_rank_that_waits_for_i
 
 
 @pytest.mark.parametrize(
-    "cause, code, said",
+    "cause, code, message",
     [("nonfinite", 79, "leaving: rank 1 has failed"), ("hang", 76, "most recent call first")],
 )
-def test_a_rank_whose_peer_failed_leaves_with_its_code_and_of_a_hang_shows_its_stacks(
-    tmp_path, start, cause, code, said
+def test_a_rank_whose_peer_failed_ends_with_its_code_and_prints_stacks_of_a_hang(
+    tmp_path, start, cause, code, message
 ):
     process = start(0, "run")
     write_status(tmp_path, cause=cause, exit_code=code, rank=1)
     assert process.wait(60) == code
-    assert said in process.stderr.read().decode()
+    assert message in process.stderr.read().decode()
 
 
 def test_slow_ranks_and_ranks_with_a_finished_peer_are_not_killed(tmp_path, start):
@@ -179,17 +179,17 @@ def watch_over(folder, timeout_s: float) -> StallWatch:
     return StallWatch(partial(read_progress, folder), timeout_s)
 
 
-def test_a_silent_rank_is_found_and_one_that_beats_or_has_announced_a_long_call_is_not(tmp_path):
+def test_only_a_rank_without_heartbeats_and_announced_calls_is_reported_as_silent(tmp_path):
     alive, silent, compiling = (Heartbeat(tmp_path, rank) for rank in range(3))
     silent.beat(7, "backward")
     compiling.beat(allow_s=60.0)
-    watch, found, start_s = watch_over(tmp_path, 0.3), [], time.monotonic()
-    while not found:
+    watch, silent_ranks, start_s = watch_over(tmp_path, 0.3), [], time.monotonic()
+    while not silent_ranks:
         alive.beat(9, "validation")
-        found = watch.silent_ranks()
+        silent_ranks = watch.silent_ranks()
         time.sleep(0.02)
     assert time.monotonic() - start_s > 0.3
-    assert found == [Progress(rank=1, n_beats=2, phase="backward", step=7)]
+    assert silent_ranks == [Progress(rank=1, n_beats=2, phase="backward", step=7)]
     silent.beat()
     assert watch.silent_ranks() == []
 

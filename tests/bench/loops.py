@@ -179,8 +179,8 @@ def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
 def peak_resident_bytes() -> int:
     """Return the peak memory of this process, with shared libraries, or 0 without /proc."""
     status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+    return int(match[1]) * 1024 if match else 0
 
 
 if __name__ == "__main__":

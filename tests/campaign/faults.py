@@ -39,9 +39,9 @@ class Fault(Callback):
 
     def enter(self, phase: str, trainer: Trainer, module: Any, *details: Any, **_: Any) -> None:
         """Cause the fault if the phase, rank and step match. Every hook calls this method."""
-        here = phase == self.phase and self.rank == trainer.global_rank
+        is_due = phase == self.phase and self.rank == trainer.global_rank
         marker = Path(trainer.default_root_dir) / "planted"
-        if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
+        if not is_due or trainer.global_step < self.step or (marker.exists() and not self.always):
             return
         marker.touch()
         act = partial(self.perform, trainer, *details)

@@ -64,9 +64,9 @@ def try_fault(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Cause the fault, check the end, do the harm, resume, and compare with the reference."""
     _, reference = lab.reference(*row.reference)
     if row.acts:
-        attempt, found = befall(row, lab, draw)
-        if found or attempt.code == 0:
-            return found or difference(attempt.run_dir, reference)
+        attempt, failure = befall(row, lab, draw)
+        if failure or attempt.code == 0:
+            return failure or difference(attempt.run_dir, reference)
         run_dir = attempt.run_dir
     else:
         run_dir = lab.cut_back(lab.n_steps - EVERY, *row.reference)
@@ -104,13 +104,13 @@ def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -
     while (left := attempt.left()) and time.time() < struck_s + 60:
         time.sleep(0.05)
     took_s = time.time() - (marker.stat().st_mtime if marker.exists() else struck_s)
-    status, says = read_status(attempt.run_dir) or {}, row.says.format(rank=rank, step=step)
+    status, pattern = read_status(attempt.run_dir) or {}, row.says.format(rank=rank, step=step)
     promises = {
         f"exit {code} instead of {row.codes}": code in row.codes,
         f"processes left: {left}": not left,
         f"cause {status.get('cause')}": not (code and row.cause) or status["cause"] == row.cause,
         f"rank {status.get('rank')}": not (code and row.blames) or status["rank"] == rank,
-        f"{says} is not said": re.search(says, text) is not None,
+        f"{pattern} is not said": re.search(pattern, text) is not None,
         f"it took {took_s:.1f} s": not code or took_s < row.within_s,
         "half a save is left": not list(attempt.run_dir.glob("*/.draft*")) or row.cause != "disk",
     }
@@ -168,9 +168,9 @@ def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Cause one fault after another until the run is done, and at least 20 faults."""
     run_dir, (_, reference) = lab.new(f"{row.fault}-storm"), lab.reference(*row.reference)
     for n_faults in range(200):
-        attempt, found = befall(row, lab, draw, run_dir)
-        if found or (attempt.code == 0 and n_faults < 20):
-            return found or f"done after {n_faults} faults"
+        attempt, failure = befall(row, lab, draw, run_dir)
+        if failure or (attempt.code == 0 and n_faults < 20):
+            return failure or f"done after {n_faults} faults"
         if attempt.code == 0:
             return difference(run_dir, reference)
     return "never done"
@@ -201,9 +201,12 @@ def other_ranks(row: Scenario, lab: Lab, draw: Random) -> str | None:
     resumed = lab.start(run_dir, *row.reference, f"trainer.devices={n_ranks}", "data.batch_size=2")
     if resumed.wait() or f"resumed on {n_ranks} ranks" not in resumed.text():
         return f"exit {resumed.code}, or it is not said: {resumed.text()[-1500:]}"
-    ours, (_, theirs) = record(run_dir), lab.reference(*row.reference)
+    resumed_record, (_, reference) = record(run_dir), lab.reference(*row.reference)
     rows = [f"row {step}" for step in range(1, lab.n_steps + 1)]
-    worst = max(abs(float(ours[r]["train/loss"]) - float(theirs[r]["train/loss"])) for r in rows)
+    worst = max(
+        abs(float(resumed_record[r]["train/loss"]) - float(reference[r]["train/loss"]))
+        for r in rows
+    )
     # fp32 sums in another order, a few 1e-7 a step; other samples would show at 1e-2.
     return None if worst < 1e-4 else f"losses differ by {worst}"
 

@@ -76,28 +76,28 @@ def package_of(path: Path) -> str:
 @cache
 def imports(path: Path) -> set[str]:
     """Return the absolute names of all imports of a file, also of those inside functions."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def test_a_package_imports_only_packages_below_it():
-    wrong = []
+    violations = []
     for path in modules():
         here = package_of(path)
         if here in COMMANDS:
             continue
         names = {name for name in imports(path) if name.startswith("gptrain.")}
         others = {name.split(".")[1] for name in names} - {here, "core"}
-        wrong += [
+        violations += [
             f"{path.relative_to(PACKAGE)} imports {name}" for name in others - MAY_IMPORT[here]
         ]
-    assert not wrong, "\n".join(wrong)
+    assert not violations, "\n".join(violations)
 
 
 def test_the_order_of_the_packages_has_no_cycle():

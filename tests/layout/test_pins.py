@@ -26,28 +26,30 @@ def asked() -> list[Requirement]:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [text for texts in extras["optional-dependencies"].values() for text in texts]
-    found = [
+    requirements = [
         Requirement(text) for text in [*extras, *lines("src/gptrain/adopt/files/requirements.txt")]
     ]
     return [
-        requirement for requirement in found if requirement.name != "gptrain"
+        requirement for requirement in requirements if requirement.name != "gptrain"
     ]  # an extra made of others
 
 
 def test_every_requirement_is_pinned_within_its_range_on_every_python():
     pins = [Requirement(line) for line in lines(".ci/constraints.txt")]
-    wrong = []
+    violations = []
     for requirement in asked():
         for python in PYTHONS:
             where = {"python_full_version": f"{python}.0", "python_version": python}
-            found = [pin for pin in pins if canonicalize_name(requirement.name) == pin.name]
-            found = [pin for pin in found if pin.marker is None or pin.marker.evaluate(where)]
-            versions = [pin.specifier for pin in found]
+            matching_pins = [pin for pin in pins if canonicalize_name(requirement.name) == pin.name]
+            matching_pins = [
+                pin for pin in matching_pins if pin.marker is None or pin.marker.evaluate(where)
+            ]
+            versions = [pin.specifier for pin in matching_pins]
             if [str(version)[:2] for version in versions] != ["=="]:
-                wrong.append(f"{requirement} on {python}: {[*map(str, found)]}")
+                violations.append(f"{requirement} on {python}: {[*map(str, matching_pins)]}")
             elif not requirement.specifier.contains(str(versions[0])[2:]):
-                wrong.append(f"{requirement} on {python}: pinned as {versions[0]}")
-    assert not wrong, wrong
+                violations.append(f"{requirement} on {python}: pinned as {versions[0]}")
+    assert not violations, violations
 
 
 def test_no_pin_is_a_pre_release_or_names_a_machine():

@@ -57,9 +57,9 @@ def small(words: list[str]) -> list[str]:
     return [*words, *SMALL, *gpt, *steps, *ranks, *data]
 
 
-def run_train(words: list[str], monkeypatch, said: Path) -> int:
+def run_train(words: list[str], monkeypatch, output: Path) -> int:
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
-    with forked_ranks(said, said):
+    with forked_ranks(output, output):
         return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
 
 
@@ -83,16 +83,16 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """Commands run in the order of the README, because some resume an earlier run."""
     monkeypatch.chdir(tmp_path)
     assert len(TRAIN) > 8
-    said = tmp_path / "output"  # output of the ranks
+    output = tmp_path / "output"  # output of the ranks
     for number, command in enumerate(TRAIN):
         words = shlex.split(command)[2:]
         if not any(word.startswith(("run_dir=", "--")) for word in words):
             words.append(
                 f"run_dir={tmp_path / str(number)}"
             )  # two runs in one second would share a folder
-        code = run_train(words, monkeypatch, said)
+        code = run_train(words, monkeypatch, output)
         out, err = capfd.readouterr()
-        assert code == 0, (command, out, err, said.exists() and said.read_text())
+        assert code == 0, (command, out, err, output.exists() and output.read_text())
         if "experiment=quickstart" in words:
             assert re.search(r"^sample +def ", out, re.MULTILINE), out
     (export,) = [command for command in COMMANDS if "gptrain.export" in command]
@@ -104,7 +104,7 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
         exec(block, {})
 
 
-def test_the_options_shown_for_parts_of_ones_own_train(train):
+def test_the_options_that_the_readme_shows_for_own_parts_work(train):
     table = "".join(re.findall(r"^\|.*\n", section("I want to …"), re.MULTILINE))
     shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
     shown = [text for text in shown if not re.search("my_|FOLDER", text)]
@@ -115,7 +115,7 @@ def test_the_options_shown_for_parts_of_ones_own_train(train):
     assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
 
 
-def test_files_that_it_names_are_there():
+def test_files_that_the_readme_names_exist():
     named = re.findall(r"`((?:src|conf|tests|train|\.ci|\.github)\b[\w./]*)`", README)
     named += re.findall(r"\]\(([^)]+)\)", README)
     missing = [name for name in named if not (ROOT / name).exists()]
@@ -136,7 +136,7 @@ def test_packages_stand_in_the_order_in_which_they_import():
         assert package in not_shown or all(place[other] < place[package] for other in below)
 
 
-def test_strategies_need_of_a_net_what_the_table_says():
+def test_the_table_lists_what_each_strategy_needs_of_a_net():
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section("Strategies"), re.MULTILINE)
     assert {name for name, _ in rows} == STRATEGIES.keys()
     for name, needs in rows[:5]:  # the mixes need what their parts need
@@ -145,12 +145,12 @@ def test_strategies_need_of_a_net_what_the_table_says():
         assert "…" in needs or shown == set(STRATEGIES[name].needs), name
 
 
-def test_exit_codes_and_the_number_of_faults_are_those_told():
-    told = section("Resume").partition("Exit codes:")[2]
+def test_the_readme_lists_the_exit_codes_and_the_number_of_faults():
+    text = section("Resume").partition("Exit codes:")[2]
     codes = {errors.DONE, errors.BAD_CONFIG, errors.BAD_DATA, errors.INPUT_NOT_FOUND}
     codes |= {errors.FOLDER_UNUSABLE, errors.IO_ERROR, errors.PREEMPTED, errors.HUNG}
     codes |= {errors.NON_FINITE, errors.INTERRUPTED, errors.FAILED}
-    assert set(map(int, re.findall(r"\d+", told))) == codes
+    assert set(map(int, re.findall(r"\d+", text))) == codes
     assert "in forty ways" in " ".join(README.split()) and len(SCENARIOS) >= 40
 
 
@@ -161,9 +161,9 @@ def test_the_answer_to_a_wrong_option_is_as_shown():
 
 def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
     verbs = tuple(f"python -m gptrain.{verb}" for verb in ("plan", "ladder", "launch"))
-    found = [command for command in COMMANDS if command.startswith(verbs)]
-    assert len(found) == 4
-    for command in found:
+    shown = [command for command in COMMANDS if command.startswith(verbs)]
+    assert len(shown) == 4
+    for command in shown:
         code = run_verb(command.replace(" --submit", ""), monkeypatch)
         out, err = capfd.readouterr()
         assert code == 0 and out, (command, err)

@@ -142,8 +142,8 @@ def resumes(fit) -> Callable[..., Ended]:
         for stop in stops:
             copy = full.copy_until(stop, f"{full.folder.name}-{stop}")
             resumed = fit(*words, "ckpt_path=last", name=copy)
-            wrong = differences(full.state(n), resumed.state(n))
-            assert not wrong, (stop, wrong[:8])
+            mismatches = differences(full.state(n), resumed.state(n))
+            assert not mismatches, (stop, mismatches[:8])
             assert same_rows(full.rows, resumed.rows), (stop, full.rows, resumed.rows)
             assert same_rows([full.metrics], [resumed.metrics])
         return full
@@ -151,31 +151,31 @@ def resumes(fit) -> Callable[..., Ended]:
     return check
 
 
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
+def differences(first: Any, second: Any, at: str = "") -> list[str]:
     """List the entries in which two checkpoints are not bit-identical."""
-    if isinstance(one, torch.Tensor):
-        alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype
-        return [] if alike and torch.equal(one, other) else [f"{at}: {one} != {other}"]
-    if isinstance(one, dict):
-        found = [f"{at}.{key}: on one side only" for key in one.keys() ^ other.keys()]
-        both = one.keys() & other.keys()
-        return found + [x for k in both for x in differences(one[k], other[k], f"{at}.{k}")]
-    if isinstance(one, list | tuple):
-        if len(one) != len(other):
-            return [f"{at}: {len(one)} != {len(other)}"]
-        pairs = enumerate(zip(one, other, strict=True))
+    if isinstance(first, torch.Tensor):
+        is_same_kind = isinstance(second, torch.Tensor) and first.dtype == second.dtype
+        return [] if is_same_kind and torch.equal(first, second) else [f"{at}: {first} != {second}"]
+    if isinstance(first, dict):
+        entries = [f"{at}.{key}: on one side only" for key in first.keys() ^ second.keys()]
+        both = first.keys() & second.keys()
+        return entries + [x for k in both for x in differences(first[k], second[k], f"{at}.{k}")]
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return [f"{at}: {len(first)} != {len(second)}"]
+        pairs = enumerate(zip(first, second, strict=True))
         return [x for i, (a, b) in pairs for x in differences(a, b, f"{at}[{i}]")]
-    same = one == other or (one != one and other != other)
-    return [] if same else [f"{at}: {one} != {other}"]
+    same = first == second or (first != first and second != second)
+    return [] if same else [f"{at}: {first} != {second}"]
 
 
-def same_rows(one: list[dict], other: list[dict]) -> bool:
+def same_rows(first: list[dict], second: list[dict]) -> bool:
     """Check whether two tables of metrics are equal, apart from the measured times (perf/)."""
-    ours, theirs = (
+    first_values, second_values = (
         [{k: v for k, v in row.items() if v and not k.startswith("perf/")} for row in rows]
-        for rows in (one, other)
+        for rows in (first, second)
     )
-    return ours == theirs
+    return first_values == second_values
 
 
 def tensors(source: Path) -> dict[str, torch.Tensor]:

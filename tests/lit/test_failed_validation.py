@@ -44,8 +44,8 @@ def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
     assert failed.state(4)["validated"] is False
     resumed = fit(*words, BREAKS % 0, "ckpt_path=last", "allow_changes=[module.metrics]")
     for step in (4, 6):
-        wrong = differences(full.state(step), resumed.state(step))
-        assert not wrong, (step, wrong[:8])
+        mismatches = differences(full.state(step), resumed.state(step))
+        assert not mismatches, (step, mismatches[:8])
     assert same_rows(full.rows, resumed.rows)
     assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
 
@@ -99,7 +99,7 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert failed.steps() == saved
     assert "ckpt_path=last" in failed.status["resume"]
     resumed = fit(*words, "ckpt_path=last")
-    assert not (wrong := differences(full.state(6), resumed.state(6))), wrong[:8]
+    assert not (mismatches := differences(full.state(6), resumed.state(6))), mismatches[:8]
     rows = [
         row for row in resumed.rows if row["step"] != "3"
     ]  # the failure may come before step 3 is logged

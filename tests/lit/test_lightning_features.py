@@ -71,9 +71,9 @@ def test_callbacks_see_the_gradients_before_the_optimizer_step(fit):
 
 
 def test_training_step_may_return_a_dict(fit):
-    run, ours = fit(f"{MODULES}.Returns", "+module.kind=dict"), fit(name=None)
-    assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
-    assert run.column("train/loss") == ours.column("train/loss")
+    run, plain = fit(f"{MODULES}.Returns", "+module.kind=dict"), fit(name=None)
+    assert not differences(run.state(6)["state_dict"], plain.state(6)["state_dict"])
+    assert run.column("train/loss") == plain.column("train/loss")
 
 
 def test_training_step_may_return_none(fit):
@@ -84,9 +84,9 @@ def test_training_step_may_return_none(fit):
 
 def test_batches_may_be_dicts(fit):
     data = [f"data.{part}._target_={OWN}.data.Dicts" for part in ("train", "val")]
-    run, ours = fit(f"{MODULES}.OfDicts", *data), fit(name=None)
-    assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
-    assert run.metrics["val/loss"] == ours.metrics["val/loss"]
+    run, plain = fit(f"{MODULES}.OfDicts", *data), fit(name=None)
+    assert not differences(run.state(6)["state_dict"], plain.state(6)["state_dict"])
+    assert run.metrics["val/loss"] == plain.metrics["val/loss"]
 
 
 # Optimizers and schedulers
@@ -166,7 +166,7 @@ def test_model_checkpoint_works_together_with_gptrains_checkpoints(fit):
     for state in (full, resumed):
         for callback in state["callbacks"].values():
             callback.pop("current_score", None)  # Lightning does not restore it
-    assert not (wrong := differences(full, resumed)), wrong[:8]
+    assert not (mismatches := differences(full, resumed)), mismatches[:8]
     assert files == sorted(p.name for p in run.folder.rglob("*.ckpt"))
     top = list((run.folder / "top").glob("*.ckpt"))
     assert len(top) == 1 and len(list(run.folder.rglob("last.ckpt"))) == 1
@@ -176,8 +176,8 @@ def test_model_checkpoint_works_together_with_gptrains_checkpoints(fit):
     assert "optimizer_states" not in content
     for n, file in enumerate((top[0], kept[0])):
         step = int(torch.load(file, weights_only=True)["global_step"])
-        ours = run.folder / "checkpoints" / f"step-{step:08d}"
-        assert not differences(tensors(file), tensors(ours))
+        checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
+        assert not differences(tensors(file), tensors(checkpoint))
         fit(f"init_from='{file}'", "trainer.max_steps=1", name=f"from-{n}")
 
 
@@ -263,8 +263,8 @@ def test_a_resumed_learning_rate_monitor_logs_the_same_steps_as_an_uninterrupted
 
 def test_callbacks_resume_their_state(resumes):
     early = f"{{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, min_delta: 9.0}}"
-    mine = f"+callbacks.mine._target_={CALLBACKS}.Stateful"
-    run = resumes(mine, f"+callbacks.early={early}", stops=(2, 3))
+    own_callback = f"+callbacks.mine._target_={CALLBACKS}.Stateful"
+    run = resumes(own_callback, f"+callbacks.early={early}", stops=(2, 3))
     assert run.seen[-1]["count"] == 6
     states = run.state(6)["callbacks"]
     assert states.pop("Stateful")["count"] == 6
@@ -334,7 +334,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(fit, words, hook, step):
     )  # fmt: skip
     assert stopped.steps()[-1] in (step, step + 1)
     resumed = fit(*words, "ckpt_path=last", name="stopped")
-    assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+    assert not (mismatches := differences(full.state(7), resumed.state(7))), mismatches[:8]
 
 
 def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_name():
@@ -371,7 +371,7 @@ def test_a_signal_interrupts_any_validation_except_the_last(fit, step, code):
     if code:
         assert stopped.state(step)["validated"] is False
         stopped = fit(*words, "ckpt_path=last")
-    assert not (wrong := differences(full.state(7), stopped.state(7))), wrong[:8]
+    assert not (mismatches := differences(full.state(7), stopped.state(7))), mismatches[:8]
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -381,7 +381,7 @@ def test_an_interrupted_last_validation_is_repeated(fit, every):
     words += ("+module.at=7", "+module.dies=true")
     assert fit(*words, code=70).state(7)["validated"] is False
     resumed = fit(*words, "ckpt_path=last")
-    assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+    assert not (mismatches := differences(full.state(7), resumed.state(7))), mismatches[:8]
     assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
     assert same_rows(full.rows, resumed.rows)
 
@@ -427,6 +427,6 @@ def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes):
     assert "init_strict=false: left as initialized: " in fresh
     assert "blocks.0.mlp.up_proj.down.weight only in the net" in fresh
     assert "not used: blocks.0.mlp.up_proj.weight only in the checkpoint" in unused
-    own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
-    assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])
-    assert own["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained
+    weights, base_weights = run.state(6)["state_dict"], base.state(6)["state_dict"]
+    assert torch.equal(weights["token_embedding.weight"], base_weights["token_embedding.weight"])
+    assert weights["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

@@ -32,13 +32,13 @@ def test_a_run_on_a_mixture_resumes_bit_for_bit_and_reports_each_part(mixed, res
 
 def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed, fit):
     words = (*mixed, "trainer.max_steps=3")
-    one = fit(*words, name="one")
-    two = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
+    one_rank = fit(*words, name="one")
+    two_ranks = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
     for name in ("train/loss", "val/loss", "val/book/loss", "val/web/loss"):
-        assert two.column(name) == pytest.approx(one.column(name), rel=1e-5)
-    again = fit(*words, "task=validate", f"ckpt_path={one.folder}", name="again")
+        assert two_ranks.column(name) == pytest.approx(one_rank.column(name), rel=1e-5)
+    again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}", name="again")
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
-        assert again.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
+        assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)
 
 
 def test_a_changed_weight_is_refused_on_resume_unless_it_is_allowed(mixed, fit):

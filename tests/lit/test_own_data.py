@@ -66,9 +66,9 @@ def test_fewer_samples_than_ranks_times_batch_size_give_the_loss_of_one_device(
     fit, strategy, n_samples
 ):
     words = ("trainer.max_steps=1", f"data.val.num_samples={n_samples}", "model.n_layers=2")
-    one = fit(*words, "data.batch_size=8", name=None)
-    two = fit(*words, *TWO, f"strategy={strategy}", "data.global_batch_size=8", name="two")
-    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
+    one_rank = fit(*words, "data.batch_size=8", name=None)
+    two_ranks = fit(*words, *TWO, f"strategy={strategy}", "data.global_batch_size=8", name="two")
+    assert two_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-5)
 
 
 def test_a_user_validation_step_never_receives_an_empty_batch(fit):
@@ -79,9 +79,9 @@ def test_a_user_validation_step_never_receives_an_empty_batch(fit):
         "try: trainer.devices=1, or more samples"
     ]
     words = ("trainer.max_steps=1", "data.val.num_samples=3", "model.n_layers=2")
-    one = fit(*words, "data.batch_size=8", name="one")
-    two = fit(*words, f"{MODULES}.CrossEntropy", *TWO, name="two")
-    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
+    one_rank = fit(*words, "data.batch_size=8", name="one")
+    two_ranks = fit(*words, f"{MODULES}.CrossEntropy", *TWO, name="two")
+    assert two_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-5)
 
 
 # Batches in which every target is ignored (-100)
@@ -210,9 +210,9 @@ def test_a_stream_without_a_state_begins_again_with_one_warning(fit):
 
 
 def test_a_lightning_data_module_is_refused_in_one_line(refused):
-    wrong = "the data group has no class of its own, such as a LightningDataModule"
+    message = "the data group has no class of its own, such as a LightningDataModule"
     name = f"{DATA}.DataModule"
-    assert f"data._target_={name}: {wrong}" in refused(f"+data._target_={name}")
+    assert f"data._target_={name}: {message}" in refused(f"+data._target_={name}")
     line = refused(f"data.train._target_={name}")
     assert f"data.train._target_={name}: a LightningDataModule; needed: a torch" in line
 

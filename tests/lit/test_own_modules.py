@@ -80,28 +80,28 @@ def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, 
         f"{MODULES}.WithExtraParameters", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,
         "module.loss.label_smoothing=0.1", "module.loss.z_loss=0.01", "data.val.num_samples=9",
     )  # fmt: skip
-    one = fit(*ONE, *words, name=None)
+    one_rank = fit(*ONE, *words, name=None)
     words += (*TWO, f"strategy={strategy}", "trainer.val_check_interval=2", "checkpoint.keep=9")
-    two = fit(*words, name="two")
-    ours, theirs = one.state(3)["state_dict"], two.state(3)["state_dict"]
-    assert torch.allclose(ours["module.gain"], theirs["module.gain"], atol=1e-6)
-    assert theirs["module.steps_seen"] == (3 if "dp" in strategy else 6)  # micro-steps of a rank
-    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)
-    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-3)
-    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
-    assert two.metrics["val/top5"] == pytest.approx(one.metrics["val/top5"], abs=1e-6)
-    again = fit(*words, "ckpt_path=last", name=two.copy_until(2, "back"))
-    assert not (wrong := differences(two.state(3), again.state(3))), wrong[:8]
+    two_ranks = fit(*words, name="two")
+    expected, state = one_rank.state(3)["state_dict"], two_ranks.state(3)["state_dict"]
+    assert torch.allclose(expected["module.gain"], state["module.gain"], atol=1e-6)
+    assert state["module.steps_seen"] == (3 if "dp" in strategy else 6)  # micro-steps of a rank
+    assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-5)
+    assert two_ranks.column("grad_norm") == pytest.approx(one_rank.column("grad_norm"), rel=1e-3)
+    assert two_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-5)
+    assert two_ranks.metrics["val/top5"] == pytest.approx(one_rank.metrics["val/top5"], abs=1e-6)
+    again = fit(*words, "ckpt_path=last", name=two_ranks.copy_until(2, "back"))
+    assert not (mismatches := differences(two_ranks.state(3), again.state(3))), mismatches[:8]
 
 
 @pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
 def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
     words = (f"{MODULES}.{name}", "trainer.val_check_interval=2", "checkpoint.keep=9")
-    one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
-    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-4)
+    one_rank, two_ranks = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
+    assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-4)
     if name == "Plain":
-        again = fit(*TWO, *words, "ckpt_path=last", name=two.copy_until(4, "back"))
-        assert not (wrong := differences(two.state(6), again.state(6))), wrong[:8]
+        again = fit(*TWO, *words, "ckpt_path=last", name=two_ranks.copy_until(4, "back"))
+        assert not (mismatches := differences(two_ranks.state(6), again.state(6))), mismatches[:8]
 
 
 TWO_SHARDED = pytest.param(("trainer.devices=2", "strategy=fsdp"), marks=pytest.mark.slow)
@@ -126,12 +126,12 @@ def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strateg
     words = [word for word in TWO if "model." not in word]
     words = [*net, *words, "trainer.val_check_interval=2", "checkpoint.keep=9", "data.batch_size=4"]
     words += [f"strategy={strategy}", "optimizer.lr=0.1", "trainer.max_steps=4"]
-    two = fit(*words, name="two")
-    ckpt = f"ckpt_path={two.folder}/checkpoints/step-00000004"
-    one = fit(*net, "task=validate", ckpt, name="one")
-    assert one.metrics["val/loss"] == pytest.approx(two.metrics["val/loss"], rel=1e-6)
-    again = fit(*words, "ckpt_path=last", name=two.copy_until(2, "back"))
-    assert not (wrong := differences(two.state(4), again.state(4))), wrong[:8]
+    two_ranks = fit(*words, name="two")
+    ckpt = f"ckpt_path={two_ranks.folder}/checkpoints/step-00000004"
+    one_rank = fit(*net, "task=validate", ckpt, name="one")
+    assert one_rank.metrics["val/loss"] == pytest.approx(two_ranks.metrics["val/loss"], rel=1e-6)
+    again = fit(*words, "ckpt_path=last", name=two_ranks.copy_until(2, "back"))
+    assert not (mismatches := differences(two_ranks.state(4), again.state(4))), mismatches[:8]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
@@ -151,18 +151,18 @@ def test_overrides_that_a_pipeline_cannot_support_are_refused_by_name(fit, name,
 def test_an_optimizer_that_calls_its_closure_twice_is_identical_on_two_ranks(fit):
     gone = (f"~optimizer.{key}" for key in ("betas", "eps"))
     words = (f"optimizer._target_={OWN}.nets.Twice", *gone, "optimizer.lr=0.1")
-    one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
-    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)
-    ours, theirs = one.state(6)["state_dict"], two.state(6)["state_dict"]
-    for key in ours:
-        assert torch.allclose(ours[key], theirs[key], atol=1e-6), key
+    one_rank, two_ranks = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
+    assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-5)
+    expected, state = one_rank.state(6)["state_dict"], two_ranks.state(6)["state_dict"]
+    for key in expected:
+        assert torch.allclose(expected[key], state[key], atol=1e-6), key
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
 def test_clipping_by_the_module_uses_the_gradients_of_one_step(fit, strategy):
     gone = (f"~optimizer.{key}" for key in ("betas", "eps"))
     words = (f"{MODULES}.ClipsItself", "optimizer._target_=torch.optim.SGD", *gone)
-    one = fit(*ONE, *words, name=None)
-    two = fit(*TWO, *words, f"strategy={strategy}", name="two")
-    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
-    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)
+    one_rank = fit(*ONE, *words, name=None)
+    two_ranks = fit(*TWO, *words, f"strategy={strategy}", name="two")
+    assert two_ranks.column("grad_norm") == pytest.approx(one_rank.column("grad_norm"), rel=1e-4)
+    assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-5)

@@ -92,7 +92,7 @@ def test_a_stage_with_fewer_parameter_groups_than_the_net_resumes(fit):
     three = ("trainer.devices=3", "strategy=pipeline", "strategy.microbatches=3")
     full = fit(*words, *three, name="full")
     again = fit(*words, *three, "ckpt_path=last", name=full.copy_until(2, "again"))
-    assert not (wrong := differences(full.state(4), again.state(4))), wrong[:8]
+    assert not (mismatches := differences(full.state(4), again.state(4))), mismatches[:8]
     assert again.column("train/loss") == full.column("train/loss")
     alone = fit(*words, "ckpt_path=last", name=full.copy_until(2, "alone"))
     assert alone.column("train/loss") == pytest.approx(full.column("train/loss"), rel=1e-4)

@@ -43,8 +43,8 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
         module.log = lambda *_: None
         loss = module.training_step((tokens, targets), 0)
         counted = targets != -100
-        ours, theirs = (n(tokens)[counted] / temperature for n in (net, teacher))
-        kl = F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean")
-        expected = (1 - weight) * F.cross_entropy(ours * temperature, targets[counted])
+        logits, teacher_logits = (n(tokens)[counted] / temperature for n in (net, teacher))
+        kl = F.kl_div(logits.log_softmax(-1), teacher_logits.softmax(-1), reduction="batchmean")
+        expected = (1 - weight) * F.cross_entropy(logits * temperature, targets[counted])
         torch.testing.assert_close(loss, expected + weight * temperature**2 * kl)
     assert len(module.state_dict()) == len(net.state_dict())  # the teacher is not saved

@@ -67,10 +67,10 @@ def make_documents():
 
 def micro_batches(step, rank=0, n_ranks=1, packs=False):
     """Return the micro-batches of one data rank, with documents if `packs`."""
-    mine = slice(rank, None, n_ranks)
+    rows = slice(rank, None, n_ranks)
     batches = [make_batch(step, micro_step) for micro_step in range(ACCUMULATE)]
     batches = [(*batch, make_documents()) if packs else batch for batch in batches]
-    return [tuple(part[mine] for part in batch) for batch in batches]
+    return [tuple(part[rows] for part in batch) for batch in batches]
 
 
 def count(batches):

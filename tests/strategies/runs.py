@@ -212,47 +212,47 @@ def read_shards(path: Path) -> dict:
         return torch.load(f"{folder}/whole", weights_only=True)
 
 
-def differences(mine: object, theirs: object) -> list[str]:
+def differences(value: object, expected: object) -> list[str]:
     """List the places where two states are not bit-identical."""
-    mine, theirs = (
+    value, expected = (
         {keystr(path): leaf for path, leaf in tree_leaves_with_path(state)}
-        for state in (mine, theirs)
+        for state in (value, expected)
     )
-    lone = [f"{place}: in one state only" for place in mine.keys() ^ theirs.keys()]
+    lone = [f"{place}: in one state only" for place in value.keys() ^ expected.keys()]
     return lone + [
-        place for place in mine.keys() & theirs.keys() if not same(mine[place], theirs[place])
+        place for place in value.keys() & expected.keys() if not same(value[place], expected[place])
     ]
 
 
-def same(mine: object, theirs: object) -> bool:
+def same(value: object, expected: object) -> bool:
     """Check whether two values are equal, tensors bit by bit."""
-    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return torch.equal(mine, theirs)
-    return type(mine) is type(theirs) and mine == theirs
+    if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return torch.equal(value, expected)
+    return type(value) is type(expected) and value == expected
 
 
-def check_close(mine: list[float], expected: list[float], rtol: float = RTOL) -> None:
+def check_close(values: list[float], expected: list[float], rtol: float = RTOL) -> None:
     """Check that two columns are equal up to rounding."""
-    assert len(mine) == len(expected) > 0, (mine, expected)
-    for a, b in zip(mine, expected, strict=True):
-        assert abs(a / b - 1) < rtol, (mine, expected)
+    assert len(values) == len(expected) > 0, (values, expected)
+    for a, b in zip(values, expected, strict=True):
+        assert abs(a / b - 1) < rtol, (values, expected)
 
 
 def check_weights(run: Run, truth: Run) -> None:
     """Check that the weights at the run's end are equal up to rounding."""
-    mine, expected = run.weights(), truth.weights(run.n_steps)
-    assert mine.keys() == expected.keys()
+    weights, expected = run.weights(), truth.weights(run.n_steps)
+    assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         if NOISE not in name:
-            error = ((mine[name] - weight).abs().max() / weight.abs().max()).item()
+            error = ((weights[name] - weight).abs().max() / weight.abs().max()).item()
             assert error < WEIGHT_RTOL, (name, error)
 
 
 def check_losses(run: Run, truth: Run, rtol: float = RTOL) -> None:
     """Check losses, unclipped gradient norms and validations against the reference run."""
     for name in ("train/loss", "grad_norm", "val/loss"):
-        mine = run.column(name)
-        check_close(mine, truth.column(name)[: len(mine)], rtol)
+        losses = run.column(name)
+        check_close(losses, truth.column(name)[: len(losses)], rtol)
 
 
 def check_same_run(run: Run, truth: Run) -> None:
@@ -270,10 +270,10 @@ def check_same_bits(run: Run, whole: Run, since: int = 0) -> None:
     """
     assert not differences(run.state(whole.n_steps), whole.state(whole.n_steps))
     columns = ("step", "train/loss", "lr", "grad_norm", "val/loss")
-    mine, expected = (
+    rows, expected = (
         [[row.get(c) for c in columns] for row in some_run.rows] for some_run in (run, whole)
     )
-    assert mine == [row for row in expected if float(row[0]) > since]
+    assert rows == [row for row in expected if float(row[0]) > since]
 
 
 # Checks that hold for every strategy

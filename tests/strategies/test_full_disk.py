@@ -45,9 +45,9 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
         assert failed.value.needed > 80000
     loaded = {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)]), "step": 0}
     (newest,) = Path(folder).iterdir()
-    found = store.newest_good()
-    assert newest == found.path == store.folder / "step-00000003"
-    assert (found.manifest["kind"], found.manifest["world_size"]) == ("sharded", 2)
-    assert list(found.manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    checkpoint = store.newest_good()
+    assert newest == checkpoint.path == store.folder / "step-00000003"
+    assert (checkpoint.manifest["kind"], checkpoint.manifest["world_size"]) == ("sharded", 2)
+    assert list(checkpoint.manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     dcp.load(loaded, storage_reader=SafeFileSystemReader(newest))
     assert torch.equal(loaded["w"].full_tensor(), full) and loaded["step"] == 3

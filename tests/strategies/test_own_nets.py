@@ -175,15 +175,15 @@ def test_the_comparison_does_not_change_weights_or_random_generators():
         torch.nn.init.constant_(net.embedding.weight, random.random() + numpy.random.rand())
         return net
 
-    found = []
+    states = []
     for sample in (None, SAMPLE):
         random.seed(3)
         numpy.random.seed(4)
         net, _ = build("single", make, sample)
         numbers = torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
-        found.append(net.state_dict() | {"numbers": numbers})
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), name
+        states.append(net.state_dict() | {"numbers": numbers})
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
     assert net.training
 
 

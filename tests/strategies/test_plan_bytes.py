@@ -85,12 +85,12 @@ def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
 @on_ranks(2)
 def test_diloco_replicas_send_the_planned_bytes_per_step():
     """The replicas synchronize every fourth step, in fp32 and in bf16."""
-    one, dims = OneProcess(), ParallelDims(data=2)
+    reference, dims = OneProcess(), ParallelDims(data=2)
     options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 4})
     for name in ("fp32", "bf16"):
         options = options.model_copy(update={"outer_dtype": name})
         outer = DiLoCo(options, dims)
-        outer.prepare(one.net, one.optimizer)
+        outer.prepare(reference.net, reference.optimizer)
         with Sent() as counted:
             outer.sync(4)
         (expected,) = find_traffic(make_work(options, dims))

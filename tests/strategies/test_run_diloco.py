@@ -62,8 +62,8 @@ def test_synchronizing_at_every_step_equals_ddp(runs):
     truth = runs(*helpers.PLACES["ddp"], *words, data=FULL)
     helpers.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-6)
     helpers.check_close(run.column("val/loss"), truth.column("val/loss"), 1e-6)
-    for mine, theirs in zip(weights(run), weights(truth), strict=True):
-        assert (mine - theirs).abs().max() < 1e-6
+    for weight, expected in zip(weights(run), weights(truth), strict=True):
+        assert (weight - expected).abs().max() < 1e-6
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum(one_rank):

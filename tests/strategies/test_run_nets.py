@@ -44,6 +44,6 @@ def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(run
     net, folder = gptrain.load(sharded.folder, "last", ["own_parts"]), tmp_path / "export"
     words = (f"run_dir={folder}", f"from_run={sharded.folder}", "ckpt_path=last", "format=hf")
     assert run_command(export, [*words, "allowed_targets=[own_parts]"], ExportRun, DEFAULTS) == 0
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.arange(30).view(2, 15)
-    torch.testing.assert_close(theirs(tokens).logits, net(tokens))
+    torch.testing.assert_close(reference(tokens).logits, net(tokens))

@@ -52,10 +52,10 @@ def test_a_fractional_val_check_interval_is_a_fraction_of_an_epoch(runs):
 def test_another_seed_changes_weights_order_and_dropout(runs):
     """The data stay the same, because their seed is set separately."""
     words = (*ONE, *helpers.DROPOUT)
-    one, other = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
-    assert not torch.equal(one["weight"], other["weight"])
-    assert one["samples"][:2] != other["samples"]
-    assert not torch.equal(one["mask"], other["mask"])
+    first, second = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
+    assert not torch.equal(first["weight"], second["weight"])
+    assert first["samples"][:2] != second["samples"]
+    assert not torch.equal(first["mask"], second["mask"])
 
 
 def test_the_optimizer_receives_every_option_of_its_group(runs):
@@ -120,9 +120,9 @@ def test_options_that_change_no_value_reach_every_rank(runs):
     )  # fmt: skip
     plain = helpers.plain(runs, "ddp")
     for number in range(2):
-        found, before = run.record(number), plain.record(number)
-        assert found["deterministic"] and not before["deterministic"]
-        assert tuple(found["ddp"].values()) == (False, True, False, 2**20)
+        record, before = run.record(number), plain.record(number)
+        assert record["deterministic"] and not before["deterministic"]
+        assert tuple(record["ddp"].values()) == (False, True, False, 2**20)
         assert tuple(before["ddp"].values()) == (False, False, True, 25 * 2**20)
     assert run.column("train/loss") == plain.column("train/loss")[:2]
 
@@ -247,8 +247,8 @@ STOP = (
 @pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3)])
 def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
-        found, output = train(tmp_path, *words)
-    assert found == code
+        exit_code, output = train(tmp_path, *words)
+    assert exit_code == code
     assert any(f"step {step}" in line for line in output.splitlines()[-3:]), output
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.newest_good().step == step

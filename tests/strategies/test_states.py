@@ -74,24 +74,24 @@ def trained(kind):
     return kind
 
 
-def check_full_state(mine, expected):
+def check_full_state(state, expected):
     """Check that a full state has one process's names, and its values up to rounding."""
-    assert sorted(mine) == sorted(expected)
+    assert sorted(state) == sorted(expected)
     for name in (name for name in expected if NOISE not in name):
         if isinstance(expected[name], dict):
-            close(mine[name].pop("sum"), expected[name]["sum"], GRADIENT_RTOL)
-            assert mine[name] == {"n": 1, "t": 0.5} and type(mine[name]["n"]) is int
+            close(state[name].pop("sum"), expected[name]["sum"], GRADIENT_RTOL)
+            assert state[name] == {"n": 1, "t": 0.5} and type(state[name]["n"]) is int
         else:
-            close(mine[name], expected[name], GRADIENT_RTOL)
+            close(state[name], expected[name], GRADIENT_RTOL)
 
 
 def check_resumes(kind, expected, truth_step):
     """Check that training with the loaded optimizer state equals the reference's next step."""
     for name, parameter in kind.parameters().items():
-        mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
-        assert (mine["n"], mine["t"]) == (1, 0.5) and type(mine["n"]) is int
+        entry, expected_entry = kind.optimizer.state[parameter], expected["state"][name]
+        assert (entry["n"], entry["t"]) == (1, 0.5) and type(entry["n"]) is int
         if NOISE not in name:
-            close(full_tensor(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
+            close(full_tensor(entry["sum"]), expected_entry["sum"], GRADIENT_RTOL)
     assert [float(group["lr"]) for group in kind.optimizer.param_groups] == [0.1, 0.5]
     loss, norm = kind.step(1)
     assert abs(loss / truth_step[0] - 1) < LOSS_RTOL
@@ -110,11 +110,11 @@ def check_states(kinds):
         shards = states.sharded_state(kind.net, *held, kind.stages)
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / str(number)))
         groups.append(broadcast(states.named_groups(*held, kind.stages)))
-        mine, of_optimizer = kind.states()
+        full_state, of_optimizer = kind.states()
         # Only rank 0 gets a copy of the states.
-        assert bool(mine) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)
-        if mine:
-            check_full_state(mine, net_state)
+        assert bool(full_state) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)
+        if full_state:
+            check_full_state(full_state, net_state)
             check_full_state(of_optimizer["state"], expected["state"])
     for number, other in enumerate(map(with_extra_parameter, kinds(seed=1)), -1):
         other.load(net_state, expected)
@@ -161,13 +161,13 @@ def test_any_strategy_loads_matching_weights_and_names_the_others_on_both_sides(
             assert left_out.missing == ["blocks.1.mlp.up_proj.bias"]
             assert left_out.unexpected == ["blocks.0.adapter"]
             assert left_out.mismatched == {"blocks.2.norm_1.weight": ((5,), (32,))}
-            mine = states.full_net_state(kind.net, kind.stages)
+            loaded = states.full_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
                 expected = OneProcess(seed=0).net.state_dict() | {"head.weight": of_tied}
                 left = {*left_out.unexpected, *left_out.mismatched}
-                expected |= {name: one for name, one in given.items() if name not in left}
-                assert mine.keys() == expected.keys()
-                assert all(torch.equal(mine[name], expected[name]) for name in mine)
+                expected |= {name: tensor for name, tensor in given.items() if name not in left}
+                assert loaded.keys() == expected.keys()
+                assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
 @on_ranks(2)
@@ -189,10 +189,10 @@ def test_any_strategy_loads_fewer_learned_positions_and_keeps_its_other_position
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left = states.load_net_state(kind.net, source, resizes=True, stages=kind.stages)
             assert left.positions == {table: (9, 16)} and not left.describe()
-            mine = states.full_net_state(kind.net, kind.stages)
+            loaded = states.full_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
-                assert torch.equal(mine[table], expected)
-                assert torch.equal(mine["norm.weight"], given["norm.weight"])
+                assert torch.equal(loaded[table], expected)
+                assert torch.equal(loaded["norm.weight"], given["norm.weight"])
 
 
 def test_an_unknown_parameter_and_an_invalid_option_are_named():
