@@ -1,4 +1,4 @@
-"""Each common issue of several devices is reported with its fix, and a sound machine has no findings."""
+"""Each issue of several devices is reported with its fix, and a sound machine has no findings."""
 
 from __future__ import annotations
 
