@@ -62,6 +62,33 @@ def test_recomputed_activations_are_the_same_also_under_dropout(mode):
         assert torch.equal(gradient, expected)
 
 
+class Normalized(torch.nn.Module):
+    """Blocks with batch normalization, whose forward pass changes buffers."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
+            for _ in range(2)
+        )
+        self.blocks = torch.nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_updates_running_averages_once(mode):
+    states = []
+    for each in (mode, "none"):
+        torch.manual_seed(0)
+        net = Normalized()
+        apply_activation_checkpointing(net, each)
+        batches = torch.randn(3, 8, 4)
+        sum(net.blocks(batch).square().sum() for batch in batches).backward()
+        gradients = {name: p.grad for name, p in net.named_parameters()}
+        states.append({**net.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}})
+    for name, value in states[1].items():
+        assert torch.equal(states[0][name], value), name
+
+
 def test_names_of_parameters_stay():
     net = make_net("full")
     apply_compile(net, "blocks")

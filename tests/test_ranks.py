@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from gptrain.checkpoints.status import read_status, write_status
+from gptrain.assemble.run import build
+from gptrain.checkpoints.status import PreemptedError, read_status, write_status
 from gptrain.core.errors import ending_of
 from gptrain.parallel.rendezvous import MissingRanksError, open_store
+from gptrain.runtime.process import attempt_folder
+from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.supervisor import job_code
+from gptrain.runtime.watchdog import Guard
+from tests.command_line import compose_run
 from tests.conftest import ROOT, TINY
+from tests.processes import wait_until
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
 
@@ -108,14 +116,32 @@ def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeyp
     assert (ending.code, ending.cause, ending.trace) == (76, "hang", "")
 
 
+ALONE_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
 def test_a_rank_that_no_other_rank_joins_ends_in_one_line(command, tmp_path):
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     options = ("trainer.devices=2", "strategy.timeout_s=1", "launcher.timeout_s=1")
     words = (*TINY, *options, f"run_dir={tmp_path / 'run'}")
-    run = command("train.py", *words, env=os.environ | variables)
+    run = command("train.py", *words, env=os.environ | ALONE_OF_TWO)
     assert run.returncode == 76
     (line,) = run.stderr.splitlines()
     assert line.startswith(
         "error: RANK=0 WORLD_SIZE=2: rank 1 of 2 did not connect within 1 s; try: "
     )
     assert read_status(tmp_path / "run")["cause"] == "hang"
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_rank_that_never_comes(tmp_path, monkeypatch):
+    for name, value in ALONE_OF_TWO.items():
+        monkeypatch.setenv(name, value)
+    cfg = compose_run(*TINY, "trainer.devices=2", "strategy.timeout_s=9", f"run_dir={tmp_path}")
+    guard = Guard(tmp_path, attempt_folder(tmp_path), StopFlag(), rank=0, timeout_s=100)
+
+    def stop() -> None:
+        wait_until(lambda: guard.heartbeat.progress.phase == "connect", timeout_s=60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with guard.stop, guard:
+        Thread(target=stop, daemon=True).start()
+        with pytest.raises(PreemptedError):
+            build(cfg, guard)

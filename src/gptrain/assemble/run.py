@@ -154,9 +154,12 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     device = devices.device(process.local_rank)
-    if guard is not None:
+    if guard is None:
+        start_rank(cfg, process, devices)
+    else:
         guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
-    start_rank(cfg, process, devices)
+        with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
+            start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)
 

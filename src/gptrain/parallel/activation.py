@@ -1,5 +1,7 @@
 """Activation checkpointing and torch.compile, without a change of parameter names."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -31,13 +33,47 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """
     if mode == "none":
         return
-    options = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
     for block in net.get_submodule("blocks").children():
+        options = {"use_reentrant": False}
+        if any(True for _ in block.buffers()):
+            options["context_fn"] = partial(_contexts_with_buffers, block, mode)
+        elif mode == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
         # Wrapping `forward` instead of the module adds no prefix to parameter names, and module
         # hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _contexts_with_buffers(
+    block: nn.Module, mode: str
+) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of the forward pass and of the recomputation of a block with buffers."""
+    if mode == "full":
+        return nullcontext(), _recomputation(block, nullcontext())
+    forward, recomputation = create_selective_checkpoint_contexts(_EXPENSIVE)
+    return forward, _recomputation(block, recomputation)
+
+
+@contextmanager
+def _recomputation(block: nn.Module, context: AbstractContextManager) -> Iterator[None]:
+    """Give the block copies of its buffers within the context.
+
+    The running averages of BatchNorm would otherwise be updated once more by the recomputation.
+    The buffers are exchanged, not restored in place: autograd refuses a saved tensor that changed.
+    """
+    buffers = [
+        (module, name, buffer)
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.clone())
+    try:
+        with context:
+            yield
+    finally:
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:

@@ -115,14 +115,17 @@ class LightningStrategy(SavingStrategy):
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
         self._buffer_places = find_saved_buffers(self.module)
 
-    def synchronize_buffers(self) -> None:
-        """Give all data-parallel ranks the buffers of the first of them.
+    def synchronize_buffers(self, group: dist.ProcessGroup | None = None) -> None:
+        """Give all ranks of a group the buffers of the first of them.
 
         Each rank updates the buffers with its own samples, for example the running averages of
         BatchNorm. A checkpoint has those of one rank, so that without this method the other ranks
         would evaluate and resume with other values. All ranks must call it after each step.
+
+        Args:
+            group: Group of ranks. Defaults to the data-parallel ranks.
         """
-        group = self.parallel.data_group
+        group = group or self.parallel.data_group
         if group is None or group.size() == 1:
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

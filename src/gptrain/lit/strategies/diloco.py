@@ -40,7 +40,7 @@ class LightningDiLoCo(LightningMultiRank):
         if step % self.parallel.options.sync_every == 0 or step == trainer.max_steps:
             with self.parallel.clock.paused():
                 self.conclude_step()  # the synchronization changes the weights
-                self.parallel.sync(step)
+                self._synchronize_replicas(step)
         return result
 
     def on_validation_start(self) -> None:
@@ -51,7 +51,12 @@ class LightningDiLoCo(LightningMultiRank):
         trainer = self.module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if is_fitting and self.parallel.synced_step != trainer.global_step:
-            self.parallel.sync(trainer.global_step)
+            self._synchronize_replicas(trainer.global_step)
+
+    def _synchronize_replicas(self, step: int) -> None:
+        """Synchronize the weights of the replicas, and give them the first replica's buffers."""
+        self.parallel.sync(step)
+        self.synchronize_buffers(self.parallel.sync_group)
 
     # Checkpoints
 
