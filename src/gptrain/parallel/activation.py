@@ -1,6 +1,6 @@
 """Activation checkpointing and torch.compile, without a change of parameter names."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -55,7 +55,9 @@ def _contexts_with_buffers(
 
 
 @contextmanager
-def _recomputation(block: nn.Module, context: AbstractContextManager) -> Iterator[None]:
+def _recomputation(
+    block: nn.Module, context: AbstractContextManager
+) -> Generator[None, None, None]:
     """Give the block copies of its buffers within the context.
 
     The running averages of BatchNorm would otherwise be updated once more by the recomputation.
