@@ -85,7 +85,7 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
 @pytest.mark.parametrize("path", ["last", "step-00000005", "step-00000005/state.ckpt"])
 def test_options_that_do_not_affect_the_result_may_change(compose, path):
     """A checkpoint is named by its folder, too, or by a file of it."""
-    store = save(compose(), 5)
+    store = save(compose("trainer.precision=32-true"), 5)
     path = path if path == "last" else store.folder / path
     cfg = compose(*INDIFFERENT.split(), "trainer.precision=32", f"ckpt_path={path}")
     assert find_checkpoint(cfg, LOCK, 1).name == "step-00000005"

@@ -228,7 +228,8 @@ def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
         saved: Entries of the checkpoint's manifest.
     """
     precision = saved.get("trainer.precision")
-    if precision is None or covers(typed_keys(), "trainer.precision"):
+    is_typed = covers(typed_keys(), "trainer.precision")
+    if precision is None or is_typed or cfg.trainer.precision != "auto":
         return cfg
     return cfg.changed({"trainer.precision": precision})
 

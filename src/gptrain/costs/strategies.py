@@ -107,15 +107,6 @@ class StrategyCosts(Generic[OptionsT]):
         """Return the bytes of buckets that are stored in addition to the gradients."""
         return 0
 
-    def rebuilt_bytes(self, work: Work, gradients: float) -> float:
-        """Return the bytes of buckets that exist only while other buckets replace them.
-
-        Args:
-            work: Step of the rank.
-            gradients: Bytes of the gradients that the rank stores.
-        """
-        return 0
-
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
         """Return the bytes of a rank during a step that depend on the strategy.
 
@@ -136,8 +127,7 @@ class StrategyCosts(Generic[OptionsT]):
             n_tables = 2 if stores_gradients else 1
             last += n_tables * (work.shape.table / n_tensor * work.weight_bytes)
         early = gradients if stores_gradients else 0.0
-        rebuilt = self.rebuilt_bytes(work, gradients)
-        return StepMemory(copies + rebuilt, early, 0.0, last + copies + rebuilt)
+        return StepMemory(copies, early, 0.0, last + copies)
 
     # Communication
 
@@ -199,18 +189,6 @@ class DDPCosts(BucketCosts[DDPOptions]):
     def bucket_bytes(self, gradients: float) -> float:
         """Return the bytes of the buckets. They are 0 if gradients are views of the buckets."""
         return 0 if self.options.gradient_as_bucket_view else gradients
-
-    def rebuilt_bytes(self, work: Work, gradients: float) -> float:
-        """Return the bytes of the first buckets, which DDP replaces in the second step.
-
-        The second step holds both. With find_unused_parameters DDP keeps the first buckets.
-
-        Args:
-            work: Step of the rank.
-            gradients: Bytes of the gradients that the rank stores.
-        """
-        keeps = work.is_cpu or self.step_ranks == 1 or self.options.find_unused_parameters
-        return 0 if keeps else gradients
 
 
 @dataclass(frozen=True)
