@@ -91,7 +91,7 @@ def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
     run = train(*words, shell.override("run_dir", folder), tiny=False)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
-    test, board = line.removeprefix("next").split(" · ")
+    test, board = line.removeprefix("next").split("; ")
     assert read_by_a_shell(board) == ["tensorboard", "--logdir", str(folder)]
     python, script, *pasted = read_by_a_shell(test)
     assert (python, script) == ("python", str(ROOT / "train.py"))

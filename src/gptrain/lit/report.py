@@ -172,7 +172,7 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return the commands that evaluate the best checkpoint, if any, and show the curves.
+        """Return a shell line that evaluates the best checkpoint, if any, and shows the curves.
 
         A module without `test_step` is offered a validation in place of a test.
         """
@@ -187,7 +187,7 @@ class Report:
         if task is None:
             return tensorboard
         words = [shell.override("from_run", self.run_dir), f"task={task}", *self.repeated_overrides]
-        return f"{shell.train_command(*words)} · {tensorboard}"
+        return f"{shell.train_command(*words)}; {tensorboard}"
 
 
 def metric_parts(metrics: dict[str, float]) -> list[str]:
