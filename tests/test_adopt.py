@@ -189,7 +189,9 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     done = inside(to, sys.executable, "-m", "gptrain.adopt", "--check")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     code, (line,) = run("again", "recipes=[chat]", "--to", f"{tmp_path}/e", cwd=to)
-    assert code == 2 and line.startswith("error: recipes=chat: the project has a file chat.py")
+    assert code == 2 and line.startswith(
+        "error: recipes=chat: the project already has a different file chat.py"
+    )
 
 
 def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_know(

@@ -303,7 +303,7 @@ DAMAGES = {
     "torn manifest": lambda path: os.truncate(path / "manifest.json", 50),
     "swapped": swap,
     "renamed": lambda path: path.rename(path.with_name("step-00000009")),
-    "of another run": lambda path: reseal(path, run_id="b" * 32),
+    "belongs to another run": lambda path: reseal(path, run_id="b" * 32),
 }
 
 
@@ -335,7 +335,9 @@ def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
     wrap_os(monkeypatch, refuse)
     assert store.newest_good().step == 1
     assert "step-00000002.corrupt: Read-only" in caplog.text
-    assert "state.ckpt has 1000 bytes" in caplog.text and "an older one is used" in caplog.text
+    assert (
+        "state.ckpt has 1000 bytes" in caplog.text and "an older checkpoint is used" in caplog.text
+    )
     store.prune(1)
     assert "step-00000001: cannot be renamed" in caplog.text and store.steps() == [1, 2]
 
@@ -362,7 +364,7 @@ def test_two_damaged_saves_of_one_step_are_both_kept_and_count_as_checkpoints(st
     assert sorted(os.listdir(store.folder)) == [good.name, *both]
     shutil.rmtree(good)
     with pytest.raises(
-        NoGoodCheckpointError, match=r"step-00000002\.corrupt: found damaged before"
+        NoGoodCheckpointError, match=r"step-00000002\.corrupt: was found damaged earlier"
     ):
         store.newest_good()
 

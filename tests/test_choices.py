@@ -115,7 +115,7 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     assert cfg.model.vocab_size == 512
     for words, message in (
         ((), "model.vocab_size=auto: neither data.tokenizer nor model.path has a vocabulary"),
-        (("data=text", "data.tokenizer=bpe"), "data.tokenizer=bpe: learns as many tokens as"),
+        (("data=text", "data.tokenizer=bpe"), "data.tokenizer=bpe: needs a number for"),
         (("data=text", "data.tokenizer=/none"), "data.tokenizer=/none: no tokenizer.json with a"),
     ):
         with pytest.raises(ConfigError, match=message):

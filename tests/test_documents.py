@@ -259,7 +259,7 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
     ("line", "message"),
     [
         ('{"text": "a"', "broken JSON"),
-        ('{"content": "a", "id": 1}', "no key 'text'; there are: content, id"),
+        ('{"content": "a", "id": 1}', "no key 'text'; keys of the record: content, id"),
         ('{"text": 5}', "'text' is not a text but int"),
         ('["text"]', "not an object but list"),
     ],
@@ -293,7 +293,7 @@ def test_files_that_are_empty_or_damaged_are_named(name, content, message, tmp_p
 @PYARROW
 def test_a_parquet_file_without_the_column_names_those_that_it_has(tmp_path):
     path = write_records(tmp_path / "d.parquet", TEXTS, key="content")
-    with pytest.raises(DataError, match=r"no column 'text'; there are: content"):
+    with pytest.raises(DataError, match=r"no column 'text'; columns of the file: content"):
         read(path)
     read(path, text_key="content")
 

@@ -103,11 +103,14 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
     [
         ((), "error: '' is not an engine; allowed: slurm, kubernetes"),
         (("slurm", "slurm.save_s=0"), "error: slurm.save_s=0: must be >= 1"),
-        (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster chooses"),
-        (("slurm", "trainer.num_nodes=auto"), "error: trainer.num_nodes=auto: the cluster chooses"),
+        (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster must know"),
+        (
+            ("slurm", "trainer.num_nodes=auto"),
+            "error: trainer.num_nodes=auto: the cluster must know",
+        ),
         (("slurm", "slurm.account='a\nb'"), "error: slurm.account=a\\nb: "),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
-        (("kubernetes", "-m", "seed=1,2"), "error: -m: for slurm alone"),
+        (("kubernetes", "-m", "seed=1,2"), "error: -m: only slurm supports this option"),
         (("kubernetes", "run_dir=/elsewhere"), "error: run_dir=/elsewhere: outside output_dir"),
         (("kubernetes", "kubernetes.claim=null"), "error: kubernetes.claim=null"),
     ],

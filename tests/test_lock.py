@@ -85,7 +85,7 @@ def test_a_folder_in_which_what_a_run_opens_is_a_link_is_refused(tmp_path, name)
     assert victim.read_text() == "content"
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match=rf"{name}: not of the kind that a run makes"):
+    with pytest.raises(ConfigError, match=rf"{name}: not a file or folder of a run"):
         RunLock(tmp_path / "run").acquire()
 
 

@@ -104,6 +104,6 @@ def test_a_folder_that_is_not_shared_is_one_line(nodes, tmp_path):
         assert agent.wait(400) != 0
     output = log.read_text()
     (line,) = {line for line in output.splitlines() if line.startswith(f"error: run_dir={folder}")}
-    assert "does not see what rank 0 wrote there" in line and "try: run_dir=" in line
+    assert "does not see the files of rank 0 in this folder" in line and "try: run_dir=" in line
     status = json.loads((folder / "status.json").read_text())
     assert status["exit_code"] == FOLDER_UNUSABLE

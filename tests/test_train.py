@@ -269,7 +269,7 @@ def test_too_little_space_for_two_saves_ends_a_run_before_its_first_step(train, 
 def test_checkpoints_of_another_run_are_not_resumed(train, plain, tmp_path):
     shutil.copytree(plain.folder / "checkpoints", tmp_path / "run" / "checkpoints")
     run = train("ckpt_path=last")
-    assert run.code == 65 and "of another run" in run.err
+    assert run.code == 65 and "belongs to another run" in run.err
 
 
 def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch):

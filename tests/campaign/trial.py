@@ -110,7 +110,7 @@ def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -
         f"processes left: {left}": not left,
         f"cause {status.get('cause')}": not (code and row.cause) or status["cause"] == row.cause,
         f"rank {status.get('rank')}": not (code and row.blames) or status["rank"] == rank,
-        f"{pattern} is not said": re.search(pattern, text) is not None,
+        f"{pattern} is not in the output": re.search(pattern, text) is not None,
         f"it took {took_s:.1f} s": not code or took_s < row.within_s,
         "half a save is left": not list(attempt.run_dir.glob("*/.draft*")) or row.cause != "disk",
     }
@@ -200,7 +200,9 @@ def other_ranks(row: Scenario, lab: Lab, draw: Random) -> str | None:
         path.unlink()
     resumed = lab.start(run_dir, *row.reference, f"trainer.devices={n_ranks}", "data.batch_size=2")
     if resumed.wait() or f"resumed on {n_ranks} ranks" not in resumed.text():
-        return f"exit {resumed.code}, or it is not said: {resumed.text()[-1500:]}"
+        return (
+            f"exit {resumed.code}, or the number of ranks is not reported: {resumed.text()[-1500:]}"
+        )
     resumed_record, (_, reference) = record(run_dir), lab.reference(*row.reference)
     rows = [f"row {step}" for step in range(1, lab.n_steps + 1)]
     worst = max(

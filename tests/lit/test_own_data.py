@@ -75,7 +75,7 @@ def test_a_user_validation_step_never_receives_an_empty_batch(fit):
     words = (f"{MODULES}.CrossEntropy", *TWO, "trainer.max_steps=1")
     run = fit(*words, "data.val.num_samples=1", code=65)
     assert run.errors == [
-        "error: data.val: 1 sample for 2 ranks: one would have no batch; "
+        "error: data.val: 1 sample for 2 ranks: a rank would have no batch; "
         "try: trainer.devices=1, or more samples"
     ]
     words = ("trainer.max_steps=1", "data.val.num_samples=3", "model.n_layers=2")

@@ -151,7 +151,7 @@ def test_a_callback_that_a_resumed_run_lacks_or_has_with_another_state_key_is_on
     removed = fit(*again, "trainer.max_steps=4").out
     for out, line in (
         (changed, "resumed with callbacks.stop.mode: min before, max now"),
-        (removed, "resumed without callbacks.stop: it was in the run before"),
+        (removed, "resumed without callbacks.stop, which the earlier run had"),
     ):
         assert [x for x in out.splitlines() if "callbacks" in x] == [line], out
 

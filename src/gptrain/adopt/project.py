@@ -56,7 +56,7 @@ def make(
     origin = source if (source / "src" / RECIPES).is_dir() else TEMPLATE
     for path in recipe_files(origin, recipes):
         if path in origins or (source / "src" / old / path.name).exists():
-            message = f"the project has a file {path.name} of its own"
+            message = f"the project already has a different file {path.name}"
             raise ConfigError.of(RECIPES, path.stem, message, hint="rename it")
         origins[path] = origin
     for path, folder in origins.items():
@@ -123,7 +123,7 @@ def own_package(source: Path) -> str:
     own = sorted(packages - {Path(IN_PROJECT).name, RECIPES})
     if len(own) == 1:
         return own[0]
-    raise ConfigError.of("", None, f"{source / 'src'}: must hold one package of yours, not {own}")
+    raise ConfigError.of("", None, f"{source / 'src'}: must contain exactly one package, not {own}")
 
 
 def check(source: Path, to: Path, name: str, old: str) -> None:

@@ -169,7 +169,7 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
             raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
         if n_samples < world_size and is_own:
             n_text = count_text(n_samples, "sample")
-            message = f"{n_text} for {world_size} ranks: one would have no batch"
+            message = f"{n_text} for {world_size} ranks: a rank would have no batch"
             hint = f"trainer.devices={n_samples}, or more samples"
             raise ConfigError.of(place, None, message, hint=hint, code=BAD_DATA)
 

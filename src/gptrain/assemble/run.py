@@ -253,7 +253,7 @@ def check_shared(run_dir: str, rank: int) -> None:
         time.sleep(0.1)
     places = gather(f"rank {rank} on {socket.gethostname()}" if is_missing else None)
     if without_folder := [place for place in places if place]:
-        message = f"{without_folder[0]} does not see what rank 0 wrote there"
+        message = f"{without_folder[0]} does not see the files of rank 0 in this folder"
         hint = "run_dir=<a folder that all nodes share>"
         raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
 

@@ -216,7 +216,7 @@ def start_from(
     Raises:
         ConfigError: If the weights are damaged or do not fit (exit code 65), or do not exist (66).
     """
-    misfit = "init_strict=false to take what fits" if cfg.init_strict else ""
+    misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
         weights = find_weights(source, by=cfg.checkpoint)
         path, left_out = load_weights(

@@ -117,7 +117,7 @@ class RunLock:
             path = self.run_dir / name
             # Check for existence first: another start may create the file between the two checks.
             if path.is_symlink() or (path.exists() and not is_expected_kind(path)):
-                kind = "a link" if path.is_symlink() else "not of the kind that a run makes"
+                kind = "a link" if path.is_symlink() else "not a file or folder of a run"
                 raise _refused(path, f"{kind}; remove it")
 
     def _lock(self) -> None:

@@ -142,7 +142,7 @@ def verify(path: Path, run_id: str | None = None) -> dict:
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
-        message = f"of another run ({manifest['run_id']}, this is {run_id})"
+        message = f"belongs to another run ({manifest['run_id']}, this is {run_id})"
         raise DamagedCheckpointError(path, message)
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpointError(path, f"holds step {manifest['step']}")

@@ -253,7 +253,7 @@ class CheckpointStore:
                 _log.warning("warning: %s; %s", error, self._set_aside(error.path))
             return checkpoint
         for path in sorted(self.folder.glob("step-*.corrupt*")):
-            damaged.append(DamagedCheckpointError(path, "found damaged before"))
+            damaged.append(DamagedCheckpointError(path, "was found damaged earlier"))
         if damaged:
             raise NoGoodCheckpointError(self.folder, damaged)
         return None
@@ -361,7 +361,7 @@ class CheckpointStore:
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
         name = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
         is_renamed = self.run_id is not None and _rename(path, self.folder / name)
-        return f"set aside as {name}" if is_renamed else "an older one is used"
+        return f"set aside as {name}" if is_renamed else "an older checkpoint is used"
 
     def _hidden(self, kind: str, step: int) -> Path:
         """Return the hidden folder of a step; `kind` is "draft", "old" or "trash"."""

@@ -70,7 +70,7 @@ def _count_tokens(key: str, tokenizer: str) -> int:
     if tokenizer == "bytes":
         return 256
     if tokenizer == "bpe":
-        message = f"learns as many tokens as {KEY} says"
+        message = f"needs a number for {KEY}, the size of the vocabulary that it learns"
         raise ConfigError.of(key, tokenizer, message, hint=f"{KEY}=4096")
     path = Path(tokenizer).expanduser()
     facts = read_facts(path / "tokenizer.json" if path.is_dir() else path)

@@ -266,9 +266,9 @@ _TENSOR: dict[str, Any] = {
     "parallel": f"{_PARALLEL}.sharded:TensorParallel",
     "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
     "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
-    "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
-    "each a layer of its own, in tensor_plan every parameter that works on a shard of the "
-    "sequence, and forward(tokens) == head(hidden(tokens))",
+    "contract": "tensor parallelism needs q, k and v as separate layers, head counts computed from "
+    "their width, every parameter that works on a shard of the sequence in tensor_plan, and "
+    "forward(tokens) == head(hidden(tokens))",
 }
 _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")

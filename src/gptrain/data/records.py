@@ -122,7 +122,7 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
         file = parquet.ParquetFile(raw)
         names = file.schema_arrow.names
         if text_key not in names:
-            message = f"{path}: no column {text_key!r}; there are: {', '.join(names)}"
+            message = f"{path}: no column {text_key!r}; columns of the file: {', '.join(names)}"
             texts = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string")]
             raise DataError(message + (f"; try: data.text_key={texts[0]}" if texts else ""))
         row_bytes = size_bytes // max(1, file.metadata.num_rows)
@@ -149,7 +149,7 @@ def _text_of(record: object, text_key: str, place: str) -> TextOrError:
             hint = f"data.format=json for a file that is one array, or {hint}"
         return DataError(f"{place}: not an object but {type(record).__name__}; try: {hint}")
     if text_key not in record:
-        message = f"no key {text_key!r}; there are: {', '.join(record)}"
+        message = f"no key {text_key!r}; keys of the record: {', '.join(record)}"
         keys = [key for key, value in record.items() if isinstance(value, str)]
         hint = f"; try: data.text_key={keys[0]}" if keys else ""
         return DataError(f"{place}: {message}{hint}")

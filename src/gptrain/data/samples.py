@@ -39,7 +39,7 @@ class BatchDataset(Dataset):
         """Return one sample, the items of a batch without B. A negative index is allowed."""
         n_samples = len_of(self)
         if not -n_samples <= index < n_samples:
-            raise IndexError(f"sample {index}: there are {n_samples}")
+            raise IndexError(f"sample {index}: the dataset has only {n_samples} samples")
         return tuple(item[0] for item in self.__getitems__([index % n_samples]))
 
 

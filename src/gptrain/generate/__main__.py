@@ -132,7 +132,7 @@ def check_effects() -> None:
         ConfigError: If a key has no effect. Each such key is one issue.
     """
     keys = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
-    message = "has no effect: the net is that of from_run, as it was trained"
+    message = "has no effect: the net of from_run is used as it was trained"
     effective = RUN_KEYS | DEFAULTS.keys()
     issues = [ConfigIssue(key, None, message) for key in keys if key not in effective]
     if issues:

@@ -179,7 +179,7 @@ def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | Non
     if rule == "constant" or lr is None or "optimizer.lr" in map(key_of, words):
         return None
     if not width or "d_model" not in cfg.model.arguments:
-        message = "the model group has no d_model, by which it carries the learning rate"
+        message = "the model group has no d_model, which scales the learning rate"
         hint = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
         raise ConfigError.of("ladder.lr_rule", rule, message, hint=hint)
     return float(f"{lr * (width / cfg.model.arguments['d_model']) ** 0.5:.6g}")

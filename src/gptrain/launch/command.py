@@ -104,13 +104,13 @@ def main() -> None:
 
     def launch(cfg: LaunchRun) -> None:
         if flags and engine != "slurm":
-            raise ConfigError.of(min(flags), None, "for slurm alone")
+            raise ConfigError.of(min(flags), None, "only slurm supports this option")
         for job in jobs[1:]:  # the first has been
             own = f"+{engine}={DEFAULTS[engine]}"
             config.check(config.compose_command([own, *shared, *job]), LaunchRun)
         for key in ("devices", "num_nodes"):
             if type(asked := getattr(cfg.trainer, key)) is not int or asked < 1:
-                message = "the cluster chooses which, it must know how many"
+                message = "the cluster must know the number before the job starts"
                 raise ConfigError.of(f"trainer.{key}", asked, message, hint=f"trainer.{key}=2")
         words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
         if engine == "kubernetes":

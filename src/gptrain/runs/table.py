@@ -14,9 +14,7 @@ SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics 
 LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")
 CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
 MARK = " *"  # appended to the number of steps of a run
-MARKED = (
-    "another number of steps than most of these runs: the metrics do not compare like with like"
-)
+MARKED = "a different number of steps than most of these runs: the metrics are not comparable"
 YAML_SPELLING = {"None": "null", "True": "true", "False": "false"}
 
 

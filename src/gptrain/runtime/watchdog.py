@@ -251,7 +251,7 @@ class Guard:
             if self._done.wait(POLL_S):
                 return
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
-                self._leave("the process that started it is gone", FAILED)
+                self._leave("the parent process has ended", FAILED)
             elif (status := self._new_failure()) is not None:
                 reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
                 self._leave(reason, status["exit_code"])

@@ -97,7 +97,7 @@ def _check_arguments(
         hint = ""
         if place in BASE_CLASSES and target not in SHIPPED:
             # The override `<group>._target_=` keeps the keys of the class that it replaces.
-            hint = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys"
+            hint = f"{place}=mine, with a file conf/{place}/mine.yaml that has only its keys"
         allowed = ", ".join((*signature.parameters, *group_options))
         yield ConfigIssue(f"{place}._target_", target, str(error), allowed, hint)
 

@@ -129,7 +129,7 @@ class OptionTracker(Callback):
         """
         for key in saved or {}:
             if key.startswith(prefixes) and key not in self._parts:
-                yield f"resumed without {key}: it was in the run before"
+                yield f"resumed without {key}, which the earlier run had"
         for key, (part, initial, configured) in self._parts.items():
             if not key.startswith(prefixes) or (saved is not None and key not in saved):
                 continue
