@@ -89,6 +89,16 @@ def test_recomputation_updates_running_averages_once(mode):
         assert torch.equal(states[0][name], value), name
 
 
+@pytest.mark.slow
+def test_a_compiled_recomputation_updates_running_averages_once():
+    net = Normalized()
+    apply_activation_checkpointing(net, "full", compile="blocks")
+    for block in net.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    net.blocks(torch.randn(8, 4)).square().sum().backward()
+    assert [block[1].num_batches_tracked.item() for block in net.blocks] == [1, 1]
+
+
 def test_names_of_parameters_stay():
     net = make_net("full")
     apply_compile(net, "blocks")

@@ -19,7 +19,7 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 ]  # fmt: skip
 
 
-def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
+def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "none") -> None:
     """Make each of `net.blocks` recompute activations in its backward pass.
 
     The results are the same, dropout included. Does nothing if mode is "none".
@@ -30,12 +30,13 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
             any additional FLOPs.
+        compile: Value of `model.compile`. A compiled recomputation changes no buffers.
     """
     if mode == "none":
         return
     for block in net.get_submodule("blocks").children():
         options = {"use_reentrant": False}
-        if any(True for _ in block.buffers()):
+        if compile == "none" and any(True for _ in block.buffers()):
             options["context_fn"] = partial(_contexts_with_buffers, block, mode)
         elif mode == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)

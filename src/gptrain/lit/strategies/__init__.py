@@ -76,7 +76,7 @@ def build_strategy(
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
         """Turn a full net into the part that this rank runs, in place."""
         parallel.split(net)
-        apply_activation_checkpointing(net, activation_checkpointing)
+        apply_activation_checkpointing(net, activation_checkpointing, compile)
         apply_compile(net, compile)
         parallel.shard(net)
 
