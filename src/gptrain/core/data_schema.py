@@ -24,18 +24,19 @@ DUMMY = "gptrain.data.DummyTextDataset"
 
 
 class DataConfig(OpenSection):
-    """Keys of any data group.
+    """Keys that every data group has.
 
-    The yaml file of a group may have more keys, to which the arguments of its datasets refer.
+    The yaml file of a group may have more keys, to which the arguments of its datasets refer. They
+    are in `extra`.
 
     Attributes:
         batch_size: Sequences per data-parallel rank per micro-step.
         global_batch_size: Sequences per optimizer step over all ranks. None leaves the number of
             micro-steps to `trainer.accumulate_grad_batches`.
         num_workers: DataLoader worker processes per rank. 0 loads in the training process.
-        train: Dataset to train on.
-        val: Dataset of the validations.
-        test: Dataset of `task=test`.
+        train: Node with the `_target_` of the dataset to train on.
+        val: Node of the dataset of the validations.
+        test: Node of the dataset of `task=test`. None evaluates the validation set.
     """
 
     batch_size: Count
@@ -58,7 +59,7 @@ class DataConfig(OpenSection):
 
     @property
     def masks_documents(self) -> bool:
-        """Whether the documents of a sample must not see each other."""
+        """True if `data.documents` is `masked`: attention does not cross document boundaries."""
         return self.extra.get("documents") == "masked"
 
 
@@ -80,7 +81,23 @@ class DummyTextConfig(DataConfig):
 
 
 class TextConfig(DataConfig):
-    """Keys of `data=text`, which tokenizes text files. `conf/data/text.yaml` explains each key."""
+    """Keys of `data=text`, which tokenizes text files and files of records.
+
+    Attributes:
+        seq_len: Positions of a sample.
+        path: A file, a folder, a glob, or a list of them. None stands for the source code of
+            Python's standard library.
+        pattern: Pattern of the names of the files that are read in folders.
+        format: Format of all files. None decides by the suffix of each file.
+        text_key: Key of the text in a record of jsonl, json or parquet.
+        on_bad_record: Whether a record without text is an error, or is skipped and counted.
+        tokenizer: `bytes`, `bpe` (trained on the data), or the path of a tokenizer.json.
+        end_of_document: Whether a token ends each document. None: only if the tokenizer has such a
+            token and is not `bytes`.
+        documents: Whether a sample may contain several documents (`packed`), only one (`separate`),
+            or several that do not attend to each other (`masked`).
+        val_fraction: Fraction of the data that is kept for the validations.
+    """
 
     seq_len: Count
     path: LocalPaths | None
@@ -100,7 +117,7 @@ class TokensConfig(DataConfig):
     Attributes:
         seq_len: Positions of a sample.
         train_path: Token file, folder, glob, or list of them, to train on.
-        val_path: The same for the validations.
+        val_path: Token file, folder, glob, or list of them, for the validations.
         dtype: Type of the token ids in a raw file.
     """
 
@@ -111,12 +128,14 @@ class TokensConfig(DataConfig):
 
 
 class PartConfig(OpenSection):
-    """One part of `data.parts`: another data group, or only its two datasets.
+    """One part of `data.parts` in `data=mixture`.
+
+    A part may have all keys of another data group, or only its two datasets.
 
     Attributes:
         weight: Share of the training samples, relative to the weights of the other parts.
-        train: Dataset to train on.
-        val: Dataset of the validations.
+        train: Node with the `_target_` of the dataset to train on.
+        val: Node of the dataset of the validations.
     """
 
     weight: Positive = 1

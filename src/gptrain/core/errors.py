@@ -73,7 +73,7 @@ UNKNOWN = ExitCode("a code that gptrain does not return")
 
 
 def exit_code(code: int) -> ExitCode:
-    """Return the meaning of an exit code, or UNKNOWN for a code that gptrain does not return."""
+    """Return the entry of an exit code in EXIT_CODES, or UNKNOWN for a code that is not there."""
     return EXIT_CODES.get(code, UNKNOWN)
 
 
@@ -129,7 +129,7 @@ class ConfigIssue:
 
     @property
     def line(self) -> str:
-        """Printed line, which begins with `error: ` or `warning: `."""
+        """Line to print: the problem after `error: `, or after `warning: ` if `code` is 0."""
         return f"{'error' if self.code else 'warning'}: {self}"
 
 
@@ -164,7 +164,11 @@ def quoted(text: str) -> str:
 
 
 def code_of(error: OSError) -> int:
-    """Return the exit code for an error of the file system."""
+    """Return the exit code for an error of the operating system.
+
+    The code is FAILED (70) for an error without a number, FOLDER_UNUSABLE (73) for missing
+    permissions, a read-only file system or a path that is no folder, and otherwise IO_ERROR (74).
+    """
     if error.errno is None:
         return FAILED
     return FOLDER_UNUSABLE if error.errno in UNUSABLE else IO_ERROR
@@ -205,7 +209,7 @@ class ConfigError(Exception):
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """Return an error with a single problem.
+        """Return a ConfigError with a single problem.
 
         Args:
             key: Dotted key, or an empty string.
@@ -238,7 +242,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with argparse's message."""
+        """Raise a ConfigError with argparse's message, which suggests the command's `--help`."""
         raise ConfigError.of("", None, message, hint=f"{self.prog} --help")
 
 

@@ -44,11 +44,12 @@ from gptrain.core.value_types import (
 
 
 class ModelConfig(TargetConfig):
-    """Keys of any model group.
+    """Keys that every model group has. The other keys are arguments of the net's class.
 
     Attributes:
-        compile: Parts of the net that torch.compile compiles.
-        activation_checkpointing: Activations that the backward pass recomputes.
+        compile: Parts of the net that torch.compile compiles: none, each block, or the whole model.
+        activation_checkpointing: Activations that the backward pass recomputes: none, all but the
+            outputs of matrix multiplications and attention (`selective`), or all.
         vocab_multiple: Number of which `vocab_size: auto` is rounded up to a multiple.
     """
 
@@ -60,7 +61,15 @@ class ModelConfig(TargetConfig):
 
 
 class DecoderConfig(ModelConfig, extra="forbid"):
-    """Sizes that all decoders of `gptrain.models` have."""
+    """Sizes that all decoders of `gptrain.models` have.
+
+    Attributes:
+        vocab_size: Number of tokens of the vocabulary.
+        d_model: Width of the residual stream.
+        n_heads: Number of query heads.
+        n_layers: Number of blocks.
+        max_seq_len: Largest number of positions of a sequence.
+    """
 
     vocab_size: Count
     d_model: Count
@@ -70,7 +79,12 @@ class DecoderConfig(ModelConfig, extra="forbid"):
 
 
 class SimpleGPTConfig(DecoderConfig):
-    """Keys of `gptrain.models.SimpleGPT`."""
+    """Keys of `gptrain.models.SimpleGPT`, a GPT-2.
+
+    Attributes:
+        dropout: Probability of dropout in training.
+        activation: Activation function of the feed-forward layers: the exact GELU or its tanh form.
+    """
 
     dropout: BelowOne
     activation: Literal["gelu", "gelu_tanh"]
@@ -80,6 +94,13 @@ class LlamaConfig(DecoderConfig):
     """Keys of `gptrain.models.Llama`.
 
     Attributes:
+        n_kv_heads: Number of key and value heads. It divides `n_heads`.
+        d_ff: Width of the feed-forward layers.
+        rope_base: Base of the wavelengths of rotary position embeddings.
+        rope_scaling: Factor by which slow rotations are slowed down, as in Llama 3.1. 1 for none.
+        norm_eps: Epsilon of RMSNorm.
+        qk_norm: Whether queries and keys are normalized in each head.
+        tie_head: Whether the head uses the weight of the embedding.
         d_head: Width of a head. None for `d_model / n_heads`, also in older run folders.
     """
 
@@ -94,7 +115,14 @@ class LlamaConfig(DecoderConfig):
 
 
 class HuggingFaceConfig(ModelConfig, extra="forbid"):
-    """Keys of `gptrain.models.HuggingFace`."""
+    """Keys of `gptrain.models.HuggingFace`, a causal language model of transformers.
+
+    Attributes:
+        vocab_size: Number of tokens, which must equal that in the model's config.
+        config: Keys of the model's config. They override those in the config.json of `path`.
+        path: Folder with the config.json of a model, or None if `config` has all keys. Weights are
+            loaded from it by `init_from`, not by this key.
+    """
 
     vocab_size: Count
     config: dict[str, Any] | None
@@ -102,14 +130,24 @@ class HuggingFaceConfig(ModelConfig, extra="forbid"):
 
 
 class LossConfig(Section):
-    """Options of the training loss, the same as those of `gptrain.loss.LossOptions`."""
+    """Options of the training loss, which become a `gptrain.loss.LossOptions`.
+
+    Attributes:
+        label_smoothing: Probability that is moved from the target to all tokens in equal parts.
+        z_loss: Weight of log(Z)^2 in the loss, where Z is the normalizer of the softmax.
+    """
 
     label_smoothing: BelowOne
     z_loss: NonNegative
 
 
 class ModuleConfig(TargetConfig):
-    """Keys of any module group. The `_target_` is a LightningModule."""
+    """Keys of any module group. The `_target_` is a LightningModule.
+
+    Attributes:
+        loss: Options of the loss, which only a `gptrain.lit.LanguageModel` reads.
+        metrics: Nodes of torchmetrics by name, which only a `gptrain.lit.LanguageModel` reads.
+    """
 
     OWN_KEYS = frozenset({"loss", "metrics"})
 
@@ -140,7 +178,8 @@ class OptimizerConfig(TargetConfig):
     Attributes:
         lr: Peak learning rate. None leaves the default of the class.
         weight_decay: Weight decay. None leaves the default of the class.
-        lr_scaling: How the learning rate grows with the global batch size.
+        lr_scaling: How the learning rate grows with the global batch size: not at all, in
+            proportion to it, or to its square root.
         reference_batch_size: Global batch size at which `lr` is used as given.
     """
 
@@ -153,7 +192,13 @@ class OptimizerConfig(TargetConfig):
 
 
 class AdamWConfig(OptimizerConfig):
-    """Keys of `torch.optim.AdamW`."""
+    """Keys of `torch.optim.AdamW`.
+
+    Attributes:
+        betas: Decay rates of the averages of the gradient and of its square.
+        eps: Term added to the denominator of the update.
+        fused: Whether one kernel updates all parameters. None leaves the choice to torch.
+    """
 
     betas: Betas
     eps: Positive
@@ -161,7 +206,14 @@ class AdamWConfig(OptimizerConfig):
 
 
 class MuonConfig(AdamWConfig):
-    """Keys of `gptrain.optim.Muon`."""
+    """Keys of `gptrain.optim.Muon`: Muon for hidden matrices, AdamW for all other parameters.
+
+    Attributes:
+        momentum: Momentum of the hidden matrices.
+        embedding_lr: Learning rate of embeddings, also of a head with a tied weight. None for `lr`.
+        head_lr: Learning rate of a head whose weight is not tied. None for `lr`.
+        vector_lr: Learning rate of norms and biases. None for `lr`.
+    """
 
     momentum: BelowOne
     embedding_lr: PositiveNumber | None = None
@@ -185,6 +237,15 @@ class SchedulerConfig(TargetConfig):
     """Keys of any scheduler group. A schedule gets the keys that are in its signature.
 
     A phase has a length in steps or in tokens, not both.
+
+    Attributes:
+        warmup_steps: Optimizer steps of the warm-up, or a fraction of the run below 1. None stands
+            for 100 steps, but at most a tenth of the run.
+        warmup_tokens: Length of the warm-up in tokens, over all ranks.
+        total_steps: Length of the schedule in steps. None for the length of the run.
+        total_tokens: Length of the schedule in tokens, over all ranks.
+        start_factor: First learning rate, as a fraction of the peak.
+        min_factor: Last learning rate, as a fraction of the peak.
     """
 
     warmup_steps: Warmup | None
@@ -210,14 +271,25 @@ class WarmupConfig(SchedulerConfig, extra="forbid"):
 
 
 class StableDecayConfig(WarmupConfig):
-    """Keys of `gptrain.optim.warmup_stable_decay`."""
+    """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase.
+
+    Attributes:
+        decay_steps: Optimizer steps of the decay, or a fraction of the run below 1. None for a
+            fifth.
+        decay_tokens: Length of the decay in tokens, over all ranks.
+    """
 
     decay_steps: Warmup | None
     decay_tokens: TokenCount | None
 
 
 class SampleTextConfig(TargetConfig, extra="forbid"):
-    """Keys of `gptrain.lit.callbacks.SampleText`."""
+    """Keys of `gptrain.lit.callbacks.SampleText`, which prints generated text at the end of a run.
+
+    Attributes:
+        prompt: Text to continue.
+        n_tokens: Number of tokens to generate.
+    """
 
     prompt: Name
     n_tokens: Count
@@ -316,12 +388,12 @@ class LauncherConfig(Section):
 
 
 class SpikeConfig(Section):
-    """Keys of the spike group: which steps `on_spike` warns about or skips.
+    """Keys of the spike group: definition of the spikes to which `on_spike` reacts.
 
     Attributes:
-        sigma: Number of standard deviations above the mean of the window from which the loss or the
-            gradient norm of a step is a spike.
-        window: Number of steps over which mean and standard deviation are computed.
+        sigma: A step is a spike if its loss or its gradient norm is more than this number of
+            standard deviations above the mean of the window.
+        window: Number of earlier steps over which mean and standard deviation are computed.
     """
 
     sigma: Positive
@@ -329,7 +401,7 @@ class SpikeConfig(Section):
 
 
 class RunConfig(Section):
-    """Configuration of a run. A command with additional keys has a subclass.
+    """Configuration of a run, after validation. A command with additional keys has a subclass.
 
     Attributes:
         runs_here: False for a command that plans for another machine, or only prints. The checks
@@ -337,6 +409,37 @@ class RunConfig(Section):
         expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
             the overrides of that run are put in front of those on the command line.
         reads_data: False for a command that needs the net but no dataset.
+        name: Name of the run, which is part of the default `run_dir`.
+        task: Whether the run trains (`fit`) or evaluates (`validate`, `test`).
+        seed: Seed of weights, data order and dropout.
+        max_tokens: Number of tokens after which the run ends, over all ranks, or None.
+        on_nonfinite: Reaction to a loss or a gradient that is NaN or infinite.
+        on_spike: Reaction to a spike of the loss or the gradient norm.
+        spike: Definition of a spike.
+        max_skips: Largest number of steps in a row that `on_nonfinite` and `on_spike` may skip.
+        objective: Logged name of the metric that a sweep optimizes.
+        output_dir: Folder of all run folders.
+        run_dir: Folder into which this run writes.
+        ckpt_path: Checkpoint of an exact resume or an evaluation: a path, `last` or `best`.
+        allow_changes: Keys and groups that may differ from those of the resumed checkpoint.
+        init_from: Source of the initial weights of a new run: a run, a checkpoint or a folder.
+        init_strict: Whether all tensors of `init_from` and of the net must match.
+        from_run: Folder of a run whose overrides come before those that were typed.
+        allowed_targets: Packages whose classes an untrusted `from_run` may use.
+        debug: Whether tracebacks are printed.
+        print_config: Whether the composed config is printed at the start.
+        model: Net.
+        module: LightningModule around the net.
+        data: Datasets and batch sizes.
+        optimizer: Optimizer and peak learning rate.
+        scheduler: Learning-rate schedule.
+        strategy: Parallelism strategy and its options.
+        trainer: Lightning's Trainer.
+        callbacks: Lightning callbacks by name. None removes a callback.
+        checkpoint: When checkpoints are saved and how many are kept.
+        logger: Lightning loggers by name.
+        profiler: Lightning's profiler, or None.
+        launcher: Restarts and timeouts of the local ranks.
     """
 
     runs_here: ClassVar[bool] = True

@@ -55,7 +55,12 @@ def train_command(*overrides: str) -> str:
 
 
 def option(key: str, value: object) -> str:
-    """Return one override, quoted for Hydra and for the shell, for the `try:` of an error."""
+    """Return `key=value`, quoted for Hydra and for the shell, for the hint (`try:`) of an error.
+
+    Args:
+        key: Dotted key.
+        value: String, path, number, bool, None, or nested lists and dicts of them.
+    """
     return command(override(key, value))
 
 

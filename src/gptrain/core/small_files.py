@@ -82,7 +82,17 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def _parse(path: str | Path, parse: Callable[[bytes], Any], language: str) -> Any:
-    """Return the value that `parse` finds in a file, or raise an UnreadableFileError."""
+    """Read a file and return the value that `parse` finds in it.
+
+    Args:
+        path: Path of the file.
+        parse: Function of the content, in bytes.
+        language: Name of the file's format, for the error.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        UnreadableFileError: If the path is not a regular file, or `parse` refuses the content.
+    """
     text = read_bytes(path)
     try:
         return parse(text)

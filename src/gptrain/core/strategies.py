@@ -44,16 +44,25 @@ class StrategyOptions(OpenSection):
         return name
 
     def axis_size(self, axis: str) -> int | None:
-        """Return the number of ranks that the user set for an axis of the mesh, or None.
+        """Return the number of ranks that the config sets for an axis of the device mesh.
+
+        The base class returns None for every axis.
 
         Args:
             axis: DATA, CONTEXT, TENSOR or PIPELINE.
+
+        Returns:
+            None if the config leaves the number to the default for the world size, or if the
+            strategy does not have this axis.
         """
         return None
 
     @property
     def copies(self) -> int:
-        """Number of complete copies of the net along the data axis, 1 if not configured."""
+        """Number of complete copies of the net along the data axis, for strategies that shard it.
+
+        It is 1 for strategies without such an option, even if each rank has a copy, as under DDP.
+        """
         return 1
 
     @property
@@ -62,7 +71,9 @@ class StrategyOptions(OpenSection):
         return False
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
-        """Return the options, with defaults that depend on the number of ranks filled in.
+        """Return the options with the defaults that depend on the number of ranks filled in.
+
+        The base class has no such default and returns itself.
 
         Args:
             n_nodes: Number of machines.
@@ -113,13 +124,17 @@ class DiLoCoOptions(StrategyOptions, extra="forbid"):
 
     @property
     def copies(self) -> int:
-        """Number of replicas, 1 if not configured."""
+        """Number of replicas, or 1 if `replicas` is None."""
         return self.replicas or 1
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
         """Return the options with `replicas` as a number.
 
         None becomes the number of machines or, on one machine, the number of ranks.
+
+        Args:
+            n_nodes: Number of machines.
+            world_size: Number of ranks of the job.
         """
         n_replicas = count_replicas(self.replicas, n_nodes, world_size)
         return self.model_copy(update={"replicas": n_replicas})
@@ -157,7 +172,7 @@ class FSDPOptions(ShardedOptions):
 
     @property
     def copies(self) -> int:
-        """Number of copies of the sharded net."""
+        """Number of copies of the net, each of which is sharded over a part of the ranks."""
         return self.replicas or 1
 
 
@@ -165,7 +180,8 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
     """Options of `tensor_parallel`.
 
     Attributes:
-        tensor_parallel_size: Number of tensor-parallel ranks. `parallel_dims` has the default.
+        tensor_parallel_size: Number of ranks over which each layer is split. None stands for all
+            ranks, and under `fsdp_tensor_parallel` for 2.
     """
 
     tensor_parallel_size: Count | None
@@ -176,15 +192,15 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
 
 
 class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
-    """Options of `fsdp_tensor_parallel`."""
+    """Options of `fsdp_tensor_parallel`: those of FSDP2, and `tensor_parallel_size`."""
 
 
 class ContextParallelOptions(ShardedOptions):
     """Options of `context_parallel`.
 
     Attributes:
-        context_parallel_size: Number of ranks that share a sequence. `parallel_dims` has the
-            default.
+        context_parallel_size: Number of ranks that share a sequence. None stands for all ranks of a
+            node.
         shard: Whether weights, gradients and optimizer states are sharded over all ranks by FSDP2.
             Otherwise every rank has a copy, and the options of FSDP2 have no effect.
     """
@@ -194,11 +210,11 @@ class ContextParallelOptions(ShardedOptions):
 
     @property
     def keeps_weights_on_cpu(self) -> bool:
-        """True if FSDP offloads weights and optimizer states to the CPU."""
+        """True if FSDP offloads weights and optimizer states to the CPU. False without `shard`."""
         return self.shard and self.cpu_offload
 
     def axis_size(self, axis: str) -> int | None:
-        """Return `context_parallel_size` for the context axis."""
+        """Return `context_parallel_size` for the context axis, and None for any other axis."""
         return self.context_parallel_size if axis == CONTEXT else super().axis_size(axis)
 
 
@@ -206,8 +222,10 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
     """Options of `pipeline` and `ddp_pipeline`.
 
     Attributes:
-        pipeline_parallel_size: Number of pipeline ranks. `parallel_dims` has the default.
-        microbatches: Parts into which a rank's batch is divided. None stands for two per rank.
+        pipeline_parallel_size: Number of ranks over which the layers are divided. None stands for
+            all ranks, and under `ddp_pipeline` for 2.
+        microbatches: Parts into which the batch of a micro-step is divided. None stands for two per
+            pipeline rank.
         schedule: Order of forward and backward passes. With `interleaved_1f1b` a rank holds two
             stages, otherwise one.
     """
@@ -336,7 +354,8 @@ def options_type(name: object) -> type[StrategyOptions]:
     """Return the type of the options of a strategy.
 
     Args:
-        name: Value of `strategy.name`. An unknown value gives the options that all strategies have.
+        name: Value of `strategy.name`. `auto` has the options of `ddp`. An unknown value gives the
+            base class, which has the options of all strategies.
     """
     row = STRATEGIES.get("ddp" if name == "auto" else str(name))
     return row.options if row else StrategyOptions
@@ -355,10 +374,10 @@ def default_options(name: str) -> StrategyOptions:
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
-    """Return the options of a strategy, taken from the options of another strategy if possible.
+    """Return the options of a strategy, with the values that other options share with it.
 
-    Used to compare strategies, and for `auto`. An option that the other strategy does not have
-    keeps the default of its yaml file.
+    Used to compare strategies, and for `auto`. An option that `given` does not have, and
+    `replicas`, keep the default of the strategy's yaml file.
 
     Args:
         name: Key of STRATEGIES.
@@ -491,7 +510,12 @@ def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
 
 
 def _advice(axes: tuple[str, ...], world_size: int) -> str:
-    """Return the part of an error message that names sizes which fit the world size."""
+    """Return the part of an error message that names sizes which fit the world size.
+
+    Args:
+        axes: Axes of the strategy. The last one is the axis whose size is suggested.
+        world_size: Number of ranks of the job.
+    """
     if not axes:
         return "use one device, or strategy=ddp"
     axis = axes[-1]

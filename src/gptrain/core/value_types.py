@@ -18,7 +18,7 @@ INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can addr
 
 
 def between(low: int, high: int = INT32_MAX) -> Any:
-    """Return a pydantic field with an inclusive lower and upper bound."""
+    """Return a pydantic field with an inclusive lower and upper bound, by default INT32_MAX."""
     return Field(ge=low, le=high)
 
 
@@ -26,7 +26,8 @@ def _local(value: str | list[str]) -> Any:
     """Check that a value is a local path or a list of local paths, and return the value.
 
     Raises:
-        ValueError: If a path is empty, begins or ends with white space, or is a URL.
+        ValueError: If a path is empty, begins or ends with white space, contains a null character,
+            or is a URL. An empty list counts as an empty path.
     """
     for path in [value] if isinstance(value, str) else value or [""]:
         if not path or path != path.strip() or "\0" in path:
@@ -37,7 +38,11 @@ def _local(value: str | list[str]) -> Any:
 
 
 def _below(value: str) -> str:
-    """Check that a relative path stays below the folder that it is joined to."""
+    """Check that a relative path stays below the folder that it is joined to, and return it.
+
+    Raises:
+        ValueError: If it begins with `/` or `~`, or contains `..`.
+    """
     if value.startswith(("/", "~")) or ".." in value.split("/"):
         raise ValueError("leaves the output folder")
     return value
@@ -54,7 +59,13 @@ def _steps(value: float) -> float:
 
 
 def _kept(value: int) -> int:
-    """Check that at least two checkpoints are kept: one disk error must not lose the run."""
+    """Check that at least two checkpoints are kept, and return the number.
+
+    With a single checkpoint, one disk error could lose the run.
+
+    Raises:
+        ValueError: If the number is less than 2.
+    """
     if value < 2:
         raise ValueError("must be >= 2: if the newest is damaged, a run resumes from the other")
     return value
@@ -65,6 +76,9 @@ def _devices(value: Any) -> Any:
 
     The forms are a number, a list of device indices, a string of either such as "0,2", -1 and
     "auto".
+
+    Raises:
+        ValueError: If the value has another form, is out of range, or lists a device twice.
     """
     devices = value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
@@ -82,7 +96,12 @@ def _devices(value: Any) -> Any:
 
 
 def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
-    """Validate a number with `check`, but keep its type: an integer stays an integer."""
+    """Validate a number and return it with its own type: an integer stays an integer.
+
+    Args:
+        value: Number.
+        check: Validator of pydantic, which raises an error and whose result, a float, is ignored.
+    """
     check(value)
     return value
 
@@ -127,7 +146,7 @@ Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_
 
 
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base class of a group of keys. A key without a field is an error."""
+    """Base class of a group of keys. A key that is not a field is a validation error."""
 
     def plain(self) -> dict[str, Any]:
         """Return the keys that were given, with their given values, as nested dicts and lists."""
@@ -156,7 +175,7 @@ class TargetConfig(OpenSection):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the target, as plain values."""
+        """Keyword arguments of the target, as nested dicts and lists: all keys except OWN_KEYS."""
         return {k: v for k, v in self.plain().items() if k not in {"_target_", *self.OWN_KEYS}}
 
     def node(self) -> dict[str, Any]:
