@@ -37,7 +37,7 @@ class ComputeClock:
         self._marks: list[Any] = []  # begin and end of each counted interval, alternating
 
     def start_step(self) -> None:
-        """Begin to measure a step."""
+        """Discard the measurements of the previous step, and begin to count the time of a new step."""
         self._marks.clear()
         self.start()
 
@@ -63,7 +63,7 @@ class ComputeClock:
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Do not count the block."""
+        """Pause the clock inside the `with` block, for example around a collective."""
         self.pause()
         try:
             yield
@@ -71,7 +71,7 @@ class ComputeClock:
             self.resume()
 
     def read(self) -> float:
-        """Return the counted seconds of the step that `stop` has ended. Waits for a GPU."""
+        """Return the counted seconds of the step that `stop` has ended; synchronizes with a GPU."""
         begins, ends = self._marks[::2], self._marks[1::2]
         if not self._is_cuda:
             return sum(end - begin for begin, end in zip(begins, ends, strict=True))

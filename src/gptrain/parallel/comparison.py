@@ -92,7 +92,13 @@ def needs_comparison(
 
 
 def is_of_library(net: nn.Module) -> bool:
-    """Return whether a net and all of its modules are classes of gptrain.models and of torch.nn."""
+    """Return whether a net consists only of unchanged classes of gptrain.models and torch.nn.
+
+    A net with forward hooks, with parametrizations of torch.nn.utils, or with a method `forward`,
+    `embed` or `hidden` that was replaced on the object does not count as unchanged.
+    `gptrain.models.hugging_face.HuggingFace` always counts as unchanged, because that class checks
+    its model itself.
+    """
     if type(net).__module__ == "gptrain.models.hugging_face":
         return True  # HuggingFace checks by itself which parts of the contract its model fulfils
     if not type(net).__module__.startswith("gptrain.models.") or "hidden" in vars(net):
@@ -131,10 +137,12 @@ class Comparison:
         """Check that the strategy computes the logits and the gradients of the plain net.
 
         All ranks must call this method, before the net of the run is built. It changes the state of
-        the random generators. If the plain net cannot be run, a warning is logged instead.
+        the random generators. If the plain net cannot be run, nothing is compared; a partitioning
+        strategy then logs a warning with the reason.
 
         Args:
-            sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
+            sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used on all
+                ranks.
 
         Raises:
             IncompatibleModelError: If the nets differ, or if the partitioned net fails. The message
@@ -160,7 +168,7 @@ class Comparison:
             )
 
     def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
-        """Run the forward and the backward pass of the plain net.
+        """Run the forward and the backward pass of the plain net on this rank, without communication.
 
         Args:
             dtype: Type of the weights and of the computation.
@@ -168,8 +176,9 @@ class Comparison:
             targets: Next tokens (B, T).
 
         Raises:
-            IncomparableError: If the net is too large, if its logits depend on anything but the
-                tokens of their sample, or if they are not finite.
+            IncomparableError: If the free memory is too small, if the logits of a sample depend on
+                the other samples or on chance, or if the logits are not finite. An exception of the
+                net itself is passed on.
         """
         device = self.parallel.device
 
@@ -218,6 +227,8 @@ class Comparison:
     ) -> None:
         """Run the partitioned net, and compare its logits and gradients with those of `plain`.
 
+        All ranks must call this method.
+
         Args:
             plain: Result of `run_plain`.
             dtype: Type of the weights and of the computation.
@@ -225,7 +236,8 @@ class Comparison:
             targets: Next tokens (B, T).
 
         Raises:
-            IncompatibleModelError: If the nets differ, or if the partitioned net fails.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
+                torch about memory or communication are passed on.
         """
         parallel = copy(self.parallel)
         parallel.precision = "32-true"  # FSDP then keeps the dtype of the comparison

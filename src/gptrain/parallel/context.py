@@ -63,7 +63,11 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         return self.group
 
     def split(self, net: Net) -> None:
-        """Let the net run on this rank's part of a sequence, in place."""
+        """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place.
+
+        The modules that `net.context_plan` names get an `exchange`, through which attention sees
+        the positions of all ranks. Callers still pass full sequences and get full outputs.
+        """
         exchange = AllToAllHeads(self.group)
         for _, attention in attention_modules(net):
             attention.exchange = exchange
@@ -79,7 +83,11 @@ class ContextParallel(Sharded[ContextParallelOptions]):
             self.net = net
 
     def finish_gradients(self) -> None:
-        """Average the gradients that FSDP2 does not average, once per step."""
+        """Complete the gradients once per step: average those that FSDP2 does not average.
+
+        These are the gradients of parameters outside `net` and, with `strategy.shard=false`, of the
+        net. All ranks must call this method after the last backward pass of a step.
+        """
         super().finish_gradients()
         if not self.options.shard:
             self.average(self.net.parameters())
@@ -96,10 +104,19 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         options: LossOptions,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the losses of the full sequences, on every rank of the group.
+        """Return the sum of the losses in nats of the full sequences, on every rank of the group.
 
-        Each rank computes the losses of its own positions. The targets were shifted before they are
-        divided, so that the target of a part's last position is the first token of the next part.
+        All ranks of the context group must call this method with the same sequences. Each rank
+        computes the losses of its own positions. The targets were shifted before they are divided,
+        so that the target of a part's last position is the first token of the next part.
+
+        Args:
+            net: Net as `split` and `shard` have left it.
+            tokens: Token indices (B, T) of full sequences.
+            targets: Next tokens (B, T). The loss ignores -100.
+            options: Label smoothing and z-loss.
+            documents: Number of the document of each token, (B, T), if documents are packed that
+                must not see each other; otherwise None.
         """
         part = self.part_layout(tokens, **layout_argument(documents))
         tokens = tokens[:, part.index]
@@ -121,18 +138,20 @@ class ContextParallel(Sharded[ContextParallelOptions]):
     ) -> Tensor:
         """Run a method of the net on this rank's part of the sequences.
 
+        All ranks of the context group must call this method.
+
         Args:
             method: Method `forward` or `hidden` of the net.
             tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
                 `PartLayout`, this rank's part (B, t).
-            cache: None.
+            cache: Must be None. The argument exists because `forward` of a net has it.
             layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
 
         Returns:
             Outputs (B, T, ...) of the full sequences, or (B, t, ...) of the part.
 
         Raises:
-            ValueError: If there is a cache, which holds the positions of full sequences.
+            ValueError: If `cache` is not None.
         """
         if cache is not None:
             raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
@@ -200,10 +219,17 @@ class AllToAllHeads:
         self.group = group
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all positions for this rank's heads, see `HeadExchange`.
+        """Return q, k and v of all positions for this rank's heads.
 
-        With fewer heads of k and v than ranks, the heads are repeated as often as necessary. Head i
-        of q still uses head i G // H of k and v, because heads are exchanged in order.
+        All ranks of the group must call this method. q is (B, t, H, K) -> (B, T', h, K), k and v
+        are (B, t, G, K) -> (B, T', g, K). If the ranks do not divide the heads of k and v, these
+        heads are repeated first, as often as necessary. Head i of q still uses head i G // H of k
+        and v, because heads are exchanged in order.
+
+        Args:
+            q: Queries of this rank's positions, (B, t, H, K).
+            k: Keys of this rank's positions, (B, t, G, K).
+            v: Values of this rank's positions, (B, t, G, K).
         """
         n_ranks = self.group.size()
         repeats = n_ranks // math.gcd(k.shape[2], n_ranks)
@@ -217,7 +243,16 @@ class AllToAllHeads:
         return q, k, v
 
     def to_positions(self, y: Tensor) -> Tensor:
-        """Return attention's results for this rank's positions, (B, T', h, K) -> (B, t, H, K)."""
+        """Return attention's results of all heads for this rank's positions.
+
+        All ranks of the group must call this method.
+
+        Args:
+            y: Results of this rank's heads for all positions, (B, T', h, K).
+
+        Returns:
+            Results (B, t, H, K).
+        """
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
         by_heads = _AllToAll.apply(by_positions, self.group)
         return by_heads.movedim(0, 2).flatten(2, 3)
@@ -239,7 +274,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def attention_modules(net: Net) -> list[tuple[str, Any]]:
-    """Return name and module of each module that `net.context_plan` names."""
+    """Return (name, module) for each module whose name matches a pattern of `net.context_plan`.
+
+    The patterns are those of fnmatch, for example `blocks.*.attention`.
+    """
     return [
         (name, module)
         for name, module in net.named_modules()

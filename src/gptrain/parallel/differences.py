@@ -257,6 +257,10 @@ def gradient_pairs(plain: PlainResult, net: nn.Module) -> Iterator[tuple[str, Te
 
     A parameter without a gradient yields zeros. Parameters that have no gradient in the plain net
     are left out.
+
+    Args:
+        plain: Results of the plain net, which contain the expected full gradients.
+        net: Partitioned net after its backward pass.
     """
     for name, parameter in net.named_parameters():
         first = plain.first_names.get(name, name)

@@ -65,6 +65,11 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         """Copy the trained parameters as anchors, and build the outer optimizer.
 
         The parameters must be identical on all replicas.
+
+        Args:
+            module: LightningModule, or any module with an attribute `net`. Its parameters that
+                require gradients are synchronized.
+            optimizer: Inner optimizer of this replica, see `ParallelStrategy.prepare`.
         """
         super().prepare(module, optimizer)
         self.parameters = {
@@ -145,7 +150,14 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state` returned."""
+        """Restore the outer optimizer, without the weights of the net, from a checkpoint.
+
+        Call this method after `prepare`.
+
+        Args:
+            state: Dict that the method `state` returned: step of the last synchronization, anchors,
+                and momentum of the outer optimizer.
+        """
         self.synced_step = state["step"]
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])

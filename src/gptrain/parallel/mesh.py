@@ -27,6 +27,10 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     """Build the device mesh with the axes "pipeline", "data" and "tensor".
 
     Every rank must call this function, after the process group was created.
+
+    Args:
+        device_type: Type of the ranks' devices, for example "cuda".
+        dims: Number of ranks along each axis.
     """
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
@@ -37,6 +41,10 @@ def build_context_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
 
     The ranks that share a sequence are neighbors, which usually share a node and its fast links.
     Every rank must call this function, after the process group was created.
+
+    Args:
+        device_type: Type of the ranks' devices, for example "cuda".
+        dims: Number of ranks along each axis.
     """
     sizes = (dims.data, dims.context)
     return init_device_mesh(device_type, sizes, mesh_dim_names=(DATA, CONTEXT))

@@ -124,11 +124,20 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         options: LossOptions,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean loss of this pipeline's samples on all of its ranks.
+        """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
 
-        In training, this method also runs the backward pass: the gradients of loss / accumulate are
-        added to the parameters' gradients. The backward pass of the returned loss computes nothing.
-        The value is that of `ParallelStrategy.mean_loss`.
+        All ranks of the pipeline must call this method. In training, it also runs the backward
+        pass: the gradients of loss / accumulate are added to the parameters' gradients. The
+        backward pass of the returned loss computes nothing. As under the other strategies, the
+        divisor in training is `StepMean.divisor`, otherwise the number of targets.
+
+        Args:
+            net: Net as `split` has left it.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T). The loss ignores -100.
+            options: Label smoothing and z-loss.
+            documents: Number of the document of each token, (B, T), if documents are packed that
+                must not see each other; otherwise None.
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, tokens, targets, options, documents)
@@ -153,9 +162,16 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         options: LossOptions,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum of the losses of this pipeline's samples on all of its ranks.
+        """Return the sum of the losses in nats of this pipeline's samples, without gradients.
 
-        The result has no gradients.
+        All ranks of the pipeline must call this method, and all get the sum.
+
+        Args:
+            net: Net as `split` has left it.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T). The loss ignores -100.
+            options: Label smoothing and z-loss.
+            documents: Number of the document of each token, (B, T), or None.
         """
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -169,6 +185,13 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Yield logits (C, V) and targets (C,) in chunks, on the ranks of the last stage only.
 
         All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
+        Positions whose target is -100 are left out.
+
+        Args:
+            net: Net as `split` has left it.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T).
+            documents: Number of the document of each token, (B, T), or None.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
 
@@ -182,6 +205,8 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Compute a metric on the last stage, and return the value on all ranks of the pipeline.
+
+        All ranks of the pipeline must call this method.
 
         Args:
             compute: Function without arguments that returns a tensor, or tensors in dicts or lists.
@@ -218,7 +243,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Complete the gradients once per step, after the last backward pass.
 
         Sums the gradients of tied parameters over the first and the last rank, and averages all
-        gradients over the data ranks.
+        gradients over the data ranks. All ranks must call this method.
         """
         super().finish_gradients()
         self._checks_scale = False
@@ -336,7 +361,14 @@ class Stage(nn.Module):
         self.block_names = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Run the blocks of this stage on tokens (b, T) or activations (b, T, D)."""
+        """Run the blocks of this stage, and the embedding before or the final norm behind them.
+
+        Args:
+            x: Tokens (b, T) in the first stage, activations (b, T, D) of the previous stage
+                otherwise.
+            documents: Number of the document of each token, (b, T), if documents are packed that
+                must not see each other; otherwise None.
+        """
         options = layout_argument(documents)
         # In training, torch 2.11 infers shapes by a forward pass over zeros. That pass must not
         # advance the random generator that the dropout of the first batch uses.

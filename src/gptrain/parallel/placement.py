@@ -81,6 +81,10 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
     """Allocate the uninitialized tensors of a net that is on the meta device.
 
     Tied parameters stay tied.
+
+    Args:
+        net: Net on the meta device, changed in place.
+        device: Device on which memory is allocated.
     """
     tied = tied_names(net)
     net.to_empty(device=device)  # creates a separate parameter for each name of a tied parameter

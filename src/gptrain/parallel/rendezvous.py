@@ -76,7 +76,13 @@ def _open_network_store(
 ) -> dist.Store:
     """Open the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves.
 
-    `settings` are the variables as `describe_variables` returns them, for error messages.
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+        timeout_s: Time that the messages name as the limit.
+        end_s: Time of `time.monotonic` at which the wait ends.
+        settings: Environment variables as `describe_variables` returns them. The error message
+            begins with them.
 
     Raises:
         MissingRanksError: If the address cannot be used, or if rank 0 does not serve it in time.
@@ -107,6 +113,12 @@ def _wait_for_name(host: str, timeout_s: float, end_s: float, settings: str) -> 
     """Wait until a host name can be resolved.
 
     A cluster may publish the name of a new host some seconds after the ranks have started.
+
+    Args:
+        host: Value of MASTER_ADDR.
+        timeout_s: Time that the message names as the limit.
+        end_s: Time of `time.monotonic` at which the wait ends.
+        settings: Environment variables with which the error message begins.
 
     Raises:
         MissingRanksError: If the name cannot be resolved before `end_s`.
@@ -154,6 +166,13 @@ def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, setti
 
     torch's TCPStore would also wait, but it prints each failed attempt.
 
+    Args:
+        host: Value of MASTER_ADDR.
+        port: Value of MASTER_PORT.
+        timeout_s: Time that the message names as the limit.
+        end_s: Time of `time.monotonic` at which the wait ends.
+        settings: Environment variables with which the error message begins.
+
     Raises:
         MissingRanksError: If rank 0 does not listen before `end_s`, or if there is no such port.
     """
@@ -176,7 +195,16 @@ def _wait_for_all(
 ) -> None:
     """Set the key of this rank in the store, and wait until the keys of all ranks are set.
 
-    The keys are polled, because `store.wait` prints a C++ warning at a timeout.
+    The keys are polled, because `store.wait` prints a C++ warning at a timeout. After REMINDER_S
+    seconds a warning names the missing ranks once.
+
+    Args:
+        store: Store that all ranks open.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+        timeout_s: Time that the messages name as the limit.
+        end_s: Time of `time.monotonic` at which the wait ends.
+        settings: Environment variables with which the messages begin.
 
     Raises:
         MissingRanksError: If the keys of some ranks are not set before `end_s`.
@@ -203,7 +231,7 @@ def _wait_for_all(
 
 
 def _list(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2", with at most eight ranks."""
+    """Return "rank 1" or "ranks 1, 2" for a message, with an ellipsis after eight ranks."""
     numbers = ", ".join(map(str, ranks[:8]))
     if len(ranks) == 1:
         return f"rank {numbers}"
@@ -218,7 +246,8 @@ def _invalid_port(port: int) -> str:
 def _hint(settings: str) -> str:
     """Return the advice at the end of an error message about missing ranks.
 
-    The variables of `settings` may have been left over in a shell in which no other rank starts.
+    The advice is to start all ranks, or to unset the variables of `settings` (words NAME=value):
+    they may have been left over in a shell in which no other rank starts.
     """
     names = " ".join(word.partition("=")[0] for word in settings.split())
     return f"try: start all ranks, or: unset {names}"

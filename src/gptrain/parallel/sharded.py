@@ -90,10 +90,11 @@ class Sharded(ParallelStrategy[OptionsT]):
             register_fsdp_forward_method(net, "hidden")
 
     def loss_sum(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the sum of the losses in nats, see `ParallelStrategy.loss_sum`.
+        """Return the sum of the losses in nats of this rank's samples.
 
-        The clock is paused until the first block: the forward pass begins with an all-gather of the
-        parameters outside of the blocks.
+        The arguments are `net, tokens, targets, options, documents`, those of
+        `ParallelStrategy.loss_sum`. Under FSDP the ComputeClock is paused until the first block,
+        because the forward pass begins with an all-gather of the parameters outside of the blocks.
         """
         if isinstance(self.net, FSDPModule):
             self.clock.pause()
@@ -124,11 +125,13 @@ class Sharded(ParallelStrategy[OptionsT]):
 
     @contextmanager
     def without_gradient_sync(self) -> Generator[None, None, None]:
-        """Accumulate unsharded gradients of the entire net until the last micro-step of a step.
+        """Accumulate unsharded gradients inside the block, without communication.
 
-        With `strategy.accumulate_shards` the gradients are reduce-scattered in every micro-step,
-        and a rank accumulates only its shard: 1/N of the memory, but as many reduce-scatters as the
-        step has micro-steps.
+        The block must not contain the last micro-step of a step, whose backward pass
+        reduce-scatters the sums. The block changes nothing without FSDP, and with
+        `strategy.accumulate_shards`: there, the gradients are reduce-scattered in every micro-step,
+        and a rank accumulates only its shard. That takes 1/N of the memory, but as many
+        reduce-scatters as the step has micro-steps.
         """
         sums_shards = isinstance(self.options, ShardedOptions) and self.options.accumulate_shards
         defers_sync = isinstance(self.net, FSDPModule) and not sums_shards
@@ -142,7 +145,8 @@ class Sharded(ParallelStrategy[OptionsT]):
 class TensorParallel(Sharded[StrategyOptions]):
     """Split layers over the tensor axis, and shard them with FSDP2 if the strategy includes FSDP.
 
-    See `gptrain.parallel.tensor`.
+    Weights are split by columns or rows, and activations by positions of the sequence, as in
+    Megatron-LM with sequence parallelism. The net's `tensor_plan` states the role of each layer.
     """
 
     # The loss is identical on all ranks of a tensor group.
@@ -154,7 +158,10 @@ class TensorParallel(Sharded[StrategyOptions]):
         return self.mesh["tensor"].get_group()
 
     def split(self, net: Net) -> None:
-        """Split the layers in place as `net.tensor_plan` says, before FSDP."""
+        """Split the layers in place over the tensor axis, before FSDP.
+
+        `net.tensor_plan` maps patterns of module names to roles, for example "colwise".
+        """
         apply_tensor_parallel(net, self.mesh)
 
     @cached_property
@@ -166,7 +173,11 @@ class TensorParallel(Sharded[StrategyOptions]):
         return partial_parameters(self.net)
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of `partial_parameters` over the tensor axis, once per step."""
+        """Sum the gradients of `partial_parameters` over the tensor axis, once per step.
+
+        Also averages the gradients of parameters outside `net` over the data ranks. All ranks must
+        call this method after the last backward pass of a step.
+        """
         super().finish_gradients()
         sum_gradients(self.partial_parameters, self.activation_group)
 

@@ -58,9 +58,13 @@ NO_STAGES = Stages()
 
 
 def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return name in a checkpoint -> parameter of the net.
+    """Return name in a checkpoint -> parameter of the net, on this rank without communication.
 
     A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        stages: Stages of the pipeline, which know the first names of tied parameters.
     """
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
@@ -94,6 +98,10 @@ def full_net_state(net: nn.Module, stages: Stages = NO_STAGES) -> State:
     """Return the state dict of the unpartitioned net.
 
     All ranks must call this function.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        stages: Stages of the pipeline.
 
     Returns:
         Name -> tensor on the CPU, with all names of tied parameters, on global rank 0; {} on all
@@ -271,6 +279,11 @@ def named_groups(
 
     All ranks of a pipeline must call this function.
 
+    Args:
+        parameters: Name in a checkpoint -> parameter of this rank.
+        optimizer: Optimizer of these parameters.
+        stages: Stages of the pipeline.
+
     Returns:
         One dict for each group: `params` is a list of names, all other options are plain values.
 
@@ -290,7 +303,15 @@ def named_groups(
 
 
 def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Return parameter -> name, after a check that every parameter of the optimizer has a name."""
+    """Return parameter -> name, for all parameters of `parameters`.
+
+    Args:
+        parameters: Name in a checkpoint -> parameter.
+        optimizer: Optimizer whose parameters must all have a name.
+
+    Raises:
+        ValueError: If a parameter of the optimizer has no name in `parameters`.
+    """
     names = {parameter: name for name, parameter in parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -349,9 +370,15 @@ def _entries(reader: dcp.StorageReader, part: str) -> dict[str, Any]:
 def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> dict[str, State]:
     """Read the optimizer state of this rank's parameters from a sharded checkpoint.
 
+    All ranks must call this function.
+
+    Args:
+        parameters: Name in a checkpoint -> parameter of this rank.
+        reader: Reader of the checkpoint.
+
     Returns:
-        Name -> kind -> value. A tensor of the parameter's shape is sharded like the parameter. A
-        tensor of another shape is read in full. All other values are plain.
+        Name -> kind, for example `exp_avg` -> value. A tensor of the parameter's shape is sharded
+        like the parameter. A tensor of another shape is read in full. All other values are plain.
     """
     values: dict[str, State] = {name: {} for name in parameters}
     for key, entry in _entries(reader, "optimizer").items():
@@ -371,9 +398,14 @@ def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> 
 
 
 def _saved_tensors(net: nn.Module, stages: Stages) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> this rank's shard of a tensor of the net.
+    """Return name in a checkpoint -> tensor of the net, or this rank's shard of the tensor.
 
-    A tied parameter appears once, under its first name.
+    Parameters and persistent buffers are included. A tied parameter appears once, under its first
+    name.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        stages: Stages of the pipeline, which know the first names of tied parameters.
     """
     _reshard(net)
     first_names = tied_names(net)
@@ -501,13 +533,26 @@ def _gather_full(state: State, stages: Stages) -> State:
 
 
 def _gather_objects(value: Any, stages: Stages) -> list[Any]:
-    """Return the values of all stages, on every rank of the pipeline."""
+    """Gather a picklable value of each rank of the pipeline, on all of its ranks.
+
+    All ranks of the pipeline must call this function. Without a pipeline the list holds `value`
+    only.
+    """
     return [value] if stages.group is None else gather(value, stages.group)
 
 
 @torch.no_grad()
 def _read(state: State, reader: dcp.StorageReader) -> None:
-    """Read a sharded checkpoint into the tensors of a state, in place."""
+    """Read a sharded checkpoint into the tensors of a state, in place.
+
+    All ranks must call this function, if there is a process group. If reading fails on any rank,
+    the first failure is raised on all ranks.
+
+    Args:
+        state: Nested dict of tensors and plain values under the names of the checkpoint. Names that
+            it lacks are not read.
+        reader: Reader of the checkpoint.
+    """
     with warnings.catch_warnings():
         # A single process may read a sharded checkpoint without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

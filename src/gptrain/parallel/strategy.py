@@ -108,7 +108,11 @@ class StepMean:
         self._has_loss = False
 
     def divisor_for(self, targets: Tensor) -> Tensor:
-        """Count the targets of a micro-batch for `correction`, and return the divisor."""
+        """Return `divisor`, and count the targets of a micro-batch for `correction`.
+
+        Args:
+            targets: Next tokens (B, T) that are passed to the loss. -100 is not counted.
+        """
         self._has_loss = True
         n_targets = (targets != IGNORED).sum()
         self._sums = self._sums + torch.stack((self.divisor, n_targets))
@@ -319,7 +323,14 @@ class ParallelStrategy(Generic[OptionsT]):
         return total / divisor.to(total.dtype)
 
     def loss_divisor(self, targets: Tensor) -> Tensor:
-        """Return the number by which the sum of the losses of these targets is divided."""
+        """Return the number by which the sum of the losses of these targets is divided.
+
+        In a training_step with gradients this is `StepMean.divisor`, the same number for all
+        micro-batches of a step; otherwise the number of targets that are not -100, at least 1.
+
+        Args:
+            targets: Next tokens (B, T).
+        """
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.divisor_for(targets)
         return count_targets(targets)
@@ -336,6 +347,14 @@ class ParallelStrategy(Generic[OptionsT]):
 
         The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
         bias.
+
+        Args:
+            net: Net as `split` and `shard` have left it.
+            tokens: Token indices (B, T), int64.
+            targets: Next tokens (B, T), int64. The loss ignores -100.
+            options: Label smoothing and z-loss.
+            documents: Number of the document of each token, (B, T), if documents are packed that
+                must not see each other; otherwise None.
         """
         if supports_chunked_loss(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
@@ -344,9 +363,15 @@ class ParallelStrategy(Generic[OptionsT]):
         return next_token_loss(logits, targets, reduction="sum", **asdict(options))
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Return the sum of the losses of hidden states (..., D), taken after the final norm.
+        """Return the sum of the losses in nats of hidden states, through `net.head`.
 
         The logits are computed in chunks, unless the head has a bias.
+
+        Args:
+            net: Net with `head`, an nn.Linear.
+            hidden: Hidden states (..., D) after the final norm.
+            targets: Next tokens (...). The loss ignores -100.
+            options: Label smoothing and z-loss.
         """
         if net.head.bias is not None:
             logits = net.head(hidden)
@@ -360,7 +385,13 @@ class ParallelStrategy(Generic[OptionsT]):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) of this rank's samples in chunks, for metrics.
 
-        Positions whose target is -100 are left out.
+        Positions whose target is -100 are left out. No gradients are computed.
+
+        Args:
+            net: Net as `split` and `shard` have left it.
+            tokens: Token indices (B, T), int64.
+            targets: Next tokens (B, T), int64.
+            documents: Number of the document of each token, (B, T), or None.
         """
         if supports_chunked_loss(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
@@ -383,19 +414,30 @@ class ParallelStrategy(Generic[OptionsT]):
     # Gradients of a step
 
     def without_gradient_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes accumulate gradients without communication."""
+        """Return a context in which backward passes accumulate gradients without communication.
+
+        It surrounds all micro-steps of a step except the last one. The context of the base class
+        does nothing.
+        """
         return nullcontext()
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass.
 
         Averages the gradients of `extra_parameters` over the data ranks. A net on one rank, or
-        under DDP, needs nothing else.
+        under DDP, needs nothing else. All ranks must call this method.
         """
         self.average(self.extra_parameters)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the gradients of parameters over the data ranks, if there are several."""
+        """Average the gradients of parameters over the data ranks, in place.
+
+        All data ranks must call this method. Does nothing if there is only one data rank.
+
+        Args:
+            parameters: Parameters whose gradients are averaged. Those without a gradient are
+                skipped.
+        """
         if self.data_group is not None:
             sum_gradients(parameters, self.data_group, divisor=self.data_group.size())
 
@@ -403,6 +445,9 @@ class ParallelStrategy(Generic[OptionsT]):
         self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None
     ) -> Tensor:
         """Multiply all gradients by `scale`, clip them to `max_norm`, and return the norm.
+
+        All ranks that take the step together must call this method, because the norm is summed over
+        them.
 
         Args:
             parameters: Parameters that this rank trains.
@@ -432,6 +477,12 @@ def net_logits(
     net: nn.Module, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
 ) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V).
+
+    Args:
+        net: Net, which is called with the tokens and, if `documents` is given, with a `layout`.
+        tokens: Token indices (B, T).
+        targets: Next tokens (B, T), only to check the shape of the logits.
+        documents: Number of the document of each token, (B, T), or None.
 
     Raises:
         IncompatibleModelError: If the net returns anything else, such as a tuple.

@@ -181,7 +181,14 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
 
 
 def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
-    """Return the layout of the padded sequence, whose attention has T' positions."""
+    """Pad a sequence layout to a multiple of `n_ranks` positions, as the tokens are padded.
+
+    Returns the layout unchanged if the ranks divide its positions.
+
+    Args:
+        layout: Positions (..., T) of the tokens, and their documents or None.
+        n_ranks: Number of ranks of the tensor axis.
+    """
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
     if layout.documents is None:
@@ -214,7 +221,10 @@ class _Role(nn.Module):
 
 
 class _Colwise(_Role):
-    """Split a linear layer by outputs: full input (..., in), this rank's outputs (..., out / n)."""
+    """Linear layer that is split by outputs.
+
+    The input (..., in) is full; the result is this rank's outputs (..., out / n).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to_local()
@@ -222,7 +232,11 @@ class _Colwise(_Role):
 
 
 class _Rowwise(_Role):
-    """Split a linear layer by inputs: inputs (B, T', in / n), shard of the sequence (B, t, out)."""
+    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums.
+
+    The input is this rank's part (B, T', in / n); the result is this rank's shard (B, t, out) of
+    the sequence.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
@@ -230,7 +244,7 @@ class _Rowwise(_Role):
 
 
 class _PerHead(_Role):
-    """Run a norm on this rank's heads, with the forward method of the norm's own class."""
+    """Norm that runs on this rank's heads, with the forward method of the norm's own class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer_forward(_LocalParameters(self), x)
@@ -317,17 +331,27 @@ _ROLES = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards (..., t, D) of the sequence into (..., T', D).
+    """All-gather shards (..., t, D) of the sequence into (..., T', D), with gradients.
 
-    The backward pass is a reduce-scatter: this rank's positions of the gradient's sum over ranks.
+    All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
+    gradient of a shard is the sum over ranks of the gradients of this rank's positions.
+
+    Args:
+        shard: Positions of this rank, (..., t, D).
+        group: Ranks that hold the shards, in the order of the positions.
     """
     return _AlongSequence.apply(shard, group, True)
 
 
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum (..., T', D) over the ranks and return this rank's positions (..., t, D) of the sum.
+    """Sum tensors over the ranks and return this rank's positions of the sum, with gradients.
 
-    This is a reduce-scatter. The backward pass is an all-gather.
+    This is a reduce-scatter, (..., T', D) -> (..., t, D). The backward pass is an all-gather. All
+    ranks of the group must call this function.
+
+    Args:
+        partial_sum: Term of this rank, (..., T', D).
+        group: Ranks over which is summed. The rank in the group selects the positions.
     """
     return _AlongSequence.apply(partial_sum, group, False)
 
@@ -343,8 +367,8 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
         hidden: Full hidden states (..., D), identical on all ranks.
         head_weight: DTensor (V, D), sharded along V over a mesh with one axis.
         targets: Next tokens (...), int64. The loss ignores -100.
-        options: Arguments chunk_tokens, reduction, label_smoothing and z_loss of
-            `loss.chunked_next_token_loss`.
+        options: Arguments chunk_tokens (tokens per chunk of logits), reduction ("sum" or "mean"),
+            label_smoothing and z_loss of `loss.chunked_next_token_loss`.
     """
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
