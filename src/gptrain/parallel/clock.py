@@ -37,7 +37,7 @@ class ComputeClock:
         self._marks: list[Any] = []  # begin and end of each counted interval, alternating
 
     def start_step(self) -> None:
-        """Discard the measurements of the previous step, and begin to count the time of a new step."""
+        """Discard the measurements of the previous step, and begin to measure a new step."""
         self._marks.clear()
         self.start()
 

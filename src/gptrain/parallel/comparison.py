@@ -168,7 +168,7 @@ class Comparison:
             )
 
     def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
-        """Run the forward and the backward pass of the plain net on this rank, without communication.
+        """Run the forward and the backward pass of the plain net, without communication.
 
         Args:
             dtype: Type of the weights and of the computation.
