@@ -118,8 +118,8 @@ class TextDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its data.
 
-        It is needed by a run that resumes with another global batch size, or with other weights of
-        a mixture's parts.
+        A run needs it to resume with another global batch size, or with other weights of a
+        mixture's parts. All ranks must call this method if the training data is a stream.
 
         Returns:
             `step`, `tokens`, `place` (number of the permutation of the data, and the position in
@@ -137,7 +137,14 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the position of a checkpoint's run. Does nothing outside of a fit."""
+        """Continue from the position of a checkpoint's run. Does nothing outside of a fit.
+
+        Args:
+            state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
+
+        Raises:
+            ConfigError: If the training data is a stream that was read by another number of ranks.
+        """
         if cast(pl.Trainer, self.trainer).state.fn == "fit":
             place = state_dict["place"]
             self._loaded_step = state_dict["step"]

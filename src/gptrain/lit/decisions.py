@@ -44,8 +44,9 @@ class DecidedStep:
     Attributes:
         step: Number of the step, counted from 0.
         values: Copy of the rules' flags, and of the number of targets if the step has counted them.
-        micro_steps: `LightningStrategy.micro_steps` of the step.
-        micro_losses: `LightningStrategy.micro_losses` of the step.
+        micro_steps: Arguments, keyword arguments and random generator states of training_step, for
+            each micro-step of the step.
+        micro_losses: Loss of each micro-step, detached and divided by the number of micro-steps.
         options: Options of each parameter group in this step.
         schedules: State of each learning rate schedule in this step.
     """
@@ -80,6 +81,11 @@ class StepRule(Protocol):
 
         All ranks that take the step together call this method at the same point, so that it may use
         collective operations if the step is flagged.
+
+        Args:
+            trainer: Trainer of the run.
+            step: Step that was decided.
+            is_flagged: Whether `flag` returned 1 for this step.
         """
         ...
 
@@ -116,7 +122,12 @@ class StepDecisions:
     def decide(self, optimizer: Optimizer) -> None:
         """Decide the step whose gradients are complete, and conclude the step before.
 
-        All ranks that take the step together must call this method.
+        All ranks that take the step together must call this method, after the gradient norm was
+        computed and before the optimizer's update.
+
+        Args:
+            optimizer: Optimizer of the run. It skips the update of a refused step, either by its
+                attribute `found_inf` or because its gradients are removed here.
 
         Raises:
             Exception: The error of a rule that ends the run.
@@ -167,7 +178,10 @@ class StepDecisions:
         return any(flag and rule.refuses for rule, flag in zip(self.rules, flags, strict=True))
 
     def _go_back_to(self, step: DecidedStep) -> None:
-        """Set the counter of the steps and the schedules back to a step that was not taken."""
+        """Set the counter of the steps and the schedules back to a step that was not taken.
+
+        Does nothing if the step has not been counted yet.
+        """
         if self.trainer.global_step == step.step:
             return
         forget_last_step(self.trainer)

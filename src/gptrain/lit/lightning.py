@@ -79,7 +79,7 @@ class RankEnvironment(TorchElasticEnvironment):
         return self.process.rank // self.n_local
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept any number of devices.
+        """Do nothing: accept any number of devices.
 
         On GPUs `assemble.trainer` always passes `devices=1` to the Trainer, so that Lightning's
         comparison with the world size would fail.
@@ -323,7 +323,11 @@ def quiet_lightning() -> None:
 
 
 def is_for_users(record: logging.LogRecord) -> bool:
-    """Return whether a message of `rank_zero_info` is printed: see `quiet_lightning`."""
+    """Return whether a log record of `rank_zero_info` is printed.
+
+    Records are printed if they come from a file outside of Lightning, from a callback with an
+    option `verbose`, or if they are warnings or errors.
+    """
     path = Path(record.pathname)  # the file that has called rank_zero_info
     is_of_lightning = LIGHTNING_FOLDER in path.parents
     is_printed = not is_of_lightning or path.name in CALLBACKS_WITH_VERBOSE

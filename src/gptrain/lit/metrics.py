@@ -19,12 +19,15 @@ N_TRIAL_POSITIONS = 16  # positions of the random batch on which a metric is tri
 
 
 class MetricError(RuntimeError):
-    """Raised for an error of a metric in an evaluation. The message names the metric's key."""
+    """An error of a metric in an evaluation. The message names the metric's config key."""
 
 
 @contextmanager
 def named_in_errors(name: str) -> Generator[None, None, None]:
     """Turn an error of the metric `module.metrics.<name>` into a MetricError.
+
+    Args:
+        name: Name of the metric in the config group `module.metrics`.
 
     Raises:
         MetricError: If the block raises any Exception. The message contains that exception's

@@ -117,12 +117,24 @@ class LanguageModel(pl.LightningModule):
         return self._parallel().mean_loss(self.net, tokens, targets, options, documents)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the loss of a batch of tokens (B, T), targets (B, T) and perhaps documents."""
+        """Return the loss of a batch, `self.loss(*batch)`.
+
+        Args:
+            batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
+                other, the number of each token's document (B, T).
+            batch_idx: Index of the micro-batch in the epoch, not used.
+        """
         tokens, targets, *documents = batch
         return self.loss(tokens, targets, *documents)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
-        """Add a batch of tokens (B, T), targets (B, T) and perhaps documents to the evaluation."""
+        """Add a batch to the sums and metrics of the evaluation.
+
+        Args:
+            batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
+                other, the number of each token's document (B, T).
+            batch_idx: Index of the batch, from which the part of a mixture follows.
+        """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
         self.evaluate(tokens, targets, part_of(batch_idx) if part_of else None, *documents)
@@ -148,10 +160,13 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
+        All ranks that hold a part of the net must call this method.
+
         Args:
             tokens: Token indices (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
             part: Part of a mixture that the batch belongs to. Its loss is also logged by itself.
+                None if the dataset is not a mixture.
             documents: Number of the document of each token, (B, T), or None.
         """
         parallel = self._parallel()
@@ -211,13 +226,17 @@ class LanguageModel(pl.LightningModule):
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def _sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Return the sums of `sums` over all ranks."""
+        """Return the elementwise sum of a tensor over all ranks, all of which must call it."""
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def _check_counted(self, n_targets: Tensor, name: str) -> None:
         """Check that an evaluation had targets.
 
         The few batches of a sanity check may have none, unless they are the whole validation.
+
+        Args:
+            n_targets: Number of targets that were counted on all ranks, a scalar tensor.
+            name: Name of the evaluation in the message, such as `val` or `val (part code)`.
 
         Raises:
             DataError: If no target was counted. The message names `data.<name>`.
@@ -226,19 +245,31 @@ class LanguageModel(pl.LightningModule):
             raise DataError(f"data.{name}: {NO_TARGET}")
 
     def named_net(self) -> dict[str, nn.Parameter]:
-        """Return name in a checkpoint -> parameter of the net; in a pipeline of this rank's part.
+        """Return name in a checkpoint -> parameter of the net.
 
-        A tied parameter appears once, under its first name.
+        A tied parameter appears once, under its first name. In a pipeline the dict has the
+        parameters of this rank's stages only.
         """
         return named_parameters(self.net, self._parallel().stages)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of the config's `optimizer` group for the parameters of a module."""
+        """Build the optimizer of the config's `optimizer` group.
+
+        A subclass may call this method in its own configure_optimizers.
+
+        Args:
+            module: Module whose parameters the optimizer gets, for example this LanguageModel.
+        """
         self.groups_read.add("optimizer")
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Build Lightning's `lr_scheduler` dict of the config's `scheduler` group.
+
+        A subclass may call this method in its own configure_optimizers.
+
+        Args:
+            optimizer: Optimizer whose learning rates the schedule changes.
 
         Returns:
             The dict, or None if the run has no schedule.
@@ -271,8 +302,9 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Clip the gradients by their norm over the shards of all ranks.
 
-        Lightning would compute the norm of this rank's shards only. Clipping by value, and clipping
-        under a strategy that is not gptrain's, is left to Lightning.
+        Lightning calls this method on all ranks. Lightning's own code would compute the norm of
+        this rank's shards only. Clipping by value, and clipping under a strategy that is not
+        gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients if the optimizer
         can remove the scale itself, as fused optimizers can. Here the gradients are unscaled before
@@ -284,7 +316,9 @@ class LanguageModel(pl.LightningModule):
             gradient_clip_algorithm: None or "norm" for the norm, "value" for the values.
 
         Raises:
-            NonFiniteError: If a loss or a gradient is NaN or infinite.
+            NonFiniteError: If a loss or a gradient is NaN or infinite, and the run ends because of
+                it. The error may be about the step before, if the optimizer skips such an update on
+                its device.
         """
         strategy = self.trainer.strategy
         is_by_norm = gradient_clip_algorithm in (None, "norm")

@@ -56,6 +56,9 @@ class NonFiniteRule:
     def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
         """Log a skipped step. Return a NonFiniteError if the run ends.
 
+        All ranks that take the step together must call this method: for a flagged step it gathers
+        their losses and repeats the micro-step to find the first value that is not finite.
+
         Args:
             trainer: Trainer of the run.
             step: Step that was decided.
@@ -138,6 +141,14 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
 
 def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwargs: Any) -> str:
     """Run training_step and the backward pass again; return what is first not finite.
+
+    All ranks that take the step together must call this function. It replaces the gradients.
+
+    Args:
+        module: LightningModule of the run.
+        strategy: Strategy of the run.
+        args: Arguments of training_step.
+        kwargs: Keyword arguments of training_step.
 
     Returns:
         A phrase about this rank, or an empty string if all values are finite.

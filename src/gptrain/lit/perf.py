@@ -115,7 +115,12 @@ class Speed:
 
 @contextmanager
 def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, None, None]:
-    """Record the block as time in which a save blocks the training, not as computing time."""
+    """Record the block as time in which a save blocks the training, not as computing time.
+
+    Args:
+        trainer: Trainer of the run, whose ComputeClock is paused.
+        timeline: Record of the phases of this start, in which the block belongs to "saves".
+    """
     clock = strategy_of(trainer).parallel.clock
     with timeline.during("saves", trainer.global_step), clock.paused():
         yield
@@ -135,7 +140,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this rank's peak memory: of PyTorch's allocator on a GPU, of the process on a CPU."""
+    """Return the peak memory of this rank in bytes.
+
+    On a GPU this is the memory that PyTorch's allocator has given to tensors of this device,
+    otherwise the resident memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration):

@@ -145,7 +145,15 @@ class Report:
         seconds: float,
         peak_bytes: int,
     ) -> list[str]:
-        """Return the parts of the result line: steps, metrics, speed, memory, profile, warnings."""
+        """Return the parts of the result line: steps, metrics, speed, memory, profile, warnings.
+
+        Args:
+            trainer: Trainer of the run, after its end.
+            monitor: TrainingMonitor of the run, which knows the first step and the speed.
+            metrics: Final value of each logged metric by its logged name.
+            seconds: Time since `start`.
+            peak_bytes: Largest peak memory of any rank.
+        """
         parts = []
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
         if first_step is not None:
@@ -172,9 +180,13 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return a shell line that evaluates the best checkpoint, if any, and shows the curves.
+        """Return the commands that evaluate the best checkpoint, if any, and show the curves.
 
         A module without `test_step` is offered a validation in place of a test.
+
+        Args:
+            trainer: Trainer of the run, after its end.
+            best: Folder of the best checkpoint. None if the run has none.
         """
         if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
@@ -221,6 +233,10 @@ def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
     """Return advice on data.num_workers if training waited for data too long, else an empty string.
 
     The limit is MAX_WAIT_FRACTION of the training time.
+
+    Args:
+        trainer: Trainer of the run, after a fit.
+        speed: Measured training time, and the part of it in which training waited for batches.
     """
     fraction = speed.waited_s / speed.trained_s if speed.trained_s else 0.0
     if fraction <= MAX_WAIT_FRACTION:
@@ -251,5 +267,10 @@ def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
 
 
 def find_callback(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
-    """Return the trainer's first callback of this class, or None."""
+    """Return the trainer's first callback that is an instance of a class, or None.
+
+    Args:
+        trainer: Trainer of the run.
+        kind: Class of the callback. Subclasses match, too.
+    """
     return next((part for part in callbacks_of(trainer) if isinstance(part, kind)), None)

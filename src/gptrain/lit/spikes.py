@@ -52,7 +52,15 @@ class SpikeRule:
         self._last: Tensor | None = None  # values, mean and deviation of the last step, (3, 2)
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
-        """Return 1 if the step is a spike, else 0, and add its values to the window."""
+        """Return 1 if the step is a spike, else 0, and add its loss and norm to the window.
+
+        The result is a scalar tensor on the device, identical on all ranks that take the step
+        together. All of these ranks must call this method, after `LightningStrategy.clip` has
+        measured the norm.
+
+        Args:
+            strategy: Strategy of the run, with `shares_loss` set.
+        """
         norm, step_mean = strategy.grad_norm, strategy.step_mean
         assert norm is not None and step_mean.loss is not None  # `clip` has measured both
         loss, dims = step_mean.loss, strategy.parallel.dims
@@ -108,11 +116,19 @@ class SpikeRule:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, for a resume that decides every step in the same way."""
+        """Return the window and the number of consecutive skipped steps, for a checkpoint.
+
+        A resumed run then decides every step as a run that was not interrupted.
+        """
         return {"history": self.history, "n_skipped": self.n_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the window of a checkpoint. A window of another length is left out."""
+        """Continue with the window of a checkpoint.
+
+        Args:
+            state: Dict that the method `state_dict` returned. It is ignored if its window has
+                another length.
+        """
         history = state["history"]
         if history is not None and history.shape == (len(NAMES), self.window + 1):
             self.history = history.clone()

@@ -148,9 +148,11 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Set Lightning's loop counters, which follow from the step on any number of ranks.
+        """Replace Lightning's loop counters in a loaded checkpoint by counters that fit this run.
 
-        Does nothing in an evaluation, and for a file of a Lightning callback, which has counters.
+        The counters are computed from the step of the checkpoint, so that the run may resume on
+        another number of ranks. Does nothing in an evaluation, and for a file of a Lightning
+        callback, which has counters.
         """
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
@@ -201,10 +203,11 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def before_validation(self, trainer: Trainer) -> None:
-        """Save the step that is about to be validated.
+        """Save the step that is about to be validated, if it is not saved yet.
 
-        `TrainingMonitor` calls this method after all callbacks have seen the end of the step, and
-        before any callback starts the validation: a callback may replace the weights then.
+        `TrainingMonitor` calls this method on all ranks, after all callbacks have seen the end of
+        the step, and before any callback starts the validation: a callback may replace the weights
+        then.
         """
         strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
         if self.saved.step < trainer.global_step:
@@ -340,7 +343,10 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def _amend(self, trainer: Trainer) -> None:
-        """Add the metrics and the changed callback states to the checkpoint of this step."""
+        """Add the metrics and the changed callback states to the checkpoint of this step.
+
+        All ranks must call this method.
+        """
         strategy = strategy_of(trainer)
         files: dict[str, bytes] = {}
         strategy.saves_to_store = True
@@ -393,14 +399,22 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def _finish_if_written(self, trainer: Trainer) -> None:
-        """Turn a background save into a checkpoint once all ranks have written it."""
+        """Turn a background save into a checkpoint once all ranks have written it.
+
+        All ranks must call this method at the same points of the run, because they vote. Does
+        nothing if no background save is unfinished.
+        """
         if not self.store.is_unfinished:
             return
         if self._writing_vote.ask(self.store.is_writing) == (False,):
             self.finish(trainer)
 
     def _allow_long_phase(self, phase: str) -> None:
-        """Send a heartbeat that allows WRITING_S until the next heartbeat."""
+        """Send a heartbeat that allows WRITING_S until the next heartbeat of this rank.
+
+        Args:
+            phase: Name of the phase that the watchdog reports, "save" or "mirror".
+        """
         if self.store.progress:
             self.store.progress(phase=phase, allow_s=WRITING_S)
 

@@ -358,7 +358,11 @@ class TrainingMonitor(Callback):
             self.evaluated_step = checkpoint["global_step"]
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the values of a step, and give them to the progress bar."""
+        """Log the values of a step, and give them to the progress bar.
+
+        All ranks must call this method in the same step, because the loss is averaged over the
+        ranks.
+        """
         strategy = strategy_of(trainer)
         bar = trainer.progress_bar_callback
         if strategy.micro_losses and not self.missing_targets.is_last:
@@ -388,12 +392,21 @@ class TrainingMonitor(Callback):
         )
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
-        """Send a heartbeat if the run has a guard. The arguments are those of `Heartbeat.beat`."""
+        """Send a heartbeat to the watchdog, if the run has a guard.
+
+        The arguments are those of `Heartbeat.beat`: the number of steps done, the name of the
+        phase, and `allow_s`, the seconds that the watchdog adds for a slow phase.
+        """
         if self.guard:
             self.guard.heartbeat.beat(*args, **kwargs)
 
     def _vote(self, trainer: Trainer) -> None:
-        """Vote on stopping and on saving, and apply the previous results, equal on all ranks."""
+        """Vote on stopping and on saving, and apply the results of the previous vote.
+
+        All ranks must call this method at the same points of the run. A rank votes to stop if its
+        guard was asked to stop. The results are identical on all ranks, and set `stopping` here and
+        `stopping` and `time_is_up` of `checkpoints`.
+        """
         wants_stop = self.guard is not None and bool(self.guard.stop)
         wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
         stops, saves = self.votes.ask(wants_stop, wants_save) or (False, False)
@@ -441,10 +454,11 @@ def acts_on_validation(trainer: Trainer) -> bool:
 
 
 def acts_on_steps(trainer: Trainer) -> bool:
-    """Return whether a callback or the module acts on each step, or has a state that may.
+    """Return whether user code sees each step: a callback or the module with one of two hooks.
 
-    The decision on a step is then concluded before they see the end of the step: they see no
-    step that ends the run, and their state is that of the last step that was taken.
+    The hooks are `on_train_batch_end`, which is called after each step, and `state_dict`, whose
+    state may depend on the steps. The decision on a step is then concluded before these hooks run:
+    they see no step that ends the run, and their state is that of the last step that was taken.
     """
     parts = [*callbacks_of(trainer), trainer.lightning_module]
     user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]

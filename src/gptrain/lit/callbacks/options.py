@@ -90,7 +90,12 @@ class OptionTracker(Callback):
         self._apply_and_log(trainer, "scheduler")
 
     def _apply_and_log(self, trainer: Trainer, *prefixes: str) -> None:
-        """Set changed options on every rank, and log the changes on rank 0."""
+        """Set changed options on every rank, and log the changes on rank 0, if the run resumes.
+
+        Args:
+            trainer: Trainer of the run.
+            prefixes: Prefixes of the keys of the parts to change, such as `callbacks.`.
+        """
         if not self._is_resumed:
             return
         for message in self.apply_changes(self._loaded, prefixes):

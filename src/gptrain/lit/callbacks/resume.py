@@ -69,7 +69,8 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 
     Args:
         trainer: Trainer of the run.
-        state: STATE of the checkpoint.
+        state: Entries of the checkpoint with the keys in STATE. Only `logged`, logged name ->
+            value, is used.
     """
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
     trainer.callback_metrics.update(logged)
@@ -83,8 +84,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 
     Args:
         trainer: Trainer of the run, whose weights and optimizer states are already loaded.
-        state: STATE of the checkpoint.
-        changed: Optimizer options that take their value from the current config.
+        state: Entries of the checkpoint with the keys in STATE, as `add_state` has made them.
+        changed: Names of the optimizer options that take their value from the current config.
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)
@@ -116,9 +117,11 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
     """Give the optimizer the current value of each changed option.
 
+    A changed peak learning rate also scales the current learning rate.
+
     Args:
-        trainer: Trainer of the run.
-        changed: Optimizer options that may change.
+        trainer: Trainer of the run, whose optimizer state is already loaded.
+        changed: Names of the optimizer options that may change, such as `lr`.
 
     Returns:
         One message for each option whose value is not the same as in the checkpoint.

@@ -63,7 +63,12 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns).writerow(row)
 
     def log_saved_step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add the row of a step before the step is saved, if the step has no row yet."""
+        """Add the row of a step before the step is saved, if the step has no row yet.
+
+        Args:
+            metrics: Name -> value.
+            step: Number of optimizer steps done.
+        """
         if self._last_row.get("step") != step:
             self.log_metrics(metrics, step)
 

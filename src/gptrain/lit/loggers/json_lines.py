@@ -61,7 +61,12 @@ class JsonLinesLogger(Logger):
             file.append(row)
 
     def log_saved_step(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add the object of a step before the step is saved, if the step has no object yet."""
+        """Add the object of a step before the step is saved, if the step has no object yet.
+
+        Args:
+            metrics: Name -> value.
+            step: Number of optimizer steps done.
+        """
         if self._last_row.get("step") != step:
             self.log_metrics(metrics, step)
 

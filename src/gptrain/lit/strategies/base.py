@@ -143,9 +143,10 @@ class LightningStrategy(SavingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Compute the divisor of the losses before the first micro-batch of a step.
 
-        gptrain's data loader reads all micro-batches of a step at once and so knows the number of
-        their targets. With a user's own data loader the other micro-batches are assumed to have as
-        many targets as the first one.
+        Lightning calls this hook on all ranks; the numbers of targets are summed over the data
+        ranks. gptrain's data loader reads all micro-batches of a step at once and so knows the
+        number of their targets. With a user's own data loader the other micro-batches are assumed
+        to have as many targets as the first one.
         """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
@@ -164,7 +165,8 @@ class LightningStrategy(SavingStrategy):
         """Run the module's training_step; before the first micro-step, free the old gradients.
 
         Lightning frees them after the forward pass, which raises the peak memory by the size of the
-        gradients: 4 bytes per parameter in fp32.
+        gradients: 4 bytes per parameter in fp32. The arguments and the result are those of the
+        module's training_step.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
@@ -184,7 +186,14 @@ class LightningStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Keep the micro-step's loss for `step_loss`, then run Lightning's backward pass."""
+        """Keep the micro-step's loss for `step_loss`, then run Lightning's backward pass.
+
+        Args:
+            closure_loss: Loss of training_step, divided by the number of accumulated micro-steps.
+            optimizer: Optimizer of the run.
+            args: Further arguments of Lightning's method.
+            kwargs: Keyword arguments of Lightning's method.
+        """
         self.micro_losses.append(closure_loss.detach())
         if closure_loss.requires_grad:
             # This hook runs after on_before_backward of all callbacks, whose time counts.
@@ -224,10 +233,11 @@ class LightningStrategy(SavingStrategy):
             self.decide_step(optimizer)
 
     def teardown(self) -> None:
-        """Tear down Lightning's parts of the run. A partitioned net, or one on a GPU, stays there.
+        """Tear down Lightning's precision plugin and accelerator; let the net stay on its device.
 
-        Lightning would copy weights and optimizer states to the host: a run that has ended, or that
-        reports that memory is short, would need the memory of the host for them.
+        Lightning's own teardown runs only if the net is neither partitioned nor on a CUDA device.
+        It copies weights and optimizer states to the host: a run that has ended, or that reports
+        that memory is short, would need the memory of the host for them.
         """
         if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
             super().teardown()

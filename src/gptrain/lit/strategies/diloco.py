@@ -33,7 +33,11 @@ class LightningDiLoCo(LightningMultiRank):
     _outer_state: dict[str, Any] | None = None  # loaded from a checkpoint, not yet applied
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner optimizer's step, and synchronize the replicas if it is due."""
+        """Run the inner optimizer's step, and synchronize the replicas if it is due.
+
+        The synchronization is due after every `strategy.sync_every`-th step and after the last
+        step. All ranks must call this method.
+        """
         result = super().optimizer_step(optimizer, *args, **kwargs)
         trainer = self.module.trainer
         step = trainer.global_step + 1  # Lightning increases global_step after this hook
@@ -65,10 +69,13 @@ class LightningDiLoCo(LightningMultiRank):
     ) -> None:
         """Save a checkpoint, with a file for each replica if it is a new checkpoint of gptrain.
 
+        All ranks must call this method.
+
         Args:
-            checkpoint: State dict that Lightning has collected on this rank.
-            filepath: Path for Lightning's own file.
-            storage_options: See `LightningStrategy.save_checkpoint`.
+            checkpoint: State dict that Lightning has collected on this rank, changed in place.
+            filepath: Path for Lightning's own file. Other saves ignore it.
+            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
+                newest one after its validation. None writes Lightning's own file.
         """
         if self.saves_to_store:
             checkpoint["replicas"] = self.parallel.state()

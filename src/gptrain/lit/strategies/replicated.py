@@ -38,9 +38,14 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks. The mean of an integer tensor is a float tensor.
 
-        Lightning 2.6 rounds the mean of an integer tensor. With evaluation batches of 18 samples on
-        one rank and 19 on another, `self.log(name, value, sync_dist=True)` would then divide the
-        sum by 18 instead of 18.5.
+        All ranks must call this method. Lightning 2.6 rounds the mean of an integer tensor. With
+        evaluation batches of 18 samples on one rank and 19 on another, `self.log(name, value,
+        sync_dist=True)` would then divide the sum by 18 instead of 18.5.
+
+        Args:
+            tensor: Tensor of this rank. Any other value is returned unchanged.
+            group: Ranks that are reduced over. None for all ranks.
+            reduce_op: "mean", "avg", or another operation that Lightning knows, such as "sum".
         """
         is_mean = str(reduce_op).lower() in ("mean", "avg")
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
