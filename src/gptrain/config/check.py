@@ -62,19 +62,20 @@ class CheckedConfig:
 
     @property
     def wrong_keys(self) -> set[str]:
-        """Keys of all errors so far."""
+        """Dotted keys of all errors so far. Warnings are not included."""
         return {problem.key for problem in self.errors} - {""}
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """Value of each dotted key. The value of a group's own key is its dict."""
+        """Value of each dotted key. The key of a group has the dict of the group as its value."""
         return dict(walk(self.values))
 
     def add(self, problems: Iterable[ConfigIssue]) -> None:
-        """Append the problems of a rule, except those of keys that have an error already.
+        """Append problems to `problems`, except those of keys that have an error already.
 
         Args:
-            problems: Problems, which may be a generator that reads `wrong_keys` as it runs.
+            problems: Problems that a rule found. It may be a generator that reads `wrong_keys` as
+                it runs.
         """
         for problem in problems:
             if problem.key not in self.wrong_keys:
@@ -96,12 +97,15 @@ class CheckedConfig:
 
 
 def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) -> CheckedConfig:
-    """Return the typed config and all its problems that can be found without the machine.
+    """Validate a config and apply all rules that need neither torch nor the machine of the job.
 
     Args:
         values: Config as nested dicts, with all references resolved and without Hydra's own node,
             as `gptrain.config.compose.resolved` returns it.
         schema: Type of the config.
+
+    Returns:
+        The typed config together with its problems, both errors and warnings. Nothing is raised.
     """
     run, problems = read_config(values, schema)
     checked = CheckedConfig(run, values, schema)
@@ -116,7 +120,11 @@ def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) ->
 def find_world_size(run: RunConfig) -> int | None:
     """Return the number of ranks of the job, or None if it depends on the devices of the machine.
 
-    A launcher's number of ranks takes precedence over `trainer.devices` and `trainer.num_nodes`.
+    If a launcher such as torchrun started this process, its number of ranks takes precedence over
+    `trainer.devices` and `trainer.num_nodes`.
+
+    Args:
+        run: Config of the run, whose invalid values are None.
     """
     if this_process().is_rank:
         return this_process().world_size
@@ -126,7 +134,10 @@ def find_world_size(run: RunConfig) -> int | None:
 
 
 def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check the sizes of a shipped net against each other and against the data."""
+    """Yield a problem for each size of a shipped net that does not fit another size or the data.
+
+    Yields nothing for a net that does not ship with gptrain.
+    """
     model, data = checked.run.model, checked.run.data
     if not isinstance(model, DecoderConfig):
         return
@@ -161,7 +172,11 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that something ends the run, and that a decaying schedule knows its last step."""
+    """Yield a problem if nothing ends the run, or if two keys give the same length.
+
+    A schedule that decays until the last step needs a known number of steps, so that a run which
+    only a time limit ends is a problem, too.
+    """
     run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
     for name in ("warmup", "decay", "total"):
         phase = scheduler.phase(name)
@@ -200,7 +215,10 @@ def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check the strategy against the accelerator, the precision and torch.compile."""
+    """Yield a problem for each option that the strategy or the accelerator does not support.
+
+    The options are the precision, torch.compile, `on_spike`, and options of the strategy itself.
+    """
     run = checked.run
     name, precision = run.strategy.name, run.trainer.precision
     if run.trainer.accelerator == "cpu":
@@ -231,7 +249,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that precision and backend are available on a CPU."""
+    """Yield a problem for a precision or a backend that is not available on a CPU."""
     precision, backend = checked.run.trainer.precision, checked.run.strategy.backend
     if precision in FP16 or str(precision).startswith("transformer-engine"):
         hint = "trainer.precision=bf16-mixed"
@@ -241,9 +259,10 @@ def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that `ckpt_path` and `init_from` exclude each other, and warn about initial weights.
+    """Yield a problem about the source of the first weights of a run.
 
-    An evaluation without a checkpoint measures the initial weights, which is a warning.
+    `ckpt_path` and `init_from` exclude each other. An evaluation without any of `ckpt_path`,
+    `init_from` and `from_run` measures the initial weights, which is a warning.
     """
     run = checked.run
     if run.ckpt_path and run.init_from:
@@ -256,7 +275,9 @@ def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue]:
-    """Check that the net, the batch and the steps can be divided over a number of ranks.
+    """Yield a problem if the net, the batch or the steps cannot be divided over a number of ranks.
+
+    Yields nothing if a key of the strategy has an error already.
 
     Args:
         checked: Config to check.
@@ -297,7 +318,13 @@ def divisors(number: int) -> str:
 def _check_split(
     checked: CheckedConfig, model: DecoderConfig, dims: ParallelDims
 ) -> Iterator[ConfigIssue]:
-    """Check that heads and layers of a decoder can be divided over so many ranks per axis."""
+    """Yield a problem if the heads or the layers of a decoder cannot be divided over the ranks.
+
+    Args:
+        checked: Config to check.
+        model: Model section of the config.
+        dims: Number of ranks along each axis of the device mesh.
+    """
     options = checked.run.strategy
     heads = {"model.n_heads": model.n_heads}
     if isinstance(model, LlamaConfig):
@@ -321,7 +348,7 @@ def _check_split(
 def _check_microbatches(
     checked: CheckedConfig, options: PipelineOptions, n_ranks: int
 ) -> Iterator[ConfigIssue]:
-    """Check the number of microbatches against the batch size and the schedule.
+    """Yield a problem if the number of microbatches does not fit the batch size or the schedule.
 
     Args:
         checked: Config to check.
@@ -344,7 +371,7 @@ def _check_microbatches(
 
 
 def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
-    """Check the global batch size, the length of an epoch and the warm-up.
+    """Yield a problem about the global batch size, the length of an epoch or the warm-up.
 
     Args:
         checked: Config to check.

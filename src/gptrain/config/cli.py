@@ -167,7 +167,10 @@ def run_command(
 def asks_for_tracebacks(words: Iterable[str]) -> bool:
     """Return whether the last `debug=...` of a command line is `debug=true`.
 
-    The words are read as text, because the config may be what cannot be composed.
+    The words are read as text, because this is asked when the config may be impossible to compose.
+
+    Args:
+        words: Words of the command line.
     """
     return shell.by_key(words).get("debug", "").lower() == "true"
 
@@ -180,8 +183,8 @@ def check(
 ) -> tuple[RunConfig, list[str]]:
     """Check a composed config and return the typed config and one line for each warning.
 
-    The checks of this machine, its folders and its files are skipped if `schema.runs_here` is
-    False. The checks of its devices import torch.
+    If `schema.runs_here` is true, this machine, its folders and its input files are checked, too.
+    The check of its devices imports torch, and is left out if another check found an error.
 
     Args:
         cfg: Composed config.
@@ -244,6 +247,9 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
     Only the overrides are checked here. The config of each job is checked when the job starts.
 
+    Args:
+        overrides: Words of the command line, without flags.
+
     Raises:
         ConfigError: If an override cannot be parsed or does not fit, or a launcher started this
             process as one of several ranks.
@@ -263,6 +269,13 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
     """Parse flags and overrides, which may stand in any order.
+
+    Args:
+        argv: Words of the command line, without the name of the program.
+
+    Returns:
+        A namespace with the list `overrides` and the flags `help`, `multirun`, `config_dir` and
+        `cfg`.
 
     Raises:
         ConfigError: If a flag is unknown, or the folder of `--config-dir` does not exist.
@@ -301,7 +314,7 @@ def help_text(usage: str | None) -> str:
     """Return the text of `--help`: usage, all choices of all config groups, and the flags.
 
     Args:
-        usage: First paragraph of the text.
+        usage: First paragraph of the text, or None.
     """
     choices: dict[str, set[str]] = {}
     for conf in filter(None, (locations.find_conf(), locations.LIBRARY / "conf")):
@@ -337,9 +350,15 @@ def _run(
     def run_job(cfg: DictConfig) -> float | None:
         """Run one job and return its objective, or None after an error that was printed.
 
+        After an error Hydra's basic sweeper runs its next job. Other sweepers (a search) and
+        launchers (jobs in other processes) need an exception to notice the failure.
+
+        Args:
+            cfg: Composed config of the job.
+
         Raises:
-            JobFailedError: If a job fails that a search or a launcher of other processes started.
-                A basic sweep runs its next job instead.
+            JobFailedError: If a job of a sweep fails, unless both the sweeper and the launcher are
+                basic.
             SystemExit: If the job was interrupted or preempted, which ends the sweep.
         """
         node: Any = HydraConfig.get()
@@ -390,7 +409,17 @@ def _run(
 
 
 def _continue_study(cfg: DictConfig) -> list[str]:
-    """Return the overrides that make an Optuna search continue the study that it has stored."""
+    """Return the overrides that make an Optuna search continue the study that it has stored.
+
+    Args:
+        cfg: Composed config of the sweep, with Hydra's own node.
+
+    Returns:
+        A new seed for the sampler, or no override if there is nothing to continue.
+
+    Raises:
+        ConfigError: If the storage of the study cannot be opened or used.
+    """
     storage, study_name, seed = (
         OmegaConf.select(cfg, f"hydra.sweeper.{key}", throw_on_missing=False)
         for key in ("storage", "study_name", "sampler.seed")
@@ -426,7 +455,7 @@ def _report(error: BaseException, debug: bool = False) -> tuple[int, str]:
 
 
 def _first_job_override(override: Override) -> str:
-    """Return the override that the first job of a sweep gets."""
+    """Return the override that the first job of a sweep gets, such as `lr=1` for `lr=1,2`."""
     if not override.is_sweep_override():
         return line_of(override)
     sweep = override.value()

@@ -27,7 +27,7 @@ class LibraryChoices(SearchPathPlugin):
     """Hydra plugin that adds the library's conf/ behind the project's conf/."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the library's conf/ to Hydra's search path."""
+        """Append the library's conf/ to Hydra's search path. Hydra calls this method."""
         search_path.append(provider="gptrain", path="pkg://gptrain.conf")
 
 
@@ -82,7 +82,7 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[ConfigIs
         The config, with Hydra's own node, and a problem for each override that was left out.
 
     Raises:
-        Exception: One of REFUSALS, if not even the defaults can be composed.
+        Exception: The error of Hydra, OmegaConf or YAML if not even the defaults can be composed.
     """
     parsed, problems = parse(overrides)
     with open_hydra() as hydra:

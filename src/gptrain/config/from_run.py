@@ -197,6 +197,9 @@ def named_targets(folders: Iterable[str | Path]) -> set[tuple[str, str]]:
     """Return the pairs (group, `_target_`) in all yaml files below these folders.
 
     A file that is not valid YAML is skipped.
+
+    Args:
+        folders: Folders with a folder for each config group, such as conf/.
     """
     pairs = set()
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
@@ -276,7 +279,10 @@ def _find_refused(
     is_trusted: bool,
     reads_data: bool,
 ) -> Iterator[ConfigIssue]:
-    """Yield the overrides of a run that do not fit the schema, or may not be taken from the run.
+    """Yield a problem for each override of a run that is refused, under the key `from_run`.
+
+    An override is refused if it does not fit the config any more. One of an untrusted run is also
+    refused if it is more than mere data.
 
     Args:
         kept: Overrides of the run that were not replaced by typed ones.
@@ -303,7 +309,7 @@ def _find_refused(
 
 
 def _find_foreign_choices(overrides: Iterable[Override]) -> Iterator[ConfigIssue]:
-    """Yield the choices of an untrusted run that name files outside of conf/."""
+    """Yield a problem for each choice of an untrusted run that is not a name of a file in conf/."""
     for override in overrides:
         value = line_of(override).partition("=")[2]
         if is_choice(override) and re.search(NO_CHOICE, value):
@@ -313,7 +319,7 @@ def _find_foreign_choices(overrides: Iterable[Override]) -> Iterator[ConfigIssue
 def _find_untrusted(
     kept: list[Override], cfg: DictConfig, run_dir: str, reads_data: bool
 ) -> Iterator[ConfigIssue]:
-    """Yield the values of an untrusted run that may not be taken from the run.
+    """Yield a problem for each value that may not be taken from an untrusted run.
 
     Files outside of the project are reported only if no other value is refused.
 
@@ -321,7 +327,7 @@ def _find_untrusted(
         kept: Overrides of the run.
         cfg: Config that the overrides compose.
         run_dir: Folder of the run.
-        reads_data: Whether the command reads datasets.
+        reads_data: Whether the command reads datasets. If not, the data may be outside the project.
     """
     values = {
         override.key_or_group: override.value() for override in kept if not override.is_delete()
@@ -340,7 +346,10 @@ def _find_untrusted(
 
 
 def is_choice(override: Override) -> bool:
-    """Return whether an override selects a choice of a config group, rather than setting a key."""
+    """Return whether an override selects a choice of a config group, rather than setting a key.
+
+    A key without a dot, other than `name` and `init_from`, counts as a config group.
+    """
     return "." not in override.key_or_group and override.key_or_group not in NOT_GROUPS
 
 
@@ -363,7 +372,13 @@ def find_outside_values(
 
 
 def _texts_of(override: Override, cfg: DictConfig | None) -> Iterator[str]:
-    """Yield the strings of an override's value that may be paths, as typed and as resolved."""
+    """Yield the strings of an override's value that may be paths, as typed and as resolved.
+
+    Args:
+        override: Override of the run. `~key`, and a choice of a config group by its name, yield
+            nothing.
+        cfg: Composed config in which references are resolved, or None.
+    """
     if override.is_delete() or (is_choice(override) and not isinstance(override.value(), dict)):
         return
     values = [override.value()]

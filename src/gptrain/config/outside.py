@@ -61,7 +61,12 @@ def find_outside(value: str, roots: Sequence[Path]) -> str | None:
 
 
 def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
-    """Return whether the target of a path is below one of the roots."""
+    """Return whether a path, with all links resolved, is below one of the roots.
+
+    Args:
+        path: Any path, which need not exist.
+        roots: Resolved folders.
+    """
     real_path = Path(os.path.realpath(path))
     return any(real_path.is_relative_to(root) for root in roots)
 

@@ -35,8 +35,9 @@ def find_alias(key: str, value: str) -> str | None:
     """Return gptrain's override for an option of another project, or None for an unknown option.
 
     Args:
-        key: Name of the option.
-        value: Value of the option, which is inserted into the override.
+        key: Name of the option, such as `learning_rate`.
+        value: Value of the option, which is inserted into the override. An empty value becomes the
+            placeholder `<value>`.
     """
     for pattern, override in OPTION_ALIASES.items():
         if fnmatchcase(key, pattern):

@@ -30,7 +30,7 @@ def job_options(overrides: Sequence[Override], log_levels: Sequence[str]) -> lis
 
     Args:
         overrides: All overrides of the sweep.
-        log_levels: Keys of log levels that become WARNING, of LOG_LEVELS.
+        log_levels: Keys of Hydra's log levels, which are set to WARNING.
     """
     constant = [override.key_or_group for override in overrides if not override.is_sweep_override()]
     quiet = [f"{key}=WARNING" for key in log_levels]
@@ -77,7 +77,11 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
 
 
 def _identity(words: Sequence[str]) -> dict[str, str]:
-    """Return key and value of the overrides that do not merely name folders or a checkpoint."""
+    """Return key and value of each override of a job, except those that only set where files are.
+
+    Args:
+        words: Overrides of the job.
+    """
     parsed, _ = parse(list(words))
     return by_key(line_of(override) for override in parsed if not is_left_out(override))
 

@@ -73,7 +73,8 @@ def _find_wrong_values(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem for each invalid value, unknown key and missing key.
 
-    A key may be reported twice: by the type of its class and by the type of its group.
+    A key may be reported twice: by the type of its class, such as AdamWConfig, and by the type of
+    its group, such as OptimizerConfig.
 
     Args:
         values: Config as nested dicts and lists.
@@ -119,13 +120,13 @@ def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_references(values: Any) -> Iterator[ConfigIssue]:
-    """Check that no key refers to `ckpt_path`, which changes after references are resolved.
+    """Yield a problem for each key that refers to `ckpt_path`.
 
-    A run replaces `last` and `best` by the checkpoint that it finds. A key that refers to
-    `ckpt_path` would keep the typed word.
+    The run replaces `last` and `best` by the checkpoint that it finds, after references were
+    resolved. A key that refers to `ckpt_path` would keep the typed word.
 
     Args:
-        values: Config as nested dicts and lists, with its references.
+        values: Config as nested dicts and lists, in which references are not resolved.
     """
     for key, value in walk(values):
         if isinstance(value, str) and re.search(r"\$\{\s*ckpt_path\s*\}", value):
@@ -135,7 +136,11 @@ def check_references(values: Any) -> Iterator[ConfigIssue]:
 
 
 def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield dotted key and node of every node that has a `_target_`."""
+    """Yield dotted key and node of every node that has a `_target_`, in depth-first order.
+
+    Args:
+        values: Config as nested dicts and lists.
+    """
     for place, node in walk(values):
         if isinstance(node, dict) and "_target_" in node:
             yield place, node
@@ -184,6 +189,10 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
 
     There is such a type if the class in the node's `_target_` is listed in SHIPPED, the data group
     is listed in DATA, or the node is the strategy group.
+
+    Args:
+        place: Dotted key of the node.
+        flat: Value of each dotted key of the config.
     """
     if place == "strategy":
         return options_type(flat.get("strategy.name"))
@@ -194,7 +203,13 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
 
 
 def _section_type(place: str, base: type[Section], flat: dict[str, Any]) -> type[Section]:
-    """Return the most specific type of the section at a place: `base`, or a subclass of it."""
+    """Return the most specific type of the section at a place: `base`, or a subclass of it.
+
+    Args:
+        place: Dotted key of the section.
+        base: Type of the section's group.
+        flat: Value of each dotted key of the config.
+    """
     shipped = _shipped_section(place, flat)
     return shipped if shipped is not None and issubclass(shipped, base) else base
 
@@ -294,6 +309,10 @@ def _key(node: Any, error: dict[str, Any]) -> str:
 
     The `loc` of the error contains keys, followed by names of members of a union. The latter are
     left out.
+
+    Args:
+        node: Validated values, as nested dicts.
+        error: Details of the error: one item of `ValidationError.errors()`.
     """
     keys = []
     for part in error["loc"]:

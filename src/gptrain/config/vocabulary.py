@@ -20,7 +20,11 @@ def with_vocab_size(cfg: DictConfig) -> DictConfig:
     """Return the config with a number in place of `model.vocab_size=auto`.
 
     The size is that of the model in `model.path` or else of the largest tokenizer in the data
-    group, rounded up to a multiple of `model.vocab_multiple`.
+    group, rounded up to a multiple of `model.vocab_multiple`. A config with another value is
+    returned unchanged.
+
+    Args:
+        cfg: Composed config, which is not changed.
 
     Raises:
         ConfigError: If no file gives the size.
@@ -38,7 +42,11 @@ def with_vocab_size(cfg: DictConfig) -> DictConfig:
 
 
 def _find_sizes(cfg: DictConfig) -> Iterator[int]:
-    """Yield the size of the model in `model.path`, or of each tokenizer in the data group."""
+    """Yield the vocabulary size of the model in `model.path`, or else of each tokenizer of the data.
+
+    Raises:
+        ConfigError: If the model's or a tokenizer's file does not give its size.
+    """
     path = OmegaConf.select(cfg, "model.path", throw_on_resolution_failure=False)
     if isinstance(path, str):
         facts = read_facts(Path(path).expanduser() / "config.json")

@@ -16,10 +16,12 @@ from gptrain.runtime.process import this_process
 
 
 def check_paths(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Check the launcher, the run folder and the input files, without importing torch.
+    """Yield the problems of the launcher, the run folder and the input files, without importing torch.
+
+    The run folder is checked by rank 0 only.
 
     Args:
-        checked: Config without errors of its own.
+        checked: Config that was checked by the rules about its values.
         folder: Folder into which the job will write.
     """
     yield from check_launcher(checked)
@@ -29,6 +31,12 @@ def check_paths(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
 
 
 def check_machine(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check classes, devices and memory. Imports torch, but creates no CUDA context."""
+    """Yield the problems of classes, devices and memory.
+
+    Imports torch, but creates no CUDA context.
+
+    Args:
+        checked: Config without errors.
+    """
     yield from check_classes(checked)
     yield from check_devices(checked)

@@ -40,9 +40,13 @@ BASE_CLASSES = {
 
 
 def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that each `_target_` can be imported, fits its group, and takes its keyword arguments.
+    """Yield a problem for each `_target_` that cannot be used in its group with its keys.
 
-    Classes whose keys are all typed are skipped. Modules of the user are imported.
+    Each class is imported, except those of gptrain whose keys are all typed. It must be a subclass
+    of the base class of its group, and take the keys of its node as keyword arguments.
+
+    Args:
+        checked: Config without errors.
     """
     # get_method logs every exception that it raises; the issue below reports the exception itself.
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
@@ -71,9 +75,9 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def _check_arguments(
     target_object: Any, place: str, arguments: dict[str, Any], node: dict[str, Any]
 ) -> Iterator[ConfigIssue]:
-    """Check keyword arguments against the signature of a class or function.
+    """Yield a problem if keyword arguments do not fit the signature of a class or function.
 
-    Does nothing if the object has no signature, because it is written in C.
+    Yields nothing if the object has no signature, because it is written in C.
 
     Args:
         target_object: Class or function that `_target_` names.
@@ -103,7 +107,11 @@ def _check_arguments(
 
 
 def _group_options(optimizer_class: Any) -> list[str]:
-    """Return the options that an optimizer class uses to make its parameter groups itself."""
+    """Return the options that an optimizer class uses to make its parameter groups itself.
+
+    They are the arguments of its class method `parameter_groups` after the first three. A class
+    without this method has none.
+    """
     make_groups = getattr(optimizer_class, "parameter_groups", None)
     if make_groups is None:
         return []

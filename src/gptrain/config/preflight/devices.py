@@ -15,7 +15,11 @@ GIB = 2**30
 
 
 def check_devices(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check accelerator, backend, visible GPUs, number of ranks and memory."""
+    """Yield the problems of accelerator, backend, visible GPUs, number of ranks and memory.
+
+    Args:
+        checked: Config without errors.
+    """
     from torch.cuda import device_count as count_gpus
     from torch.distributed import is_backend_available
 
@@ -47,7 +51,7 @@ def check_devices(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_visible(
     checked: CheckedConfig, n_visible: int, variable: str | None, is_rank: bool = False
 ) -> Iterator[ConfigIssue]:
-    """Check that every GPU index in `trainer.devices` exists.
+    """Yield a problem if `trainer.devices` names a GPU that does not exist.
 
     Args:
         checked: Config without errors of its own.
@@ -68,9 +72,9 @@ def check_visible(
 def check_memory(
     checked: CheckedConfig, kind: str, n_local: int, world_size: int
 ) -> Iterator[ConfigIssue]:
-    """Warn if weights, gradients and optimizer states need more memory than a device has.
+    """Yield a warning if weights, gradients and optimizer states need more memory than there is.
 
-    Does nothing for a net whose sizes the planner does not know, and for an evaluation.
+    Yields nothing for a net whose sizes the planner does not know, and for an evaluation.
 
     Args:
         checked: Config without errors of its own.

@@ -12,7 +12,11 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def check_launcher(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that devices and nodes of the config match the ranks that a launcher started."""
+    """Yield a problem if the config does not match the launcher that started this process.
+
+    `trainer.devices` and `trainer.num_nodes` must match the number of ranks. On several nodes the
+    ranks need an address at which they find each other, and one name for the run folder.
+    """
     process = this_process()
     n_nodes = count_nodes(checked.run.trainer.num_nodes or 1)
     n_local = count_devices(checked.run.trainer.devices)

@@ -15,7 +15,9 @@ DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 
 
 def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
-    """Check that the run folder can be created or written, and has no finished run.
+    """Yield a problem if the run folder cannot be made or written, or holds a finished run.
+
+    A finished run is a problem for a training only that does not resume (`ckpt_path` is null).
 
     Args:
         checked: Config without errors of its own.
@@ -36,11 +38,11 @@ def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
 
 
 def check_files(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that the data files and checkpoints of the config exist and are not empty.
+    """Yield a problem for each data file and checkpoint of the config that is missing or empty.
 
     Data files are checked for the data groups that ship with gptrain, and only for a training run
-    or an evaluation: a command with a schema of its own does not read them. The mirror's URL scheme
-    needs an installed fsspec implementation.
+    or an evaluation: a command with a schema of its own does not read them. A mirror with a URL
+    scheme for which no fsspec package is installed is a problem, too.
     """
     run = checked.run
     groups: dict[str, DataConfig | PartConfig] = {"data": run.data}
