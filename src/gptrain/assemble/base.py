@@ -27,10 +27,12 @@ from gptrain.parallel.mesh import from_rank_0
 
 
 def check_base(entries: Mapping[str, Any]) -> None:
-    """Check the base weights of a checkpoint, if it has any. Reads every byte of them.
+    """Check the base weights of a checkpoint: frozen weights in a file outside of the checkpoint.
+
+    Reads every byte of them. Does nothing if the checkpoint holds all weights itself.
 
     Args:
-        entries: Entries of the manifest that describe the run.
+        entries: Entries of the checkpoint's manifest that describe the run (its key `config`).
 
     Raises:
         ConfigError: If the weights are missing (exit code 66) or have changed (65).
@@ -43,15 +45,21 @@ def check_base(entries: Mapping[str, Any]) -> None:
 def load_start(
     cfg: RunConfig, checkpoint: Path | None, net: nn.Module, strategy: SavingStrategy
 ) -> None:
-    """Load the weights of init_from, or the base weights of the checkpoint to resume from.
+    """Load the weights of `init_from`, or the base weights of the checkpoint to resume from.
 
-    Sets `strategy.base` if they include weights that are frozen.
+    Base weights are the frozen weights of a run that trains only some of its weights. Sets
+    `strategy.base` if frozen weights were loaded: checkpoints then refer to them. The other weights
+    of a checkpoint are loaded later, by the Trainer. All ranks must call this function.
 
     Args:
+        cfg: Configuration of the run.
         checkpoint: Checkpoint to resume from or to evaluate, whose base was checked. None for a
             start at step 0.
         net: Net, or the part of it that this rank holds.
         strategy: Strategy of the run.
+
+    Raises:
+        ConfigError: If the weights of `init_from` cannot be loaded.
     """
     stages = strategy.parallel.stages
     if checkpoint is None and cfg.init_from is None:

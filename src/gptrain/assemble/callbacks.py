@@ -47,8 +47,14 @@ def build_callbacks(
     other callbacks.
 
     Args:
+        cfg: Configuration of the run.
+        lengths: Batch arithmetic and number of steps.
         guard: Watchdog of this rank, or None.
         train: Training set, whose fingerprint is saved with each checkpoint.
+
+    Returns:
+        The callbacks in the order in which the Trainer calls them. Checkpoints is left out of an
+        evaluation, under fast_dev_run and under checkpoint=none.
     """
     named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
     own = [*named.values()]
@@ -94,6 +100,10 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
     that a module returns from configure_callbacks are checked by TrainingMonitor when the run
     begins.
 
+    Args:
+        cfg: Configuration of the run.
+        strategy: Name of the parallelism strategy, a key of STRATEGIES.
+
     Raises:
         IncompatibleModelError: If a callback does not work with the strategy, the loggers or the
             progress bar of the run.
@@ -121,6 +131,8 @@ def build_checkpoints(
     A save reports progress to the watchdog, so that a long save is not taken for a hang.
 
     Args:
+        cfg: Configuration of the run.
+        lengths: Batch arithmetic and number of steps.
         guard: Watchdog of this rank, or None.
         train: Training set, whose fingerprint is saved with each checkpoint.
         timeline: Record of the phases of this start.
@@ -152,10 +164,10 @@ def build_checkpoints(
 
 
 def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
-    """Return the typed keys of the optimizer and the scheduler group with their values.
+    """Return the typed overrides of the optimizer and the scheduler group, with their values.
 
     A key whose value is also an argument of the module is left out, because the module's yaml may
-    refer to it, as in `lr: ${optimizer.lr}`.
+    refer to it, as in `lr: ${optimizer.lr}`. Empty if Hydra does not run in this process.
     """
     if not HydraConfig.initialized():  # a process of the benchmark
         return {}

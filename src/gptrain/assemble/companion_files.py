@@ -31,8 +31,8 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
 
     Args:
         sources: Folders of a tokenizer or of weights, or files in them.
-        run_dir: Run folder. If it has no tokenizer, the tokenizer of the first source that has one
-            is copied.
+        run_dir: Run folder. If it has no tokenizer.json, the tokenizer of the first source that has
+            one is copied. A source without tokenizer.json fits a run without tokenizer.json.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
@@ -51,9 +51,13 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
 
 
 def write_end_token(run_dir: Path, end_id: int) -> None:
-    """Write the end token of a run's data to its generation_config.json, before other end tokens.
+    """Add the end token of a run's data to its generation_config.json, before other end tokens.
 
-    Generation from this run stops at these tokens.
+    Generation from this run stops at each of these tokens.
+
+    Args:
+        run_dir: Run folder. The file is created if it does not exist.
+        end_id: Id of the end token.
     """
     generation = read_facts(run_dir / GENERATION)
     others = [token_id for token_id in read_ends(generation) if token_id != end_id]
@@ -62,7 +66,7 @@ def write_end_token(run_dir: Path, end_id: int) -> None:
 
 
 def read_ends(generation: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the end tokens in a generation_config.json."""
+    """Return the ids of the end tokens in a generation_config.json, or an empty list."""
     ends = read_ids(generation).get("eos_token_id", [])
     return ends if isinstance(ends, list) else [ends]
 
@@ -71,8 +75,13 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
     """Return the ids of special tokens in a configuration of transformers, each a number or a list.
 
     Args:
+        facts: Content of a config.json or a generation_config.json.
         vocab_size: Number of tokens of the net. Larger ids are left out, because they are defaults
-            of transformers for another tokenizer.
+            of transformers for another tokenizer. None keeps all ids.
+
+    Returns:
+        The ids under the keys `bos_token_id`, `eos_token_id` and `pad_token_id`. A key without a
+        valid id is left out.
     """
     special_ids = {}
     for key in ID_KEYS:

@@ -34,11 +34,16 @@ PAIR = (
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
     """Build the dataset `data.<name>`.
 
-    A stream gets an index: that of training is read during the run, others are read at once. For a
-    LanguageModel, dicts in the form of Hugging Face are turned into pairs.
+    An iterable dataset gets an index: that of training is read during the run, others are read at
+    once. For a LanguageModel, dicts in the form of Hugging Face are turned into pairs of tokens and
+    targets.
+
+    Args:
+        cfg: Configuration of the run.
+        name: Key of the dataset in the data group.
 
     Raises:
-        ConfigError: If it is no dataset, or a stream that this run cannot read.
+        ConfigError: If it is no dataset, or an iterable dataset that this run cannot read.
     """
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
@@ -56,10 +61,15 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
 
 
 def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
-    """Check that a run can read a stream of training samples.
+    """Check that a run can read its training samples from an iterable dataset, a stream.
+
+    Args:
+        cfg: Configuration of the run.
+        dataset: Training set that reads the stream.
 
     Raises:
-        ConfigError: If nothing ends the run, or an option needs samples with an index.
+        ConfigError: If the stream has no length and nothing else ends the run, or if an option
+            needs data workers or samples with an index.
     """
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
@@ -77,7 +87,7 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set; None if no test set is given."""
+    """Build the training, validation and test set. The test set is None if the config has none."""
     train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
     if cfg.data.test is None:
         return train, val, None
@@ -87,7 +97,7 @@ def build_datasets(cfg: RunConfig) -> Datasets:
 
 
 def reads_test_set(cfg: RunConfig) -> bool:
-    """Return whether the run reads the test set."""
+    """Return whether the run reads the test set: with task=test, and under fast_dev_run."""
     return cfg.task == "test" or bool(cfg.trainer.fast_dev_run)
 
 
@@ -96,10 +106,11 @@ def check_samples(
 ) -> None:
     """Check the first sample of each dataset that this run reads, and that no rank lacks a batch.
 
-    Steps that a user wrote may read samples of any form. Only samples that steps of LanguageModel
-    itself read are checked.
+    Only samples that the steps of LanguageModel itself read are checked: steps that a user wrote
+    may read samples of any form.
 
     Args:
+        cfg: Configuration of the run.
         module: Class of the module group.
         datasets: Training, validation and test set.
         world_size: Number of ranks that see different samples.
@@ -125,7 +136,11 @@ def check_samples(
 
 
 def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
-    """Return for which of "train", "val" and "test" the module inherits LanguageModel's step."""
+    """Return for which of "train", "val" and "test" the module inherits LanguageModel's step.
+
+    Args:
+        module: Class of a LightningModule.
+    """
     return {
         name
         for name, step in STEPS.items()
@@ -134,10 +149,14 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
 
 def check_pair(key: str, dataset: Dataset) -> None:
-    """Check that the first sample is a pair that LanguageModel can train on.
+    """Check that the first sample is a pair (tokens, targets) that LanguageModel can train on.
+
+    Args:
+        key: Config key of the dataset, for the error.
+        dataset: Dataset with at least one sample.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If it is not, with exit code 65.
     """
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
@@ -156,10 +175,13 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
     wrote cannot be given such a batch.
 
     Args:
+        key: Config key of the dataset, for the error.
+        dataset: Validation or test set. Each part of a mixture is checked.
+        world_size: Number of ranks that see different samples.
         is_own: Whether the step that reads the batches was written by the user.
 
     Raises:
-        ConfigError: If there are too few samples.
+        ConfigError: If there are too few samples, with exit code 65.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
     for name, part in parts.items():
@@ -175,13 +197,20 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
 
 
 def check_sample(cfg: RunConfig, sample: Any) -> int | None:
-    """Return the positions of a sample of tokens, or None if its data are no sequence of tokens.
+    """Check the token ids of a sample against the size of the net's embedding.
 
-    A sample is a sequence of tokens if its first tensor with a dimension holds integers (T,).
+    On a GPU the first step would otherwise end in a device-side assertion without a message. A
+    sample is a sequence of tokens if its first tensor with a dimension holds integers (T,).
+
+    Args:
+        cfg: Configuration of the run.
+        sample: First sample of the training set, in any form.
+
+    Returns:
+        The number of positions T, or None if the sample is no sequence of tokens.
 
     Raises:
-        ConfigError: If a token has no row in the net's embedding. On a GPU the first step would
-            end in a device-side assertion without a message.
+        ConfigError: If a token id is not below `model.vocab_size`, with exit code 65.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
     arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
@@ -204,12 +233,13 @@ def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | No
     `build_strategy` runs a user's net on these tokens, plain and partitioned, and compares them.
 
     Args:
+        cfg: Configuration of the run.
         strategy: Name of the strategy.
         sample: First training sample, in any form that the module accepts.
 
     Returns:
-        The first sequence of integers in the sample. None if there is none, or if the module
-        computes its loss itself.
+        The first sequence of integers in the sample. None if there is none, or if the module is not
+        a LanguageModel and so computes its loss itself.
     """
     if not issubclass(module_class(cfg, strategy), LanguageModel):
         return None
@@ -225,8 +255,9 @@ def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset
     """Return the first micro-batches of a dataset, for `trainer.overfit_batches`.
 
     Args:
-        batches: Number of micro-batches, or a fraction of the dataset. At least one optimizer step
-            is returned.
+        dataset: Training set.
+        batches: Number of micro-batches of each rank, or a fraction of the dataset. At least one
+            optimizer step is returned if the dataset is long enough.
         batch: Batch arithmetic of the run.
     """
     sequences = batch.batch_size * batch.data_parallel_size

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RunFailed(Exception):
-    """A run that started and did not finish.
+    """Raised by `fit` if a run started and did not finish.
 
     Attributes:
         lines: Lines of the error message.
@@ -123,12 +123,15 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
 def _run(command: list[str], report_path: Path) -> int:
     """Run a command to its end and return its exit code.
 
+    For each Ctrl-C in this process the command gets SIGINT, and this process keeps waiting for its
+    end.
+
     Args:
-        report_path: File for the command's `locations.report_to_fit`.
+        command: Words of the command.
+        report_path: File into which the command writes its run folder or its errors.
 
     Raises:
-        KeyboardInterrupt: After the command has ended, if Ctrl-C came before. The command gets
-            SIGINT for each Ctrl-C.
+        KeyboardInterrupt: If Ctrl-C came, after the command has ended.
     """
     search_path = (entry or os.getcwd() for entry in sys.path)  # "" is a notebook's own folder
     variables = {

@@ -15,13 +15,14 @@ from gptrain.core.schema import RunConfig
 
 
 def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
-    """Return the batch arithmetic of the run.
+    """Return the numbers that multiply to the global batch size of the run.
 
     Args:
+        cfg: Configuration of the run.
         data_parallel_size: Number of ranks that see different samples.
 
     Raises:
-        ValueError: If data.global_batch_size cannot be divided.
+        ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
     """
     accumulate = cfg.trainer.accumulate_grad_batches
     total = cfg.data.global_batch_size
@@ -34,6 +35,7 @@ def plan_lengths(
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
     Args:
+        cfg: Configuration of the run.
         n_samples: Number of training samples.
         sample_tokens: Positions of one sample. None for data that are not tokens; then a sample
             counts as one position.
@@ -41,7 +43,7 @@ def plan_lengths(
 
     Raises:
         ConfigError: If max_tokens is less than one step.
-        ValueError: If data.global_batch_size cannot be divided.
+        ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
     """
     trainer, batch = cfg.trainer, batch_of(cfg, data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
@@ -70,7 +72,20 @@ def plan_lengths(
 def _find_end(
     cfg: RunConfig, epoch_steps: int, step_tokens: int
 ) -> tuple[int | None, str, Literal["steps", "epochs", "tokens"]]:
-    """Return the number of steps, the option that limits them, and what the option counts."""
+    """Return the number of steps of the run, and the option that limits it.
+
+    Args:
+        cfg: Configuration of the run.
+        epoch_steps: Optimizer steps of one epoch.
+        step_tokens: Tokens of one optimizer step, over all ranks.
+
+    Returns:
+        The number of steps (None if only a time limit ends the run), the option as an override such
+        as `max_tokens=1e+09`, and the unit that the option counts.
+
+    Raises:
+        ConfigError: If max_tokens is less than one step.
+    """
     trainer = cfg.trainer
     if trainer.fast_dev_run:
         return int(trainer.fast_dev_run), "trainer.fast_dev_run=true", "steps"

@@ -92,14 +92,20 @@ def build_target(node: Mapping[str, Any]) -> Any:
 
 
 def build_net(model: ModelConfig) -> nn.Module:
-    """Build the net of a model group. Its initial weights depend on torch's seed alone."""
+    """Build the net of a model group with its initial weights.
+
+    The weights depend on the state of torch's random generator, which the caller seeds.
+    """
     return build_target(model.node())
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in the folder of a run or an export, or None.
+    """Return the tokenizer in the folder of a run or an export, or None if there is none.
 
-    Its `stop_ids` are the end tokens in the generation_config.json of the folder.
+    Its `stop_ids` are set to the end tokens in the generation_config.json of the folder.
+
+    Args:
+        folder: Folder of the run or the export.
 
     Raises:
         DataError: If the tokenizer's file cannot be used.
@@ -114,10 +120,14 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the run around `source` or of the net in a file, and its folder.
+    """Return the config of the run around `source` or of the net in a file, and the folder of both.
+
+    Args:
+        source: Run folder, a folder or a file in it, a folder of an export, or a file that
+            Lightning saved with a `model` entry.
 
     Raises:
-        FileNotFoundError: If there is neither.
+        FileNotFoundError: If there is neither a run nor a net with a config.
     """
     folders = (source, *source.absolute().parents[:_MAX_LEVELS])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]

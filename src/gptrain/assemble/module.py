@@ -34,6 +34,10 @@ KNOWN_LOGGING = ("gptrain.", "lightning.")  # callbacks whose logged names are k
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
     """Return the class of the module group.
 
+    Args:
+        cfg: Configuration of the run.
+        strategy: Name of the parallelism strategy, a key of STRATEGIES.
+
     Raises:
         IncompatibleModelError: If the strategy cannot train a module of this class.
     """
@@ -57,8 +61,12 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
 def check_steps(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     """Check that a module has the method that the task of the run calls for each batch.
 
+    Args:
+        cfg: Configuration of the run.
+        module_type: Class of the module group.
+
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If the method is missing, such as `test_step` for task=test.
     """
     step = TASK_STEPS[cfg.task]
     if not has_step(module_type, step):
@@ -70,14 +78,20 @@ def check_steps(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
 
 
 def has_step(module_type: type[pl.LightningModule], step: str) -> bool:
-    """Return whether a class of modules defines a method that LightningModule only declares."""
+    """Return whether a module's class defines a method that LightningModule only declares.
+
+    Args:
+        module_type: Class of a LightningModule.
+        step: Name of the method, such as `test_step`.
+    """
     return getattr(module_type, step) is not getattr(pl.LightningModule, step)
 
 
 def takes_net(module_type: type[pl.LightningModule]) -> bool:
     """Return whether a module is built with the net of the model group.
 
-    A module without an argument `net` makes its own layers.
+    A class whose arguments do not include `net` makes its own layers. A LanguageModel always gets
+    the net.
     """
     is_ours = issubclass(module_type, LanguageModel)
     return is_ours or "net" in inspect.signature(module_type).parameters
@@ -93,7 +107,11 @@ def build_module(
     of the module group.
 
     Args:
-        val: Validation set, which may know the number of bytes of each token.
+        cfg: Configuration of the run.
+        net: Net, or the part of it that this rank holds.
+        lengths: Batch arithmetic and number of steps, for the learning rate and the schedule.
+        val: Validation set, which may know the number of bytes of each token. None if it is not
+            read.
 
     Raises:
         ConfigError: If a class does not take its keys, or a metric cannot be evaluated.
@@ -120,7 +138,13 @@ def build_module(
 
 
 def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
-    """Build the metrics of the module group, and evaluate a copy of each once."""
+    """Build the metrics of the module group by name, and evaluate a copy of each once.
+
+    The evaluation is left out if the model group has no `vocab_size`.
+
+    Raises:
+        ConfigError: If a metric cannot be built or evaluated.
+    """
     metrics = {}
     vocab_size = cfg.model.arguments.get("vocab_size")
     for name, node in cfg.module.metric_nodes.items():
@@ -136,7 +160,12 @@ def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     """Check the names of the metrics, and of the values that the run monitors.
 
     Monitored values are checked only if everything that logs is gptrain's or Lightning's. For other
-    callbacks and modules the first validation shows whether they are logged.
+    callbacks and modules the first validation shows whether they are logged. A module that is not a
+    LanguageModel is not checked.
+
+    Args:
+        cfg: Configuration of the run.
+        module_type: Class of the module group.
 
     Raises:
         ConfigError: If a metric has the name of a value that LanguageModel logs itself, or if no

@@ -19,12 +19,13 @@ from gptrain.parallel.state import named_extra_parameters
 def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer for all trainable parameters, with the peak learning rate.
 
-    A key that is null is left to the class. A class that makes its own parameter groups has a class
-    method `parameter_groups(net, parameters, names, **options)`, as `gptrain.optim.Muon`. It gets
-    the options of the group that it names. Those that end in `_lr` are scaled to the batch as
-    `optimizer.lr` is. For all other classes weight decay is applied to matrices alone.
+    A key that is null is left to the class. Weight decay is applied to matrices alone, unless the
+    class makes its own parameter groups: then it has a class method `parameter_groups(net,
+    parameters, names, **options)`, as `gptrain.optim.Muon`. This method gets the options that are
+    in its signature. Those that end in `_lr` are scaled to the batch, like `optimizer.lr`.
 
     Args:
+        cfg: Configuration of the run.
         batch: Batch arithmetic, to which the learning rate is scaled.
         module: The module, or a net on the meta device.
 
@@ -56,9 +57,14 @@ def _own_groups(
     make_groups: Callable[..., list[dict[str, Any]]],
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer that makes them itself.
+    """Return the parameter groups of an optimizer whose class makes them itself.
 
-    The options that `make_groups` names are removed from `options`.
+    Args:
+        cfg: Configuration of the run.
+        batch: Batch arithmetic, to which learning rates are scaled.
+        module: The module, or a net on the meta device.
+        make_groups: Class method `parameter_groups` of the optimizer.
+        options: Options of the optimizer. Those in the signature of `make_groups` are removed.
     """
     if isinstance(module, LanguageModel):
         net, named = module.net, module.named_net()
@@ -74,9 +80,10 @@ def _own_groups(
 
 
 def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
-    """Return the peak learning rate of the schedule, scaled to the batch.
+    """Return the peak learning rate of the schedule, scaled to the batch by `optimizer.lr_scaling`.
 
     Args:
+        cfg: Configuration of the run.
         batch: Batch arithmetic, to which the learning rate is scaled.
         lr: Learning rate of one parameter group. Defaults to `optimizer.lr`, or else to the
             default of the optimizer's class.

@@ -54,20 +54,23 @@ REPEATED_PARTS = tuple(
 
 
 def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | None:
-    """Return the folder of the checkpoint that ckpt_path names, with every byte verified.
+    """Return the folder of the checkpoint of `ckpt_path` or `from_run`, with every byte verified.
 
-    Call it in one process, under the run lock, before any rank starts.
+    Call it in one process, under the run lock, before any rank starts. Damaged checkpoints of the
+    run folder may be renamed, and checkpoints may be fetched from the mirror.
 
     Args:
+        cfg: Configuration of the run.
         lock: Lock of the run folder. Checkpoints of another run are not resumed from.
-        world_size: Number of ranks of the run.
+        world_size: Number of ranks of the run, from which the global batch size follows.
 
     Returns:
-        None for a fresh run.
+        None for a fresh run, also for ckpt_path=last if nothing was saved yet.
 
     Raises:
-        ConfigError: If the checkpoint is damaged (exit code 65), does not exist (66) or belongs to
-            another run (2), or if the folder holds a run and none is to be resumed (73).
+        ConfigError: If the checkpoint is damaged or a mere file of weights (exit code 65), does not
+            exist (66) or was made with another config (2), or if the folder holds a run and none is
+            to be resumed (73).
     """
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
     if cfg.task == "fit":
@@ -103,7 +106,15 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
 def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
     """Return the checkpoint that a training resumes from, or None for a start at step 0.
 
-    A checkpoint is fetched from the mirror if the run folder has none.
+    A checkpoint is fetched from the mirror if the run folder has none and ckpt_path=last.
+
+    Args:
+        cfg: Configuration of the run.
+        store: Checkpoints of the run folder.
+        lock: Lock of the run folder, which takes over the identity of a run in the mirror.
+
+    Returns:
+        A verified checkpoint, or the path of a file of weights, which the caller refuses.
 
     Raises:
         ConfigError: If the checkpoint cannot be used, or the folder holds another run.
@@ -134,10 +145,10 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
 
 
 def find_trained(cfg: RunConfig) -> Checkpoint | Path:
-    """Return the weights that an evaluation or an export reads.
+    """Return the weights that an evaluation or an export reads: a verified checkpoint or a file.
 
-    They are those that ckpt_path names, or the best checkpoint. `best` and `last` are looked up in
-    the folder of `from_run`, or in the run's own folder.
+    `ckpt_path` names them. `best` and `last` are looked up in the folder of `from_run`, or in the
+    run's own folder. Without `ckpt_path` they are the best checkpoint.
 
     Raises:
         ConfigError: If they are damaged (exit code 65) or do not exist (66).
@@ -159,6 +170,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     Keys inside data.train and data.val that only repeat a key of data or model are left out.
 
     Args:
+        cfg: Configuration of the run.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
     precision, plain = str(cfg.trainer.precision), cfg.plain()
@@ -187,7 +199,8 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
     the model group.
 
     Args:
-        saved: Keys of `identity` that the checkpoint's manifest holds.
+        cfg: Configuration of the run.
+        saved: Entry `config` of the checkpoint's manifest: the values that `identity` returned.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
     now = identity(keep_precision(cfg, saved), global_batch_size)
@@ -207,12 +220,15 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
 def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
     """Check that the content of the training data is that of the saved run.
 
+    Does nothing for a fresh run, an evaluation, and if `allow_changes` names `data`.
+
     Args:
-        checkpoint: Checkpoint to resume from. None for a fresh run, which is not checked.
+        cfg: Configuration of the run.
+        checkpoint: Checkpoint to resume from. None for a fresh run.
         fingerprint: Hash of the training data. None if the dataset has none.
 
     Raises:
-        ConfigError: If the content differs and allow_changes does not name `data`.
+        ConfigError: If the content differs.
     """
     if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
         return
@@ -225,7 +241,8 @@ def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     """Return the config with the precision of the run's first start, unless one is typed now.
 
     Args:
-        saved: Entries of the checkpoint's manifest.
+        cfg: Configuration of the run.
+        saved: Entry `config` of the checkpoint's manifest.
     """
     precision = saved.get("trainer.precision")
     is_typed = covers(typed_keys(), "trainer.precision")
@@ -235,7 +252,7 @@ def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_keys() -> dict[str, str]:
-    """Return the overrides of the command line by their keys."""
+    """Return the overrides of the command line by their keys. Empty if Hydra does not run."""
     return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
 
 
@@ -246,7 +263,9 @@ def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -
     another length. The lengths are returned unchanged if another warm-up is asked for now.
 
     Args:
-        saved: Entries of the checkpoint's manifest.
+        cfg: Configuration of the run.
+        lengths: Lengths of this start.
+        saved: Entry `config` of the checkpoint's manifest.
     """
     warmup = cfg.scheduler.warmup_steps
     first = saved.get("warmup_steps")
@@ -255,7 +274,10 @@ def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -
 
 
 def changed_options(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the optimizer options named by allow_changes, which get their new values on resume."""
+    """Return the optimizer options named by allow_changes, which get their new values on resume.
+
+    The names are those of keys in a parameter group: `lr` stands for every key that ends in `_lr`.
+    """
     changed = (
         key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
     )
@@ -264,7 +286,12 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def covers(names: Iterable[str], key: str) -> bool:
-    """Return whether one of the names is the key or a group that holds the key."""
+    """Return whether one of the names is the key or a group that holds the key.
+
+    Args:
+        names: Dotted keys or groups, such as `optimizer` or `optimizer.lr`.
+        key: Dotted key.
+    """
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 

@@ -65,6 +65,11 @@ class TrainingRun:
     """All parts of one run, in one rank.
 
     Attributes:
+        cfg: Configuration of the run.
+        module: LightningModule around this rank's part of the net.
+        datamodule: Data loaders of this rank.
+        trainer: Lightning's Trainer.
+        report: Printed start and end of the run, which also writes result.json.
         checkpoint: Folder of the checkpoint to resume from or to evaluate. None for a start at
             step 0.
     """
@@ -79,7 +84,7 @@ class TrainingRun:
     def go(self) -> dict[str, float]:
         """Fit, validate or test, as `task` says, and return the final metrics.
 
-        fast_dev_run fits and then tests, if the module has a test_step.
+        All ranks must call it. fast_dev_run fits and then tests, if the module has a test_step.
 
         Raises:
             ConfigError: If Lightning or a part of the run refuses the config.
@@ -140,12 +145,14 @@ def check(cfg: RunConfig) -> None:
 
 
 def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
-    """Build this rank's part of a run.
+    """Build this rank's part of a run. All ranks must call it.
 
-    The process group exists afterwards, the data are prepared, and the net holds its initial
-    weights or those of `init_from`. A checkpoint is loaded later, by the Trainer.
+    Joins the process group, prepares the data on rank 0 first, and builds the net with its initial
+    weights or those of `init_from`. A checkpoint to resume from is loaded later, by the Trainer.
 
     Args:
+        cfg: Configuration of the run. On rank 0, `ckpt_path` is the folder of the verified
+            checkpoint or None.
         guard: Watchdog of this rank. None if nothing watches the run.
 
     Raises:
@@ -227,7 +234,15 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
 
 
 def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
-    """Set threads, precision of matrix multiplications and seed, and join the process group."""
+    """Set threads, precision of matrix multiplications and seed, and join the process group.
+
+    All ranks must call it. No process group is made for the strategy `single`.
+
+    Args:
+        cfg: Configuration of the run.
+        process: Rank and world size of this process.
+        devices: Devices of the run.
+    """
     quiet_lightning()
     if devices.accelerator == "cpu" or devices.n_local > 1:  # Adam with cpu_offload uses them, too
         set_threads(devices.n_local)
@@ -243,6 +258,12 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 
 def check_shared(run_dir: str, rank: int) -> None:
     """Check that all ranks see the run folder of rank 0. All ranks must call it.
+
+    Waits up to ten seconds, because a network file system shows new files late.
+
+    Args:
+        run_dir: Run folder.
+        rank: Global rank of this process.
 
     Raises:
         ConfigError: On all ranks, with exit code 73, if a rank does not see it.
@@ -261,10 +282,12 @@ def check_shared(run_dir: str, rank: int) -> None:
 def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
     """Return the training, validation and test set, which rank 0 prepares first.
 
-    Preparing may take hours. The heartbeat allows that time, and a stop request ends the run at
-    once, because there is nothing to save yet.
+    All ranks must call it. Preparing may take hours. The heartbeat allows that time, and a stop
+    request ends the run at once, because there is nothing to save yet.
 
     Args:
+        cfg: Configuration of the run.
+        rank: Global rank of this process.
         guard: Watchdog of this rank. None if nothing watches the run.
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)

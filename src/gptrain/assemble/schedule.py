@@ -23,11 +23,12 @@ def configured_length(cfg: RunConfig, phase: str, step_tokens: int) -> float | N
     """Return the length of a phase that the config asks for, in steps or as a fraction of the run.
 
     Args:
+        cfg: Configuration of the run.
         phase: "warmup", "decay" or "total".
         step_tokens: Tokens of one optimizer step, over all ranks.
 
     Returns:
-        None if the config does not say it.
+        None if the config gives no length for this phase.
 
     Raises:
         ConfigError: If the phase is given in tokens and is shorter than one step.
@@ -40,9 +41,11 @@ def configured_length(cfg: RunConfig, phase: str, step_tokens: int) -> float | N
 
 
 def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
-    """Return the number of warm-up steps.
+    """Return the number of warm-up steps. A run that was resumed keeps those of its first start.
 
-    A run that was resumed keeps the warm-up of its first start.
+    Args:
+        cfg: Configuration of the run.
+        lengths: Lengths of the run, with the warm-up of the first start if the run was resumed.
 
     Raises:
         ConfigError: If the warm-up is a fraction of a run of unknown length.
@@ -58,11 +61,16 @@ def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
 def build_schedule(
     cfg: RunConfig, lengths: RunLengths, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Build Lightning's `lr_scheduler` entry of the scheduler group.
+    """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
 
     The target is a function of the step, or a scheduler class. It gets its own keys and those of
     warmup_steps, decay_steps, total_steps, start_factor and min_factor that are in its signature. A
     ReduceLROnPlateau watches `checkpoint.monitor` and is stepped after each validation.
+
+    Args:
+        cfg: Configuration of the run.
+        lengths: Lengths of the run, which replace lengths that the config does not give.
+        optimizer: Optimizer whose learning rate is scheduled.
 
     Raises:
         ConfigError: If the length of a phase cannot be computed.

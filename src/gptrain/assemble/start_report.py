@@ -34,10 +34,19 @@ def build_report(
     train: Dataset,
     module: pl.LightningModule,
 ) -> Report:
-    """Build the report with the six lines that describe the run at its start.
+    """Build the report with the lines that describe the run at its start.
 
-    The lines are about the model, the strategy, the data if the dataset describes itself, the
-    batch, the plan if the planner knows the net and the devices, and the run folder.
+    There are up to six lines: the model, the strategy, the data if the dataset describes itself,
+    the batch, the plan if the planner knows the net and the devices, and the run folder. Only rank
+    0 makes the plan and reads git.
+
+    Args:
+        cfg: Configuration of the run.
+        devices: Devices of the run.
+        lengths: Batch arithmetic and number of steps.
+        trainer: Trainer with the strategy of the run.
+        train: Training set. It may have a method `describe`.
+        module: Module, whose net is counted.
     """
     batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
     uses_net = takes_net(type(module))
@@ -95,7 +104,12 @@ def build_report(
 
 
 def count_text(n_parameters: int, n_trained: int) -> str:
-    """Return a number of parameters as text: in millions, or in full if some are frozen or few."""
+    """Return a number of parameters as text: in millions, or in full if some are frozen or few.
+
+    Args:
+        n_parameters: Number of all parameters.
+        n_trained: Number of those that require a gradient.
+    """
     if n_trained < n_parameters:
         return f"{n_trained:,} of {n_parameters:,} parameters are trained"
     is_small = n_parameters < 50_000
@@ -109,6 +123,7 @@ def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     group is its choice.
 
     Args:
+        cfg: Configuration of the run.
         facts: Facts about the start, with the list `overrides`.
     """
     if not facts["overrides"]:

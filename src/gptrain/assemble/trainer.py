@@ -34,8 +34,9 @@ def build_trainer(
     """Build the Trainer for the run's steps, in epochs of whole optimizer steps.
 
     Args:
+        cfg: Configuration of the run.
         devices: Devices of the run.
-        strategy: Lightning's side of the parallelism strategy.
+        strategy: Lightning strategy around the parallelism strategy.
         lengths: Batch arithmetic and number of steps, which replace the Trainer's own limits.
         guard: Watchdog of this rank, or None.
         train: Training set, whose fingerprint is saved with each checkpoint.
@@ -74,8 +75,9 @@ def build_trainer(
 def build_loggers(cfg: RunConfig) -> list[Logger]:
     """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
-    Under fast_dev_run one logger that keeps nothing replaces all of them. Callbacks that log, such
-    as LearningRateMonitor, refuse a Trainer without a logger.
+    Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
+    such as LearningRateMonitor, refuse a Trainer without a logger. The list is then empty if the
+    group is.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []
@@ -84,10 +86,14 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 
 
 def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
-    """Set the GPUs of a strategy and return the value of the Trainer's `devices`.
+    """Set the GPUs of a Lightning strategy and return the value of the Trainer's `devices`.
 
-    Lightning would compare `trainer.devices` with the GPUs that this process sees. Under a launcher
-    these are more or fewer than the ranks of the node, and Lightning would refuse.
+    On GPUs that value is 1. Lightning would compare it with the number of GPUs that this process
+    sees, which differs from the number of ranks of the node under some launchers.
+
+    Args:
+        strategy: Lightning strategy. A ParallelStrategy gets the devices of all local ranks.
+        devices: Devices of the run.
     """
     if devices.accelerator != "cuda":
         return devices.n_local
@@ -97,6 +103,13 @@ def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
 
 
 def resolve_precision(cfg: RunConfig, devices: RunDevices) -> str:
-    """Return the precision by its full name in Lightning. "auto" is resolved for the devices."""
+    """Return the precision by its full name in Lightning, such as `bf16-mixed` for `bf16`.
+
+    `auto` becomes the precision that the devices compute natively.
+
+    Args:
+        cfg: Configuration of the run.
+        devices: Devices of the run.
+    """
     precision = str(cfg.trainer.precision)
     return native_precision(devices) if precision == "auto" else SPELT_OUT.get(precision, precision)

@@ -35,7 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BestBy:
-    """Metric of the best checkpoint of a run whose config is not at hand."""
+    """Metric of the best checkpoint of a run whose config is not known.
+
+    Attributes:
+        monitor: Logged name of the metric.
+        mode: Whether the lowest or the highest value is the best.
+    """
 
     monitor: str = "val/loss"
     mode: Literal["min", "max"] = "min"
@@ -115,6 +120,9 @@ def load_weights(
 ) -> tuple[Path, Unmatched]:
     """Load weights into a net, which may be partitioned.
 
+    All ranks must call this function if the weights are a sharded checkpoint or the net is
+    partitioned over a pipeline.
+
     Args:
         net: Net, or the part of it that this rank holds.
         source: Run folder (its best checkpoint by val/loss), checkpoint folder or file, file that
@@ -122,7 +130,9 @@ def load_weights(
             the net's own names.
         strict: Whether every tensor of both sides must have its counterpart. Otherwise the tensors
             that fit by name and shape are loaded.
-        resizes: Whether learned positions of another length are accepted, see `load_net_state`.
+        resizes: Whether tables of learned positions of another length are accepted. All saved
+            positions are copied into a longer table and, if not `strict`, the first ones into a
+            shorter table.
         stages: Pipeline stages of the net.
 
     Returns:
@@ -171,7 +181,11 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
 
 
 def hash_weights(weights: Checkpoint | Path) -> str:
-    """Return the SHA-256 of a file, or over the files of an index or a checkpoint."""
+    """Return the SHA-256 of a file of weights. Reads every byte of a file.
+
+    For an index of safetensors files it is the hash of all files that the index names, one after
+    another. For a checkpoint it is computed from the hashes in the manifest.
+    """
     if isinstance(weights, Checkpoint):
         files = sorted(weights.manifest["files"].items())
         return hashlib.sha256(repr([(name, f["sha256"]) for name, f in files]).encode()).hexdigest()
@@ -203,9 +217,11 @@ def start_from(
     """Load the weights that init_from names into the net, and log what was left out.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
-    initialized.
+    initialized. All ranks must call it if the weights are a sharded checkpoint or the net is
+    partitioned over a pipeline.
 
     Args:
+        cfg: Configuration of the run.
         source: Value of init_from.
         net: Net, or the part of it that this rank holds.
         stages: Pipeline stages of the net.
@@ -234,7 +250,9 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file, or of a checkpoint that is not sharded, by the net's names.
 
     Args:
-        net: Net whose names are used. It may convert a folder of transformers.
+        net: Net whose names are used. Its method `from_hugging_face` converts weights of
+            transformers.
+        path: File of weights, index of safetensors files, or folder of a checkpoint.
 
     Raises:
         DamagedCheckpointError, UnreadableFileError: If the file is damaged.
@@ -263,6 +281,10 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     A common prefix of the names, such as the name of the net in a LightningModule, is removed.
     Tensors outside the net are left out.
 
+    Args:
+        net: Net whose first parameter name shows the prefix.
+        path: File, or folder of a checkpoint that is not sharded.
+
     Raises:
         DamagedCheckpointError: If the file holds no state dict.
     """
@@ -281,6 +303,9 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file, or all files that an index names, by memory mapping.
+
+    Args:
+        path: File. One of the name model.safetensors.index.json is an index.
 
     Raises:
         DamagedCheckpointError: If a file is not a safetensors file.

@@ -42,7 +42,9 @@ def with_vocab_size(cfg: DictConfig) -> DictConfig:
 
 
 def _find_sizes(cfg: DictConfig) -> Iterator[int]:
-    """Yield the vocabulary size of the model in `model.path`, or else of each tokenizer of the data.
+    """Yield the vocabulary size of the model in `model.path`, or of each tokenizer of the data.
+
+    The tokenizers of the data group count only if `model.path` is not given.
 
     Raises:
         ConfigError: If the model's or a tokenizer's file does not give its size.

@@ -58,7 +58,7 @@ class RunLengths:
 
     Attributes:
         batch: Numbers that multiply to the global batch size.
-        sample_tokens: Positions of one sample.
+        sample_tokens: Positions of one sample. 1 for data that are not tokens.
         epoch_steps: Steps of one epoch, after `trainer.limit_train_batches`.
         n_steps: Steps of the run, or None if only `trainer.max_time` ends the run.
         validate_every: Steps between two validations, at most `n_steps`.
@@ -66,7 +66,7 @@ class RunLengths:
         limit_kind: Unit of `limit`.
         warmup_steps: Warm-up steps that a resume takes over from the first start of the run. None
             if the scheduler section of the config decides.
-        unit: `samples` if each sample has a single position, else `tokens`.
+        unit: `samples` for data that are not tokens, else `tokens`.
     """
 
     batch: BatchPlan

@@ -16,7 +16,7 @@ from gptrain.runtime.process import this_process
 
 
 def check_paths(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield the problems of the launcher, the run folder and the input files, without importing torch.
+    """Yield the problems of the launcher, the run folder and the input files. Imports no torch.
 
     The run folder is checked by rank 0 only.
 
