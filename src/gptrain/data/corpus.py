@@ -60,8 +60,9 @@ class Source:
     def from_file(cls, file: FoundFile, format: str | None) -> "Source":
         """Build a source from a file: look up its size, modification time and format.
 
-        Only of a .json file the beginning is read. The suffix of a link decides about its format;
-        for a link without a suffix, the suffix of the link's target decides.
+        The suffix of a link decides about its format; for a link without a suffix, the suffix of
+        the link's target decides. The beginning of a .json file is read to find its format. No
+        other file is read.
 
         Args:
             file: File of a corpus.
@@ -76,7 +77,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of a text file from `start` to `stop`, for training or for validation."""
+    """The bytes of a text file from `start` to `stop`, for training or for validation.
+
+    Attributes:
+        source: Text file.
+        start: Byte offset of the first byte of the part.
+        stop: Byte offset after the last byte of the part.
+        is_val: Whether the part belongs to the validation set.
+    """
 
     source: Source
     start: int
@@ -173,7 +181,18 @@ def find_sources(
 def _find_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], pattern: str, skipped: SkippedPaths
 ) -> Iterator[FoundFile]:
-    """Yield the files below a file, a folder, a glob pattern or a list of these."""
+    """Yield the files below a file, a folder, a glob pattern or a list of these.
+
+    Args:
+        path: File, folder, glob pattern or a list of these.
+        pattern: Pattern that the names of files within folders must match, or their paths below the
+            folder if the pattern has a slash.
+        skipped: Object to which links without a target and other skipped paths are added.
+
+    Raises:
+        FileNotFoundError: If a path or the target of a link in `path` does not exist, or if a glob
+            pattern matches nothing.
+    """
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
         names = [] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
@@ -317,6 +336,9 @@ def cut_at(block: bytes) -> int:
 
     The position is after the last newline. In a block without a newline it is before the last
     character, which may be incomplete.
+
+    Args:
+        block: Bytes that begin with a complete character.
     """
     if newline := block.rfind(b"\n") + 1:
         return newline
@@ -368,7 +390,13 @@ def _check_utf8(text: bytes, part: Part) -> bytes:
 
 
 def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
-    """Yield the text of a record as one piece, or in blocks of 64 KiB if it exceeds 1 MiB."""
+    """Yield the text of a record as one piece, or in blocks of 64 KiB if it exceeds 1 MiB.
+
+    Args:
+        text: Text of the record in UTF-8.
+        is_val: Whether the record belongs to the validation set.
+        n_read: Bytes of the file that were read for the record. The last piece carries this number.
+    """
     while len(text) > 16 * BLOCK_BYTES:
         cut = cut_at(text[:BLOCK_BYTES])
         yield Piece(text[:cut], is_val, False, False, 0)
@@ -377,7 +405,17 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
 
 
 def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
-    """Raise a DataError if a text file begins like JSON lines, or like JSON that holds records."""
+    """Check that a text file does not begin like JSON lines, or like JSON that holds records.
+
+    Args:
+        path: Path of the file, for the message and its suffix.
+        head: First bytes of the file.
+        text_key: Key of the text in a record.
+
+    Raises:
+        DataError: If the file begins like a file of records. The message says how to read the
+            records.
+    """
     head = head.removeprefix(codecs.BOM_UTF8)
     if _is_json_lines(head, text_key):
         format = "jsonl"
@@ -398,7 +436,13 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
 
 
 def _extraction_command(path: Path, keys: Sequence[str], records: list | dict) -> str:
-    """Return a command that writes the records of a JSON object to a file of JSON lines."""
+    """Return a shell command that writes the records of a JSON object to a file of JSON lines.
+
+    Args:
+        path: JSON file. The command writes to the same path with an additional `l`.
+        keys: Keys that lead from the object to the records.
+        records: Records at the beginning of the file: a list, or a dict of records by id.
+    """
     names = [json.dumps(name, ensure_ascii=False) for name in (str(path), *keys)]
     value = f"json.load(open({names[0]}))" + "".join(f"[{name}]" for name in names[1:])
     values = list(records.values()) if isinstance(records, dict) else records
@@ -413,6 +457,10 @@ def _is_json_lines(head: bytes, text_key: str) -> bool:
 
     The first two lines must be JSON objects. If there is only one line, the object must have the
     key `text_key`.
+
+    Args:
+        head: First bytes of the file.
+        text_key: Key of the text in a record.
     """
     lines = [line for line in head.splitlines()[:8] if line.strip()][:2]
     try:

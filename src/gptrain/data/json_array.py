@@ -166,7 +166,13 @@ def read_array(path: Path, stream: BinaryIO) -> Iterator[object]:
 
 
 def _enter_array(text: JsonText) -> bool:
-    """Move to the first element of the file's array and return True; return False if none."""
+    """Move to the first element of the file's array, and return whether the file has an array.
+
+    The array is the value of the file, or the value of the key "data" of the file's object.
+
+    Args:
+        text: Text of the file, at its beginning.
+    """
     if text.skip_char("["):
         return True
     if not text.skip_char("{"):
@@ -208,7 +214,11 @@ def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
 
 
 def _complete(head: str) -> str:
-    """Return the beginning of a JSON text up to the last complete element, with all ends added."""
+    """Turn the beginning of a JSON text into valid JSON.
+
+    The text is cut after the last complete element, and the closing brackets and braces of all open
+    arrays and objects are added. A complete text is returned unchanged.
+    """
     open_ends: list[str] = []
     completed = head
     for match in _TOKENS.finditer(head):
@@ -224,7 +234,12 @@ def _complete(head: str) -> str:
 def _record_places(
     value: object, keys: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], list | dict]]:
-    """Yield the keys and the value of each array or object of records."""
+    """Yield the keys and the value of each array or object of records.
+
+    Args:
+        value: JSON value that is searched, with the values in it.
+        keys: Keys that lead from the file's value to this value.
+    """
     if isinstance(value, list) and _are_records(value):
         yield keys, value
     elif isinstance(value, dict):
@@ -239,7 +254,9 @@ def _record_places(
 def _are_records(values: list, n_alike: int = 1) -> bool:
     """Return whether at least half of the values are documents, or contain one under equal keys.
 
-    `n_alike` is the least number of such values.
+    Args:
+        values: Elements of an array, or values of an object.
+        n_alike: Least number of such values, in addition to the half.
     """
     forms = Counter(
         tuple(value) if isinstance(value, dict) else type(value)
@@ -250,7 +267,14 @@ def _are_records(values: list, n_alike: int = 1) -> bool:
 
 
 def _holds_document(value: object, depth: int = 0) -> bool:
-    """Return whether a value is a document or contains one. Objects within objects are left out."""
+    """Return whether a value is a document or contains one. Objects within objects are left out.
+
+    A document is a string with white space or with other letters than ASCII.
+
+    Args:
+        value: JSON value.
+        depth: 0 for a value of an array or object of records, 1 for a value inside of an object.
+    """
     if isinstance(value, str):
         return not value.isascii() or any(map(str.isspace, value))
     if isinstance(value, list):

@@ -126,7 +126,11 @@ class Mixture(BatchDataset):
         return batch
 
     def order(self, seed: int) -> "MixtureOrder":
-        """Return the order in which training reads the samples."""
+        """Return the order in which training reads the samples.
+
+        Args:
+            seed: Seed of the permutations of the parts.
+        """
         lengths = {name: len_of(part) for name, part in self.parts.items()}
         return MixtureOrder(lengths, self.weights, seed)
 

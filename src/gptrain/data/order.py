@@ -81,7 +81,12 @@ class SampleOrder:
         self._high_mask = 2**n_high_bits - 1
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index at each position of an epoch, int64, in the same shape."""
+        """Return the sample index at each position of an epoch, int64, in the same shape.
+
+        Args:
+            epoch: Number of the epoch, from 0. Each epoch has another permutation.
+            positions: Positions in the epoch, from 0 to `n_samples - 1`, in any shape.
+        """
         key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
         key = mix64(key + np.uint64(epoch + GOLDEN))
         keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN)  # (rounds,)
@@ -177,7 +182,11 @@ class TrainBatches:
         return self._samples(step, slots)
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Return the number of the permutation and the position in it at which a step begins."""
+        """Return the number of the permutation and the position in it at which a step begins.
+
+        Args:
+            step: Number of the optimizer step, counted over the whole run from 0.
+        """
         first_step, permutation, start = self.resume_point
         n_left = max(0, self.order.n_samples - start) // self.global_batch_size
         if step - first_step < n_left:
@@ -190,7 +199,12 @@ class TrainBatches:
         return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
 
     def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """Return the B samples of each slot of a step, (..., B), slot = micro_step * W + rank."""
+        """Return the B samples of each slot of a step, (..., B).
+
+        Args:
+            step: Number of the optimizer step, counted over the whole run from 0.
+            slots: Slots of the step, (...). A slot is micro_step * W + rank.
+        """
         permutation, start = self.locate(step)
         positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)
         return self.order.index(permutation, positions)
@@ -255,6 +269,12 @@ def batch_bounds(
     together with the samples of the last full round: into two rounds, or for `batch_size=1` into
     one round of batches with one or two samples. A batch is empty only if there are fewer samples
     than ranks.
+
+    Args:
+        n_samples: Number of samples that all ranks share.
+        batch_size: Samples of a full batch on one rank.
+        rank: Data-parallel rank.
+        world_size: Number of data-parallel ranks.
     """
     round_samples = batch_size * world_size
     n_full_rounds, n_left = divmod(n_samples, round_samples)

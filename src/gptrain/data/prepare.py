@@ -115,6 +115,10 @@ def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
 
     Three threads run `encode`, so that batches are read and written while another batch is encoded.
     The package `tokenizers` releases the global interpreter lock.
+
+    Args:
+        encode: Function of one batch that may run in any thread.
+        batches: Batches, which are read in the calling thread.
     """
     waiting = deque()
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -162,7 +162,15 @@ def _text_of(record: object, text_key: str, place: str) -> TextOrError:
 
 @contextmanager
 def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]:
-    """Open a stream of the decompressed bytes of a file. The suffix of its name decides."""
+    """Open a stream of the decompressed bytes of a file.
+
+    Args:
+        path: Path whose suffix decides: .gz for gzip, .zst for zstd, any other for no compression.
+        file: Opened file, which is not closed at the end of the block.
+
+    Raises:
+        ModuleNotFoundError: If the file needs the package `zstandard` and the package is missing.
+    """
     if path.suffix == ".gz":
         with gzip.open(file) as stream:
             yield cast(BinaryIO, stream)

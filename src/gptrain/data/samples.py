@@ -20,7 +20,11 @@ SHOWN_KEYS = 8  # largest number of keys of a dict, or items of a tuple, in an e
 
 
 def len_of(dataset: Dataset) -> int:
-    """Return the number of samples. The class `Dataset` of torch does not declare `__len__`."""
+    """Return the number of samples of a dataset, `len(dataset)`.
+
+    The class `Dataset` of torch does not declare `__len__`, so the type checker needs this
+    function.
+    """
     return len(cast(Sized, dataset))
 
 
@@ -123,7 +127,10 @@ def describe_sample(sample: Any) -> str:
 def collate(batch: Any) -> Any:
     """Stack a list of samples with torch's `default_collate`; return any other batch unchanged.
 
-    A batch that is a list of fields becomes a tuple of the same fields.
+    Fields of a sample that is a tuple or a list become a tuple of stacked fields.
+
+    Args:
+        batch: List of samples, or a batch that the dataset has stacked itself.
     """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
@@ -153,7 +160,10 @@ def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def has_documents(batch: Any) -> bool:
-    """Return whether a batch or a sample is (tokens, targets, documents), equal shapes of int64."""
+    """Return whether a batch or a sample is a tuple (tokens, targets, documents).
+
+    The three items must be int64 tensors of one shape.
+    """
     if not isinstance(batch, tuple) or len(batch) != 3:
         return False
     items = [item for item in batch if isinstance(item, Tensor) and item.dtype == torch.int64]

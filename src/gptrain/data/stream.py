@@ -80,7 +80,8 @@ class StreamDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the next samples of this rank, as many as there are indices.
 
-        Before `start` it is the first sample each time, for the checks of the data.
+        Before `start` was called, each item is the first sample of the stream: checks of the data
+        read samples without a change of the position.
         """
         if not self._is_started:
             return [self[0] for _ in indices]
@@ -90,12 +91,18 @@ class StreamDataset(Dataset):
         return [self._read() for _ in indices]
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return how the stream is divided and resumed, as one line."""
+        """Return how the stream is divided over ranks and resumed, as one line.
+
+        Args:
+            n_samples: Not used, because the length of a stream may be unknown.
+        """
         resumes = "resumes exactly" if self._has_state() else "begins again on a resume"
         return f"a stream · {self.split} · {resumes}"
 
     def start(self, rank: int, world_size: int, accumulate: int) -> None:
         """Take the part of one rank and begin to read it.
+
+        Call this method once, on every rank, before the first batch of the training.
 
         Args:
             rank: Index of this rank among the ranks that read different samples.
@@ -213,11 +220,14 @@ class ReadStream(Dataset):
 
 
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
-    """Return a dataset with an index. A stream of training is read step by step, others at once.
+    """Return a dataset with an index: a stream is wrapped, any other dataset is returned unchanged.
+
+    The training stream becomes a StreamDataset, which reads it batch by batch. The samples of any
+    other stream are read into memory at once.
 
     Args:
         dataset: Dataset or stream.
-        name: Config key of the dataset.
+        name: Config key of the dataset. The name `data.train` marks the training stream.
         n_samples: Largest number of samples of an evaluation, or None for all.
     """
     if not is_stream(dataset):

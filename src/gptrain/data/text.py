@@ -202,7 +202,19 @@ class TextDataset(TokenDataset):
         return " · ".join([super().describe(n_samples), *words])
 
     def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of some windows' tokens and, with `separate`, documents' ends."""
+        """Return the positions in a file of the tokens of some windows, and each window's limit.
+
+        With `separate`, the limit of a window is the end of its document, otherwise the end of the
+        file.
+
+        Args:
+            number: Number of the file in `files`, always 0.
+            windows: Numbers of windows, (b,).
+
+        Returns:
+            Positions (b, T+1) of the T tokens of each window and the target after the last one; and
+            limits (b,). Targets at or after a limit are -100.
+        """
         if self._samples is None:
             return super()._window_positions(number, windows)
         document = np.searchsorted(self._samples, windows, side="right") - 1
@@ -260,6 +272,10 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
 
 def _make_index(sources: list[Source], contents: list[SourceScan]) -> dict[str, Any]:
     """Return the content of an index file.
+
+    Args:
+        sources: Files of the corpus.
+        contents: Result of `scan_source` for each source.
 
     Returns:
         `sha256`: hash of the sources that are text or records. `not_utf8`: a pair for each text

@@ -131,7 +131,12 @@ def _find_below(folder: str, split: str) -> list[Path]:
 
 
 def _belongs_to(name: str, split: str) -> bool:
-    """Return whether a file's name contains the name of a split, or one of its folders has it."""
+    """Return whether a file belongs to a split by its name or by the name of one of its folders.
+
+    Args:
+        name: Path of the file below the searched folder, with slashes.
+        split: Name of the split. It must be a part of the file's name, or equal a folder's name.
+    """
     *folders, file = name.split("/")
     return split in file or split in folders
 

@@ -106,7 +106,11 @@ class ByteTokenizer:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> Path:
-        """Write a tokenizer.json that `load_tokenizer` can load, and return its path."""
+        """Write a tokenizer.json that `load_tokenizer` can load, and return its path.
+
+        Args:
+            folder: Existing folder. The chat template, if any, is written to the same folder.
+        """
         _write_template(folder, self.chat_template)
         return _write(folder, _BYTES_JSON)
 
@@ -230,7 +234,12 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
-        """Write the bytes of the file that was read, and its configuration; return the path."""
+        """Write a tokenizer.json with the bytes of the file that was read, and return its path.
+
+        Args:
+            folder: Existing folder. The tokenizer_config.json and the chat template, if any, are
+                written to the same folder.
+        """
         if self._config:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
         _write_template(folder, self.chat_template)

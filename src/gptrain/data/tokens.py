@@ -86,7 +86,14 @@ class TokenDataset(BatchDataset):
         return int(self._firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch with one gather per file: tokens (B, T) and targets (B, T), int64."""
+        """Return a batch with one gather per file: tokens (B, T) and targets (B, T), int64.
+
+        Args:
+            indices: Numbers of windows, (B,), counted over all files.
+
+        Raises:
+            DataError: If a token id is not below `vocab_size`.
+        """
         samples = np.asarray(indices, dtype=np.int64)  # (B,)
         owners = np.searchsorted(self._firsts, samples, side="right") - 1
         batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
@@ -120,7 +127,17 @@ class TokenDataset(BatchDataset):
                 yield file, positions, file.map()[positions]
 
     def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
-        """Return windows of one file with one more token each, (b, T+1), -100 after their ends."""
+        """Return windows of one file with one more token each, (b, T+1) int64.
+
+        Tokens at or after the limit of a window are -100.
+
+        Args:
+            number: Number of the file in `files`.
+            windows: Numbers of windows, (b,), counted within this file.
+
+        Raises:
+            DataError: If a token id is not below `vocab_size`.
+        """
         file = self.files[number]
         if number not in self._maps:
             self._maps[number] = file.map()
