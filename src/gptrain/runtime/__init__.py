@@ -33,6 +33,10 @@ __all__ = ["run"]
 def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
     """Run one job to its end, as the only run in its folder, and return its metrics.
 
+    With several local devices and without a launcher, this process starts one process for each
+    device and watches them. Otherwise it runs `train` itself. Every process of a launcher calls
+    this function.
+
     Args:
         train: Function (cfg, guard) -> metrics, which runs in every rank.
         cfg: Configuration of the run.
@@ -76,6 +80,9 @@ def report_folder(run_dir: str) -> None:
     """Report the run folder to `gptrain.fit`, if `gptrain.fit` has started this process.
 
     If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
+
+    Args:
+        run_dir: Run folder, which this run holds.
     """
     if locations.REPORT_VARIABLE in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
@@ -83,11 +90,14 @@ def report_folder(run_dir: str) -> None:
 
 
 def keep_config(cfg: RunConfig) -> None:
-    """Write Hydra's record of a run and sign it.
+    """Write Hydra's record of a run to .hydra/ in its folder, and sign the record.
 
     Hydra itself would write the record before the folder is locked, and a start that is refused
     would overwrite the record of the run in that folder. A run that takes its overrides from an
-    untrusted run is not signed, because this user has not typed them.
+    untrusted run is not signed, because this user has not typed them. Call it under the run lock.
+
+    Args:
+        cfg: Configuration of the run.
     """
     # Imported late, so that `gptrain.runs` starts fast.
     from hydra.core.hydra_config import HydraConfig

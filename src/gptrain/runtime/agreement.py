@@ -23,7 +23,8 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
     """Return whether every rank has called this function with an equal value.
 
     All ranks that call it get the same result. The first rank that has seen all values, or that has
-    waited for too long, writes the verdict, and the other ranks read it.
+    waited for too long, writes the verdict, and the other ranks read it. With one rank the result
+    is True.
 
     Args:
         folder: Folder that all ranks share. It must be empty or missing before the first call.
@@ -50,7 +51,12 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
 
 
 def _write_once(path: Path, value: Any) -> None:
-    """Create a file with all of its content at once. Does nothing if the file exists."""
+    """Create a file that is complete when its name appears. Do nothing if the file exists.
+
+    Args:
+        path: File, in an existing folder.
+        value: Value that is written as JSON.
+    """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     fileops.write_new_file(draft, json.dumps(value).encode())
     with suppress(FileExistsError):
@@ -59,7 +65,7 @@ def _write_once(path: Path, value: Any) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Return the value in a file, or None if the file is missing."""
+    """Return the value in a JSON file, or None if the file is missing."""
     with suppress(FileNotFoundError):
         return json.loads(path.read_bytes())
     return None

@@ -19,7 +19,7 @@ class RunDevices:
         accelerator: Lightning's name of the accelerator: cpu, cuda, mps or tpu.
         n_local: Number of ranks on this node.
         n_nodes: Number of nodes of the job.
-        gpu_numbers: GPU of each local rank, if trainer.devices lists them; otherwise empty.
+        gpu_numbers: GPU index of each local rank, if trainer.devices lists them; otherwise empty.
     """
 
     accelerator: str
@@ -34,11 +34,17 @@ class RunDevices:
 
     @property
     def backend(self) -> str:
-        """Name of the torch.distributed backend for the accelerator."""
+        """Default torch.distributed backend for the accelerator: nccl for CUDA, else gloo."""
         return "nccl" if self.accelerator == "cuda" else "gloo"
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the device of a local rank, with the index that the device has in this process."""
+        """Return the device of a local rank, with the index that the device has in this process.
+
+        A process that sees a single GPU gets index 0, whatever its rank is.
+
+        Args:
+            local_rank: Rank on this node.
+        """
         if self.accelerator == "cuda":
             if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank one GPU
                 return torch.device("cuda", 0)
@@ -79,7 +85,10 @@ def accelerator_of(name: str) -> str | None:
 
 
 def native_precision(devices: RunDevices) -> str:
-    """Return the precision that trainer.precision=auto means on these devices."""
+    """Return the precision that trainer.precision=auto means on these devices.
+
+    It is `bf16-mixed` on a GPU that multiplies bf16 matrices natively, else `32-true`.
+    """
     major = torch.cuda.get_device_capability()[0] if devices.accelerator == "cuda" else 0
     return precision_for(devices.accelerator, major)
 
@@ -98,7 +107,11 @@ def precision_for(accelerator: str, cuda_major: int) -> str:
 
 
 def set_threads(n_local: int) -> None:
-    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set."""
+    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set.
+
+    Args:
+        n_local: Number of ranks on this node, which share its cores.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank(n_local))
 
@@ -108,6 +121,9 @@ def cores_per_rank(n_local: int) -> int:
 
     A SLURM task gets SLURM_CPUS_PER_TASK if it is set, because the visible cores may be those of
     this task or those of all tasks on the node.
+
+    Args:
+        n_local: Number of ranks on this node.
     """
     if this_process().launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
@@ -118,7 +134,8 @@ def count_local(devices: object, accelerator: str) -> int:
     """Return the number of ranks on this node.
 
     Args:
-        devices: Value of trainer.devices in any of its forms.
+        devices: Value of trainer.devices in any of its forms. "auto" and -1 stand for the ranks
+            that the launcher has started on this node or, without a launcher, for all visible GPUs.
         accelerator: Lightning's name of the accelerator.
     """
     requested = count_devices(devices)

@@ -88,12 +88,12 @@ def wait_for(device: torch.device) -> None:
 
 
 class HostCopy:
-    """A copy of scalars to the host that is started now and read later.
+    """A copy of scalars to the host that is started by the constructor and read later.
 
     On a CUDA device the copy goes to pinned memory and does not wait for the device.
 
     Args:
-        scalars: Scalars on one device.
+        scalars: Scalars on one device. There may be none.
     """
 
     def __init__(self, scalars: Sequence[Tensor]):
@@ -108,7 +108,7 @@ class HostCopy:
                 self._event.record()
 
     def read(self) -> list[float]:
-        """Return the values. Waits only if the device has not computed them yet."""
+        """Return the values in the order of the scalars. Waits only for an unfinished copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return [] if self._values is None else self._values.tolist()

@@ -90,7 +90,10 @@ def this_process() -> Process:
 
 
 def rank_variables() -> tuple[str, ...]:
-    """Return the names of the variables with rank and world size, or () without a launcher."""
+    """Return the names of the launcher's environment variables with the rank and the world size.
+
+    The result is empty without a launcher.
+    """
     # gptrain's supervisor sets torchrun's variables.
     launcher = this_process().launcher.replace("gptrain", "torchrun")
     return LAUNCHERS.get(launcher, ())[:2]
@@ -100,6 +103,9 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
     """Return the device numbers that trainer.devices lists, or () if it is a count or "auto".
 
     [1, 3] and "1,3" give (1, 3), and "3," gives (3,).
+
+    Args:
+        devices: Value of trainer.devices in any of its forms.
     """
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part.strip()] if "," in devices else ()
@@ -107,7 +113,11 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
 
 
 def count_devices(devices: Any) -> int | None:
-    """Return the number of ranks per node of trainer.devices, or None for "auto" and -1."""
+    """Return the number of ranks per node that trainer.devices asks for, or None for "auto" and -1.
+
+    Args:
+        devices: Value of trainer.devices. A list counts as its length.
+    """
     numbers = listed_numbers(devices)
     if numbers:
         return len(numbers)
@@ -115,7 +125,12 @@ def count_devices(devices: Any) -> int | None:
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes of trainer.num_nodes. "auto" is the number of launched nodes."""
+    """Return the number of nodes of trainer.num_nodes.
+
+    Args:
+        num_nodes: Value of the key. "auto" stands for the nodes on which the launcher has started
+            ranks, 1 without a launcher.
+    """
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
 
 
@@ -170,7 +185,8 @@ def launcher_start() -> float:
     """Return when the launcher's process on this node was started, in seconds since the epoch.
 
     The launcher is the nearest ancestor without a rank of its own: `mpirun bash script.sh` has a
-    shell in between. Without /proc this is the start of this process.
+    shell in between. Without /proc this is the start of this process. Call it in a rank that a
+    launcher has started.
     """
     pid = os.getppid()
     variable = f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
@@ -240,6 +256,9 @@ def interface_towards(host: str) -> str | None:
     gloo would use the interface of the node's own name. Many hosts files map this name to
     127.0.1.1, where other nodes cannot connect. The most specific route counts. For a loopback
     address of this node that is the default route.
+
+    Args:
+        host: Name or address of the host, usually MASTER_ADDR.
     """
     with suppress(OSError):
         address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
@@ -251,7 +270,13 @@ def interface_towards(host: str) -> str | None:
 
 
 def attempt_folder(run_dir: str | Path) -> Path:
-    """Return the folder for heartbeats and rendezvous of this start. The next start removes it."""
+    """Return the folder for heartbeats and rendezvous of this start of the job.
+
+    All ranks get the same folder, and each start gets another one. The next start removes it.
+
+    Args:
+        run_dir: Run folder.
+    """
     return Path(run_dir) / ATTEMPTS_NAME / attempt()
 
 
@@ -277,7 +302,7 @@ def reserve_gpus(devices: Any) -> None:
 
     submitit shows the same `hydra.launcher.gpus_per_node` GPUs to all of its jobs. A reservation is
     a socket with a name in Linux's abstract namespace. The kernel frees the name when the process
-    ends. Does nothing in other processes.
+    ends. Does nothing in a process that is not such a job.
 
     Args:
         devices: Value of trainer.devices, the number of GPUs to reserve. "auto" reserves all.
@@ -294,10 +319,12 @@ def reserve_gpus(devices: Any) -> None:
 
 
 def _reserve(names: list[str]) -> bool:
-    """Reserve GPUs until this process ends. Return False, and reserve none, if one is taken.
+    """Reserve all of these GPUs until this process ends, and return whether that succeeded.
+
+    If another process has reserved one of them, none is reserved.
 
     Args:
-        names: Names of the GPUs in CUDA_VISIBLE_DEVICES.
+        names: Names of the GPUs, as in CUDA_VISIBLE_DEVICES.
     """
     with ExitStack() as sockets, suppress(OSError):
         for name in names:

@@ -21,7 +21,14 @@ GIT_S = 3.0  # time limit of git, which may be slow on a network file system
 
 
 def describe_run(devices: RunDevices) -> dict[str, object]:
-    """Return the provenance of a run that is about to start: command, git, versions, devices."""
+    """Return the provenance of a run that is about to start: command, git, versions, devices.
+
+    The other entries are the typed overrides, the host and the threads of a rank. All values can be
+    written as JSON.
+
+    Args:
+        devices: Devices of the run.
+    """
     is_hydra_command = HydraConfig.initialized()  # False in tests/bench
     device = f"{devices.accelerator} ({platform.machine()})"
     if devices.accelerator == "cuda":
@@ -44,6 +51,11 @@ def describe_run(devices: RunDevices) -> dict[str, object]:
 @functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
     """Return the commit of the repository around a folder, and whether files differ from it.
+
+    The result is computed once per process.
+
+    Args:
+        folder: Folder of the project or of the library.
 
     Returns:
         {"commit": hash, "dirty": bool}, or None if git or a repository is missing or git is slow.

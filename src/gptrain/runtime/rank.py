@@ -36,7 +36,10 @@ PEERS_REPORT_S = 1.0  # time in which a failed rank writes status.json
 def run_rank(
     train: Callable, cfg: RunConfig, stop: StopFlag, parent_pid: int | None = None
 ) -> dict[str, float]:
-    """Run `train` in this process under a guard, and report how and why the first rank failed.
+    """Run the training function in this process under a watchdog, and report how the run ended.
+
+    A failure is written to status.json and printed by the first rank that fails. Success is written
+    by rank 0. Every rank calls this function.
 
     Args:
         train: Function (cfg, guard) -> metrics.
@@ -116,7 +119,11 @@ def rank_process(
 
 
 def start_log() -> None:
-    """Write the log records so far, and each later record at once. Call it under the run lock."""
+    """Write the log records that were buffered so far, and from now on each record at once.
+
+    The log file is created when the first record is written. So call it on rank 0, while the job
+    holds the run lock.
+    """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
             handler.capacity = 0  # write each later record at once
@@ -127,6 +134,9 @@ def exit_rank(code: int) -> NoReturn:
     """End this process by os._exit, after the logs and streams are flushed.
 
     After sys.exit the destructor of a process group would wait for lost ranks.
+
+    Args:
+        code: Exit code of the process.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -197,12 +207,15 @@ def report_ending(
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Return the folder of the newest checkpoint, not verified. Use it for messages only."""
+    """Return the folder of a run's newest checkpoint, or None if there is none.
+
+    The checkpoint is not verified. Use the result for messages only.
+    """
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the checkpoint path and the resume command for status.json."""
+    """Return the newest checkpoint and the command that resumes from it, for status.json."""
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
@@ -210,6 +223,9 @@ def resume_command(cfg: RunConfig) -> str:
     """Return the command that continues this run from its newest checkpoint, else from its start.
 
     `from_run` is left out: by now its overrides are among those of this run.
+
+    Args:
+        cfg: Configuration of the run. Its other overrides are read from Hydra.
     """
     typed = HydraConfig.get().overrides
     added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
@@ -224,7 +240,11 @@ def resume_command(cfg: RunConfig) -> str:
 
 
 def ways_to_save_memory(cfg: RunConfig) -> str:
-    """Return a hint with the overrides by which the same training needs less memory."""
+    """Return a hint with the overrides by which the same training needs less memory.
+
+    Args:
+        cfg: Configuration of the run, whose batch size is halved if it is above 1.
+    """
     batch_size = cfg.data.batch_size
     ways = []
     if batch_size > 1:
@@ -237,7 +257,13 @@ def ways_to_save_memory(cfg: RunConfig) -> str:
 
 
 def remove_old_starts(run_dir: str | Path) -> None:
-    """Remove the heartbeat folders of earlier starts. Keeps the folder of this start."""
+    """Remove the heartbeat folders of earlier starts, and keep that of this start.
+
+    Call it under the run lock, before any rank starts.
+
+    Args:
+        run_dir: Run folder.
+    """
     current = attempt_folder(run_dir)
     for path in current.parent.glob("*"):
         if path != current:

@@ -46,7 +46,11 @@ class StopFlag:
         return self.signal is not None
 
     def set(self, reason: str) -> None:
-        """Ask for a stop without a signal, for example at a time limit. Keeps an earlier reason."""
+        """Ask for a stop without a signal, for example at a time limit. An earlier reason is kept.
+
+        Args:
+            reason: Reason, which becomes `signal`.
+        """
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
@@ -72,7 +76,14 @@ class StopFlag:
         self._previous.clear()
 
     def _handle(self, number: int, _frame: object) -> None:
-        """Handle a signal: set the flag, or end the process at the second SIGINT."""
+        """Handle a signal: set the flag, or end the process at the second SIGINT.
+
+        A SIGINT within SAME_REQUEST_S of the first one counts as the same request. Raises `error`
+        if it is set.
+
+        Args:
+            number: Number of the signal.
+        """
         if number == signal.SIGINT:
             now_s = time.monotonic()
             self._interrupted_s = self._interrupted_s or now_s
@@ -119,7 +130,7 @@ def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     """Let a data worker ignore the stop signals, and end when its rank dies.
 
     A worker that outlives its rank would keep the rank's connections open, so that other ranks
-    would wait for the dead rank.
+    would wait for the dead rank. Call it in the worker, as DataLoader's `worker_init_fn`.
 
     Args:
         parent_pid: Process number of the rank, read before it started the worker. In the worker,

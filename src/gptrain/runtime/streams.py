@@ -45,7 +45,12 @@ class RunStream:
         return getattr(self._stream, name)
 
     def _attempt(self, call: Callable, *args: str) -> None:
-        """Call a function of the stream. Discard all output from now on if the call fails."""
+        """Call a function of the stream. Discard all output from now on if the call fails.
+
+        Args:
+            call: Method of the stream.
+            args: Arguments of the method.
+        """
         try:
             call(*args)
         except OSError as error:
@@ -87,7 +92,11 @@ def prepare_streams(is_run: bool) -> None:
 
 
 def flush_output() -> int:
-    """Flush stdout and return an exit code: 0, or the code of the disk error that prevents it."""
+    """Flush stdout and return an exit code.
+
+    The code is 0, or that of the error if the output cannot be written, for example to a full disk.
+    The error is printed on stderr.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -69,7 +69,8 @@ def supervise(
     """Run one job in one process per device of this machine, and return its metrics.
 
     Each rank gets the environment that torchrun would give it. The ranks synchronize through a
-    file instead of a port.
+    file instead of a port. After a failure that a restart may help, all ranks are started again, at
+    most `launcher.max_restarts` times.
 
     Args:
         train: Function (cfg, guard) -> metrics, defined at the top level of a file.
@@ -97,15 +98,20 @@ def supervise(
 def prepare_start(
     cfg: RunConfig, find: Callable, lock: RunLock, world_size: int, again: bool
 ) -> RunConfig:
-    """Return the config with the checkpoint to resume from in ckpt_path, or None for step 0.
+    """Find the checkpoint to resume from and record the start, before any rank starts.
+
+    Also removes the status of an earlier start. Call it under the run lock.
 
     Args:
         cfg: Configuration of the run.
         find: Function (cfg, lock, world_size) -> folder of a verified checkpoint, or None.
         lock: Lock of the run folder.
         world_size: Number of ranks of the job.
-        again: Whether a launcher restarts the run. Then the newest checkpoint is used, whatever was
-            typed.
+        again: Whether a launcher or the supervisor restarts the run. Then the newest checkpoint is
+            used, whatever was typed.
+
+    Returns:
+        The config with the folder of the checkpoint in `ckpt_path`, or None for a start at step 0.
 
     Raises:
         ConfigError: If the config does not fit the folder, or several starts in a row made no
@@ -131,12 +137,13 @@ def is_restart() -> bool:
 
 
 def record_start(run_dir: str | Path, step: int, again: bool) -> int:
-    """Record a start and return the number of starts in a row without a newer checkpoint.
+    """Record a start and return the number of restarts in a row without a newer checkpoint.
 
     Args:
         run_dir: Folder of the run.
         step: Step of the checkpoint from which the run starts.
-        again: Whether a launcher restarts the run. A start by a person counts from zero.
+        again: Whether a launcher or the supervisor restarts the run. A start by a person begins to
+            count at zero.
     """
     path = Path(run_dir) / RESTARTS_NAME
     last = (read_status(run_dir) or {}).get("cause")
@@ -154,7 +161,16 @@ def record_start(run_dir: str | Path, step: int, again: bool) -> int:
 
 
 def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> int:
-    """Start all ranks once, wait until they have ended, and return the job's exit code."""
+    """Start all ranks once, wait until they have ended, and return the job's exit code.
+
+    No rank is left when it returns or raises an exception: ranks that still live are killed.
+
+    Args:
+        train: Function (cfg, guard) -> metrics, defined at the top level of a file.
+        cfg: Configuration of the run.
+        n_ranks: Number of ranks.
+        stop: Flag that is true once the run was asked to stop.
+    """
     context = multiprocessing.get_context(START_METHOD)
     function: Any = train
     job = (function.__code__.co_filename, function.__name__, cfg, picklable_hydra())
@@ -187,10 +203,10 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
 
 
 def picklable_hydra() -> DictConfig:
-    """Return Hydra's node for a rank, without classes of plugins, which cannot be pickled.
+    """Return Hydra's own config for the process of a rank.
 
-    References in the log's config and in the overrides are resolved here, where all keys and
-    resolvers are known.
+    Classes of plugins, which cannot be pickled, become plain values. References in the log's config
+    and in the overrides are resolved here, where all keys and resolvers are known.
     """
     node: Any = HydraConfig.get()
     plain = cast(dict, OmegaConf.to_container(node))
@@ -200,13 +216,15 @@ def picklable_hydra() -> DictConfig:
 
 
 def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
-    """Wait until all ranks have ended, or until the time to end after a failure is over.
+    """Wait until all ranks have ended, or for a limited time after the first has failed.
 
-    Forwards a request to stop to the ranks, and reports a killed rank or a hang.
+    Forwards a request to stop to the ranks, and reports a killed rank or a hang. After a failure
+    the other ranks have GRACE_S seconds to end by themselves. After a request to stop they may
+    first finish a save.
 
     Args:
         cfg: Configuration of the run.
-        ranks: Processes of the ranks.
+        ranks: Processes of the ranks, in rank order.
         stop: Flag that is true once the run was asked to stop.
         beats: Folder of the ranks' heartbeats.
     """
@@ -258,8 +276,13 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
     """Return the exit code of a job whose ranks have all ended.
 
-    After a failure this is the code in status.json, which the first failed rank has written, or
-    otherwise the code of the lowest failed rank.
+    After a failure this is the code in status.json, which the first failed rank has written.
+    Without a status it is that of the lowest rank that ended with a code of gptrain, or else FAILED
+    (70).
+
+    Args:
+        cfg: Configuration of the run.
+        ranks: Processes of the ranks, in rank order.
     """
     codes = [code for rank in ranks if (code := rank.exitcode)]
     if not codes:

@@ -62,7 +62,17 @@ class Progress:
 
 
 class Heartbeat:
-    """Writer of this rank's heartbeat. Each heartbeat is one small write into the page cache."""
+    """Writer of this rank's heartbeat file, which the watchdogs of the job read.
+
+    Each heartbeat is one small write into the page cache. The constructor writes the first one.
+
+    Args:
+        folder: Folder of the heartbeats of all ranks, which is created.
+        rank: Global rank of this process.
+
+    Attributes:
+        progress: The last heartbeat.
+    """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank
@@ -109,7 +119,11 @@ def read_progress(folder: str | Path) -> list[Progress]:
 
 
 def furthest_behind(silent: list[Progress]) -> Progress:
-    """Return the first of the ranks at the earliest step."""
+    """Return the heartbeat with the lowest step, the first one if several have it.
+
+    Args:
+        silent: Last heartbeat of each silent rank, at least one.
+    """
     return min(silent, key=lambda progress: progress.step)
 
 
@@ -149,13 +163,17 @@ class StallWatch:
         self._looked_s = time.monotonic()
 
     def limit_s(self, progress: Progress) -> float:
-        """Return the time that a rank may be silent after this heartbeat, in seconds."""
+        """Return the time that a rank may be silent after a heartbeat, in seconds.
+
+        Args:
+            progress: The heartbeat, which may allow more than the timeout.
+        """
         return max(self._timeout_s, progress.allow_s)
 
     def silent_ranks(self) -> list[Progress]:
         """Return the last heartbeats of the ranks that have been silent for too long.
 
-        Call it at least every two seconds.
+        Call it at least every two seconds: a longer gap between two calls counts as two seconds.
         """
         now_s, last = time.monotonic(), self._last
         elapsed_s = min(now_s - self._looked_s, _MAX_GAP_S)
@@ -281,8 +299,10 @@ class Guard:
     def _hang(self, limit_s: float) -> None:
         """Report the silent ranks and end this rank, unless it makes progress at the last moment.
 
+        Prints the stacks of all threads and writes status.json.
+
         Args:
-            limit_s: Time for which this rank has been silent.
+            limit_s: Time for which this rank has been silent, in seconds.
         """
         own, before = self.heartbeat.progress, read_progress(self.heartbeat.folder)
         if self._done.wait(POLL_S) or own != self.heartbeat.progress:
@@ -299,7 +319,12 @@ class Guard:
             os._exit(HUNG)
 
     def _print(self, message: str, stacks: bool) -> None:
-        """Print a line on stderr, and the stacks of all threads if `stacks` is true."""
+        """Print a line on stderr, and the stacks of all threads if `stacks` is true.
+
+        Args:
+            message: Text, which is printed after the rank.
+            stacks: Whether to print the stacks of all threads.
+        """
         os.write(2, f"rank {self.heartbeat.rank}: {message}\n".encode())
         if stacks:
             faulthandler.dump_traceback(file=2)
