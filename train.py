@@ -19,14 +19,26 @@ if TYPE_CHECKING:
 
 
 def train(cfg: RunConfig, guard: Guard) -> dict[str, float]:
-    """Run the training in one rank and return its final metrics."""
+    """Run the training in one rank and return its final metrics.
+
+    Args:
+        cfg: Checked config of the run.
+        guard: Guard of this rank, which gets heartbeats and has the request to stop.
+    """
     from gptrain.assemble.run import build  # imported late: config errors need no torch
 
     return build(cfg, guard).go()
 
 
 def main(cfg: RunConfig) -> float | None:
-    """Check one job, run it in this process or in ranks of its own, and return the objective."""
+    """Check one job, run it in this process or in ranks of its own, and return the objective.
+
+    Args:
+        cfg: Config of the job.
+
+    Returns:
+        Final value of the metric `objective`, by which a sweep compares its jobs, or None.
+    """
     from gptrain import runtime  # imported late: config errors need no torch
     from gptrain.assemble.resume import find_checkpoint
     from gptrain.assemble.run import check

@@ -30,7 +30,13 @@ class MyModule(LanguageModel):
         self.entropy_weight = entropy_weight
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the loss of a batch and log the entropy."""
+        """Return the loss of a batch and log the entropy.
+
+        Args:
+            batch: Tokens (B, T), targets (B, T) and, with `data.documents=masked`, documents (B,
+                T).
+            batch_idx: Index of the micro-batch in the epoch, not used.
+        """
         tokens, targets, *documents = batch  # (B, T) each; documents only if they are masked
         log_p = self(tokens, *documents).log_softmax(-1)  # (B, T, V)
         entropy = -(log_p.exp() * log_p).sum(-1).mean()
@@ -55,7 +61,12 @@ class MyAccuracy(Metric):
         self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Count the targets (N,) and the hits among them; the logits are (N, V)."""
+        """Count the targets and the hits among them.
+
+        Args:
+            logits: Logits of the positions whose target counts, (N, V).
+            targets: Targets of these positions, (N,).
+        """
         likeliest = logits.topk(self.k).indices  # (N, V) -> (N, k)
         self.hits += (likeliest == targets[:, None]).sum()
         self.total += targets.numel()

@@ -105,7 +105,11 @@ class ChatDataset(Dataset):
         return tuple(map(torch.from_numpy, (tokens, targets, documents)[:n_items]))
 
     def describe(self, n_samples: int) -> str:
-        """Return what a run reads, in one line."""
+        """Return the number of conversations and samples and the share of targets, as one line.
+
+        Args:
+            n_samples: Number of samples that a run reads, not used.
+        """
         n_targets = sum(int(chat.is_target[1:].sum()) for chat in self.chats)
         share = n_targets / sum(len(chat.tokens) for chat in self.chats)
         return (
@@ -122,7 +126,15 @@ class ChatDataset(Dataset):
         return "".join(f"«{text}»" if i % 2 == first else text for i, text in enumerate(texts))
 
     def _encode(self, messages: list[dict[str, Any]]) -> EncodedChat | None:
-        """Return a conversation of at most T positions with an answer, or None to leave it out."""
+        """Return a conversation of at most T positions with an answer, or None to leave it out.
+
+        Args:
+            messages: Messages of the conversation. With `too_long=cut` the last ones may be left
+                out.
+
+        Raises:
+            DataError: If the conversation is too long and `too_long=error`, or cannot be rendered.
+        """
         for n_messages in range(len(messages), 0, -1):
             chat = self.format.encode(messages[:n_messages])
             if not chat.is_target[1:].any():
@@ -149,7 +161,15 @@ class ShowExample(Callback):
 
 
 def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages of each record of a file."""
+    """Yield the messages of each record of a file.
+
+    Args:
+        file: JSON lines, a JSON array or a Parquet file.
+        keys: Key of the messages, or the two keys of a question and its answer.
+
+    Raises:
+        DataError: If a record has not these keys.
+    """
     names = [keys] if isinstance(keys, str) else keys
     if file.suffix == ".parquet":
         from pyarrow import parquet  # extra `parquet`

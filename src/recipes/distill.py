@@ -47,7 +47,13 @@ class Distilled(LanguageModel):
         self.teacher[0].to(self.device)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, and log its second term as `train/kl`."""
+        """Return the loss of a batch, and log the KL divergence from the teacher as `train/kl`.
+
+        Args:
+            batch: Tokens (B, T), targets (B, T) and, with `data.documents=masked`, documents (B,
+                T).
+            batch_idx: Index of the micro-batch in the epoch, not used.
+        """
         tokens, targets, *documents = batch  # (B, T) each; documents only if they are masked
         is_counted = targets != IGNORED
         log_q = self.log_probabilities(self.net, tokens, is_counted, documents)
@@ -61,7 +67,14 @@ class Distilled(LanguageModel):
     def log_probabilities(
         self, net: nn.Module, tokens: Tensor, is_counted: Tensor, documents: list[Tensor]
     ) -> Tensor:
-        """Return the log probabilities (N, V) of a net at the temperature, in fp32."""
+        """Return the log probabilities (N, V) of a net at the temperature, in fp32.
+
+        Args:
+            net: Student or teacher.
+            tokens: Token ids, (B, T).
+            is_counted: True at the N positions whose target counts, (B, T).
+            documents: List with the number of the document of each token, (B, T), or an empty list.
+        """
         logits = net(tokens, **layout_argument(*documents or [None]))[
             is_counted
         ]  # (B, T, V) -> (N, V)

@@ -48,7 +48,7 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Return a plain layer that computes the same."""
+        """Return a plain nn.Linear whose weight is the sum of the frozen weight and the adapter."""
         has_bias = self.bias is not None
         layer = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         layer.bias = self.bias
@@ -90,7 +90,13 @@ def with_adapters(
 
 
 def init_parameter(init_base: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-    """Fill one parameter with its initial values: 0 in each B, and as the net does otherwise."""
+    """Fill one parameter in place with its initial values: 0 in each B, otherwise those of the net.
+
+    Args:
+        init_base: Method `init_parameter` of the net without adapters.
+        name: Name of the parameter in the net.
+        tensor: Full (unsharded) tensor to fill.
+    """
     if name.endswith(".lora_b"):
         tensor.zero_()
     else:
@@ -98,7 +104,7 @@ def init_parameter(init_base: Callable[[str, Tensor], None], name: str, tensor: 
 
 
 def adapters(net: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers with an adapter by name."""
+    """Return name -> layer for all layers of a net that have an adapter."""
     return {name: part for name, part in net.named_modules() if isinstance(part, LoRALinear)}
 
 
@@ -109,13 +115,26 @@ def merge(net: Any) -> None:
 
 
 def to_hugging_face(net: nn.Module, convert: Callable[[], tuple]) -> tuple[dict, dict]:
-    """Merge the adapters in place and return the config and the tensors for transformers."""
+    """Merge the adapters in place and return the config and the tensors for transformers.
+
+    Args:
+        net: Net with adapters.
+        convert: Method `to_hugging_face` of the net without adapters.
+    """
     merge(net)
     return convert()
 
 
 def to_peft(net: Any, rank: int, alpha: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of peft's folder, whose base is the exported base net.
+    """Return the config and the tensors of the adapters for a folder of the package peft.
+
+    The folder belongs to the model that transformers loads from the exported net without adapters.
+    The adapters are merged into `net`, in place.
+
+    Args:
+        net: Net with adapters.
+        rank: Rank of the adapters.
+        alpha: Factor of the adapters, times `rank`.
 
     Raises:
         ValueError: If transformers has no layer with the weights of a layer with an adapter.

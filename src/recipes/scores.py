@@ -23,7 +23,13 @@ from gptrain.text.scoring import encode_pair, score_continuations
 
 
 class Question(NamedTuple):
-    """A text, the choices that may continue it, and the index of the right one."""
+    """A multiple-choice question.
+
+    Attributes:
+        text: Text of the question.
+        choices: Texts that may continue it.
+        answer: Index of the right choice.
+    """
 
     text: str
     choices: list[str]
@@ -45,7 +51,11 @@ class Scores(Callback):
         self.questions = {name: read_questions(Path(file)) for name, file in files.items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a run whose net cannot be called, or whose data have no tokenizer."""
+        """Check that the net can be called, and that the validation data have a tokenizer.
+
+        Raises:
+            ConfigError: Under a pipeline strategy, or without a tokenizer.
+        """
         if strategy_of(trainer).parallel.is_pipeline:
             message = "a rank of a pipeline has a part of the net only; strategies: all others"
             raise ConfigError.of("callbacks.scores", None, message)
@@ -65,7 +75,12 @@ class Scores(Callback):
             pl_module.log_dict(named_scores(name, total))
 
     def evaluate(self, net: nn.Module, tokenizer: Any) -> dict[str, float]:
-        """Return the scores of a net, for `python -m gptrain.evaluate`."""
+        """Return logged name -> score of a net, for `python -m gptrain.evaluate`.
+
+        Args:
+            net: Full net, in evaluation mode.
+            tokenizer: Tokenizer of the net.
+        """
         counts = {name: count(net, tokenizer, q) for name, q in self.questions.items()}
         pairs = [named_scores(name, counted).items() for name, counted in counts.items()]
         return dict(chain(*pairs))
@@ -74,9 +89,20 @@ class Scores(Callback):
 def count(
     net: nn.Module, tokenizer: Any, questions: list[Question], rank: int = 0, n_ranks: int = 1
 ) -> Tensor:
-    """Return how many questions of a rank are right by each score, and their number (3,).
+    """Return how many questions of a rank are right by `acc` and `acc_norm`, and their number.
 
-    All ranks call the net equally often, because a partitioned net needs all of them.
+    All ranks must call this function. They call the net equally often, because a partitioned net
+    needs all of them.
+
+    Args:
+        net: Net in evaluation mode.
+        tokenizer: Tokenizer of the net.
+        questions: Questions of all ranks.
+        rank: Rank that answers the questions rank, rank + n_ranks and so on.
+        n_ranks: Number of ranks that divide the questions.
+
+    Returns:
+        The three numbers, (3,) float32, on the device of the net.
     """
     counts = torch.zeros(3, device=next(net.parameters()).device)
     for first in range(0, len(questions), n_ranks):
@@ -92,7 +118,12 @@ def count(
 
 
 def named_scores(name: str, counts: Tensor) -> dict[str, float]:
-    """Return the two scores of a set of questions, by their names."""
+    """Return logged name -> fraction of right answers, for `acc` and `acc_norm`.
+
+    Args:
+        name: Name of the set of questions.
+        counts: Numbers of questions that are right by `acc`, right by `acc_norm`, and of all, (3,).
+    """
     n_acc, n_acc_norm, n_questions = counts.tolist()
     return {
         f"eval/{name}/acc": n_acc / n_questions,
@@ -101,7 +132,12 @@ def named_scores(name: str, counts: Tensor) -> dict[str, float]:
 
 
 def read_questions(file: Path) -> list[Question]:
-    """Return the questions of a file of JSON lines."""
+    """Return the questions of a file of JSON lines.
+
+    Raises:
+        DataError: If a line is no question in the form of HellaSwag or ARC, or if there is no
+            question.
+    """
     questions = []
     try:
         for line in file.expanduser().read_text().splitlines():
@@ -116,7 +152,11 @@ def read_questions(file: Path) -> list[Question]:
 
 
 def read_question(row: dict[str, Any]) -> Question:
-    """Return a question in the form of HellaSwag or ARC, as lm-evaluation-harness writes it."""
+    """Return a question with the prompt that lm-evaluation-harness would write.
+
+    Args:
+        row: Record in the form of HellaSwag (with `endings`) or ARC (with `choices`).
+    """
     if "endings" in row:
         text = row.get("ctx", "")
         if "ctx_a" in row:

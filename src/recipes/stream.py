@@ -57,14 +57,28 @@ class TextStream(IterableDataset):
         self.tokens = [self.end_id]
 
     def split_by_rank(self, rank: int, world_size: int) -> "TextStream":
-        """Return the part of one rank: some files if they can be divided, else some documents."""
+        """Return the stream of one rank's documents.
+
+        A rank gets whole files if the ranks divide the number of files. Otherwise it reads all
+        files and keeps some documents.
+
+        Args:
+            rank: Index of the rank.
+            world_size: Number of ranks that read different samples.
+        """
         part = TextStream(*self.arguments)
         split = import_module("datasets.distributed").split_dataset_by_node
         part.documents = split(self.documents, rank, world_size)
         return part
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin another pass, for which `datasets` shuffles the order of the files."""
+        """Begin another pass over the data.
+
+        If the stream of `datasets` is shuffled, each epoch has another order.
+
+        Args:
+            epoch: Number of the pass, from 0.
+        """
         self.documents.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +86,11 @@ class TextStream(IterableDataset):
         return {"documents": self.documents.state_dict(), "tokens": list(self.tokens)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned."""
+        """Continue from the position of an earlier stream.
+
+        Args:
+            state: Dict that the method `state_dict` returned.
+        """
         self.documents.load_state_dict(state["documents"])
         self.tokens = list(state["tokens"])
 
@@ -85,6 +103,10 @@ class TextStream(IterableDataset):
 
 def load_stream(path: str, options: dict[str, Any]) -> Any:
     """Return the stream of documents, whose files are read during the run.
+
+    Args:
+        path: Name of a builder of `datasets`, such as `json`, or of a dataset.
+        options: Further arguments of `datasets.load_dataset`.
 
     Raises:
         ModuleNotFoundError: If the package `datasets` is missing.

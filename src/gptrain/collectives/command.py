@@ -52,7 +52,11 @@ def default_devices() -> str:
 
 
 def start(cfg: CollectivesRun) -> None:
-    """Start the ranks, or run this process as one of the ranks that torchrun started."""
+    """Start the ranks, or run this process as one of the ranks that torchrun started.
+
+    Args:
+        cfg: Options of the command.
+    """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain import runtime
 

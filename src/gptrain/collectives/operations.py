@@ -70,7 +70,12 @@ COLLECTIVES = {
 def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
     """Create the process group of all ranks and yield the device of this rank.
 
-    The group is destroyed at the end of the block. Also sets the number of CPU threads.
+    All ranks must enter the block. The group is destroyed at its end. Also sets the number of CPU
+    threads, and prints the backend on rank 0.
+
+    Args:
+        cfg: Options of the command. The keys of `trainer`, `strategy.backend` and
+            `strategy.timeout_s` are used.
     """
     devices = find_devices(cfg)
     process = this_process()
@@ -92,7 +97,13 @@ def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
 
 
 def rows_on_root(rows: Tensor) -> list[Tensor] | None:
-    """Return the list of the rows on the root, and None on every other rank."""
+    """Return the list of a buffer's rows on the root (rank 0), and None on every other rank.
+
+    This is what `dist.scatter` and `dist.gather` expect as their list of tensors.
+
+    Args:
+        rows: Buffer of this rank, (n, any).
+    """
     return list(rows) if dist.get_rank() == 0 else None
 
 

@@ -82,7 +82,14 @@ class HeadExchange(Protocol):
         ...
 
     def to_positions(self, y: Tensor) -> Tensor:
-        """Return attention's results for this rank's positions, (B, S, h, K) -> (B, t, H, K)."""
+        """Return attention's results of all heads for this rank's positions.
+
+        Args:
+            y: Results of this rank's heads for all positions, (B, S, h, K).
+
+        Returns:
+            Results (B, t, H, K).
+        """
         ...
 
 
@@ -208,7 +215,9 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def document_block_mask(documents: Tensor) -> BlockMask:
-    """Return the mask of `document_mask` for FlexAttention.
+    """Return the mask of packed documents in FlexAttention's form.
+
+    A token attends to the tokens of its own document up to itself, as in `document_mask`.
 
     Args:
         documents: Number of the document of each token, (B, T).

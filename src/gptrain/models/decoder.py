@@ -88,7 +88,15 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None
     ) -> Tensor:
-        """Compute the hidden states (B, T, D) after the final norm: `forward` without the head."""
+        """Compute the hidden states (B, T, D) after the final norm: `forward` without the head.
+
+        Args:
+            tokens: Token ids, (B, T).
+            cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
+                are appended to the cache. None if `tokens` are full sequences.
+            layout: Positions and documents of the tokens. By default all tokens of a sequence
+                belong to one document, and their positions follow those of the cache.
+        """
         x = self.embed(tokens, 0 if cache is None else cache.length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
         options = {} if layout is None else {"layout": layout}
@@ -208,12 +216,20 @@ class Block(nn.Module):
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:
-    """Return a trainable embedding of n vectors without initial values."""
+    """Return a trainable embedding without initial values, on the default device.
+
+    Args:
+        n: Number of vectors.
+        d_model: Width of a vector.
+    """
     # nn.Embedding() draws random values, which imports torch's compiler (2 s) on the meta device.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
 def stable_hash(seed: int, name: str) -> int:
-    """Return a signed 64-bit hash; unlike `hash()` it is identical in every process."""
+    """Return a signed 64-bit hash of a seed and a name, for the seed of a random generator.
+
+    Unlike Python's `hash()` it is identical in every process.
+    """
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

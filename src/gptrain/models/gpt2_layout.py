@@ -142,7 +142,13 @@ def _config(net: Decoder) -> dict[str, Any]:
 
 
 def _names(n_layers: int) -> dict[str, tuple[str, ...]]:
-    """Map each name of Hugging Face's parameters to gptrain's names of the parts."""
+    """Return Hugging Face's name of each parameter -> gptrain's names of its parts.
+
+    A parameter with several parts, such as `c_attn`, is their concatenation along the outputs.
+
+    Args:
+        n_layers: Number of blocks.
+    """
     names = {gpt2_name: (name,) for gpt2_name, name in _NAMES_OUTSIDE_BLOCKS.items()}
     return names | {
         f"h.{block}.{gpt2_layer}.{kind}": tuple(f"blocks.{block}.{name}.{kind}" for name in layers)

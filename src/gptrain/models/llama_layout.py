@@ -130,7 +130,11 @@ def _config(net: Decoder) -> dict[str, Any]:
 
 
 def _names(n_layers: int) -> dict[str, str]:
-    """Map gptrain's name of each parameter to Hugging Face's name."""
+    """Return gptrain's name of each parameter -> Hugging Face's name.
+
+    Args:
+        n_layers: Number of blocks.
+    """
     layers = _LAYERS_OUTSIDE_BLOCKS | {
         f"blocks.{i}.{layer}": f"model.layers.{i}.{hf_layer}"
         for i in range(n_layers)

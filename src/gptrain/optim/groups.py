@@ -11,6 +11,9 @@ def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict]:
     Matrices get the weight decay of the optimizer. Vectors and scalars, such as biases and the
     scales of norms, get none, because pulling them towards zero does not regularize. Parameters
     without `requires_grad` are in no group, and no group is empty.
+
+    Args:
+        parameters: Parameters of a module, in any order.
     """
     trained = [p for p in parameters if p.requires_grad]
     groups = [

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         found_inf: Scalar on the device of the parameters. If it is 1, the next step changes neither
             parameters nor state. None if the optimizer is not asked to skip steps. AdamW must be
             fused.
-        skips_on_device: True, see `gptrain.lit.decisions`.
+        skips_on_device: True, which tells gptrain that this class reads `found_inf`.
     """
 
     replicas: DeviceMesh | None = None
@@ -128,6 +128,9 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
+        All ranks that share weights, in `replicas` or in the mesh of a DTensor, must call this
+        method, because they divide the orthogonalization among themselves.
+
         Args:
             closure: Function that computes the gradients and returns the loss.
 
@@ -150,7 +153,11 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group: weight decay, then the orthogonalized momentum."""
+        """Update the matrices of a group: weight decay, then the orthogonalized momentum.
+
+        Args:
+            group: Parameter group with `use_muon=True`. Matrices without a gradient are left out.
+        """
         batches: dict[tuple, list[Tensor]] = {}  # (shape, mesh, placements) -> parameters
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -203,7 +210,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as the shard of a DTensor that is sharded like a parameter."""
+    """Return a local tensor as this rank's shard of a DTensor that is sharded like a parameter.
+
+    Args:
+        parameter: DTensor, or a plain tensor, for which `local` is returned unchanged.
+        local: Tensor of the shape of this rank's shard of the parameter.
+    """
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements

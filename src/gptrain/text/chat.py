@@ -120,15 +120,18 @@ class ChatFormat:
     ) -> tuple[int, int]:
         """Return where an assistant's message begins and ends in a rendered conversation.
 
-        The conversation is rendered again with another content of this message. The texts are equal
-        before and after it. A message begins where the generation prompt ends, because a net has
-        to write what the template puts after it, and it ends after its end token.
+        The conversation is rendered again with another content of this message. The two texts are
+        equal before and after the content. A message begins where the generation prompt ends,
+        because a net has to write what the template puts after it, and it ends after its end token.
 
         Args:
             text: Rendered conversation.
             messages: Messages of the conversation, without control tokens.
             number: Index of the message.
             add_generation_prompt: Whether `text` ends with a generation prompt.
+
+        Returns:
+            Positions in `text` of the first character of the message and of the character after it.
         """
         probed = [*messages[:number], {**messages[number], "content": PROBE}]
         other = self._render([*probed, *messages[number + 1 :]], add_generation_prompt)
@@ -182,10 +185,15 @@ def _common_length(first: str, second: str) -> int:
 
 
 def chatml_for(tokenizer: Tokenizer) -> str:
-    """Return ChatML. A tokenizer without `<|im_end|>` ends a message with its own end token.
+    """Return the ChatML template, with the token by which this tokenizer can end a message.
+
+    The token is `<|im_end|>`, or the tokenizer's own end token if it has no `<|im_end|>`.
+
+    Args:
+        tokenizer: Tokenizer without a chat template.
 
     Raises:
-        DataError: If the tokenizer has no end token.
+        DataError: If the tokenizer has neither token.
     """
     end = IM_END if tokenizer.token_to_id(IM_END) is not None else tokenizer.end_token
     if end is None:
@@ -195,10 +203,13 @@ def chatml_for(tokenizer: Tokenizer) -> str:
 
 
 def _compile(template: str) -> Any:
-    """Compile a template with the functions that transformers gives to a chat template.
+    """Compile a Jinja template with the functions that transformers gives to a chat template.
+
+    Args:
+        template: Text of the template.
 
     Raises:
-        DataError: If it is not valid.
+        DataError: If the template is not valid.
     """
     from jinja2 import TemplateError  # a requirement of torch; imported only for a conversation
     from jinja2.ext import loopcontrols

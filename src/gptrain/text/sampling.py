@@ -34,7 +34,14 @@ class Sampling:
     top_p: float | None = None
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Turn logits (B, V) into probabilities (B, V), each row up to a constant factor."""
+        """Turn logits into the probabilities from which the next token is drawn.
+
+        Args:
+            logits: Logits, (B, V).
+
+        Returns:
+            Probabilities (B, V). The sum of a row may be less than 1, as torch.multinomial allows.
+        """
         logits = logits.float()
         if self.temperature == 0:
             return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()

@@ -127,14 +127,33 @@ def score_continuations(
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a context and those of its continuation, which are encoded together."""
+    """Return the tokens of a context and the tokens of its continuation.
+
+    Both are encoded as one text, so that they are the tokens that a net sees in a running text. The
+    text is cut after as many tokens as the context alone has.
+
+    Args:
+        tokenizer: Tokenizer of the net.
+        context: Text before the continuation.
+        continuation: Text that follows, usually with a space at its beginning.
+    """
     together = tokenizer.encode(context + continuation).tolist()
     n_context = len(tokenizer.encode(context))
     return together[:n_context], together[n_context:]
 
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
-    """Return the log probabilities (N - 1,) of all tokens (N,) but the first, on the CPU."""
+    """Return the log probabilities (N - 1,) of all tokens but the first, on the CPU.
+
+    Args:
+        net: Net in evaluation mode.
+        tokens: Token ids of a text, (N,), on the device of the net.
+        context: Smallest number of tokens before a scored token in all windows but the first. None
+            for half of the net's `max_seq_len`.
+
+    Raises:
+        ValueError: If `context` is not from 1 to `max_seq_len`.
+    """
     limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))
     context = limit // 2 if context is None else context
     if not 0 < context <= limit:

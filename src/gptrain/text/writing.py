@@ -72,7 +72,20 @@ def generate(
 
 
 class GenerationOptions(Protocol):
-    """Keys of the command `gptrain.generate` that `Writer` reads."""
+    """Options of the command `gptrain.generate` that `Writer` reads.
+
+    Attributes:
+        seed: Seed of the random generator of all prompts.
+        n_tokens: Largest number of tokens to generate for each prompt.
+        temperature: Divisor of the logits. At 0 the most probable token is taken.
+        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
+        top_p: Total probability of the most probable tokens that may be drawn. None sets no limit.
+        stop: Text or texts that end a continuation.
+        cache: True to compute each position only once.
+        chat: Whether prompts are messages of a conversation. None for yes if `interactive` is set
+            and the tokenizer has a chat template.
+        interactive: Whether the prompts are lines of stdin.
+    """
 
     seed: int
     n_tokens: int
@@ -119,6 +132,9 @@ class Writer:
         """Print a prompt and its continuation, and then the speed to stderr.
 
         In a chat the prompt is the user's next message, and only the answer is printed.
+
+        Args:
+            prompt: Text, or token ids separated by spaces or commas if there is no tokenizer.
 
         Raises:
             ConfigError: If the prompt has no token, or a token that the net does not know.
@@ -226,6 +242,10 @@ def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
 
     The end of a piece that may be the beginning of a stop text is yielded later, when the following
     pieces show that it is not.
+
+    Args:
+        stop: Stop texts. With none, all pieces are yielded.
+        pieces: Successive pieces of one text.
     """
     pending = ""
     for piece in pieces:
