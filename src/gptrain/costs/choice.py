@@ -81,6 +81,13 @@ def estimates(
     """Return the estimate of each strategy whose numbers of ranks divide the work, by name.
 
     If the run has `max_tokens`, the estimates have the hours of the run and its device hours, too.
+    The dict is empty if the shape of the net or `sample_tokens` is not known.
+
+    Args:
+        run: Configuration of the run.
+        sample_tokens: Tokens per sample of the run's data. None if the number is not known.
+        machine: Node on which the run trains.
+        n_nodes: Number of nodes.
     """
     rows = {}
     world_size = machine.n_local * n_nodes

@@ -59,6 +59,12 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 
 
 def find_traffic(work: Work) -> list[Traffic]:
-    """Return the traffic of a rank in an optimizer step. The list is empty on one device."""
+    """Return the traffic of a rank in an optimizer step, of its strategy and of its optimizer.
+
+    Entries without bytes are left out, so that the list is empty on one device.
+
+    Args:
+        work: Step of the rank.
+    """
     entries = (*work.costs.traffic(work), *work.optimizer.traffic(work))
     return [entry for entry in entries if entry.n_bytes]

@@ -12,8 +12,11 @@ def estimate_states(work: Work) -> dict[str, float]:
     """Return the bytes of a rank's weights, gradients and optimizer states.
 
     Mixed precision keeps fp32 weights. The result is exact if the numbers of ranks divide the
-    sizes. Otherwise the error is less than one row of a matrix per parameter. If pipeline stages
-    differ in size, call the function for the first and for the last rank of the pipeline.
+    sizes. Otherwise the error is less than one row of a matrix per parameter.
+
+    Args:
+        work: Step of the rank. Stages of a pipeline differ in size: `work.ends` has the steps of
+            its first and its last rank.
 
     Returns:
         {"weights", "gradients", "optimizer"} in bytes.
@@ -35,6 +38,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
 
     Only tensors are counted. The memory of the process, the CUDA context and the fragmentation of
     the allocator come on top.
+
+    Args:
+        work: Step of the rank.
 
     Returns:
         {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
@@ -109,6 +115,9 @@ def block_activations(work: Work) -> tuple[float, float]:
 
     Under autocast each matrix has its own 16-bit copy of its input. On a CPU, RMSNorm of 16-bit
     values keeps its input and its normalized values in fp32.
+
+    Args:
+        work: Step of the rank.
 
     Returns:
         Bytes that are kept and bytes that are recomputed, both per token of one rank.

@@ -46,25 +46,44 @@ class OptimizerFacts:
     value_bytes: int | None = None
 
     def bytes_per_parameter(self, weight_bytes: int) -> float:
-        """Return the bytes of state per parameter of `weight_bytes` bytes."""
+        """Return the bytes of optimizer state per parameter.
+
+        Args:
+            weight_bytes: Bytes of a parameter. A stored value has as many if `value_bytes` is None.
+        """
         return self.states_per_parameter * (self.value_bytes or weight_bytes)
 
     def state_bytes(self, work: Work) -> float:
-        """Return the bytes of state for the parameters of a rank, before FSDP shards them."""
+        """Return the bytes of state for the parameters of a rank, before FSDP shards them.
+
+        Args:
+            work: Step of the rank.
+        """
         return sum(work.held) * self.bytes_per_parameter(work.weight_bytes)
 
     def flops(self, work: Work) -> float:
-        """Return the FLOPs of a rank's update beyond its elementwise work."""
+        """Return the FLOPs of a rank's update in addition to its elementwise work.
+
+        Args:
+            work: Step of the rank.
+        """
         return 0.0
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield what a rank sends for its update, beyond the gradients."""
+        """Yield what a rank sends for its update, in addition to the gradients.
+
+        Args:
+            work: Step of the rank.
+        """
         yield from ()
 
 
 @dataclass(frozen=True)
 class MuonFacts(OptimizerFacts):
-    """Muon stores one value per weight of a hidden matrix. AdamW updates all other parameters."""
+    """Facts about Muon, which updates hidden matrices, with AdamW for all other parameters.
+
+    Muon stores one value per weight of a hidden matrix, AdamW two values per parameter.
+    """
 
     def state_bytes(self, work: Work) -> float:
         """Return the bytes of state: one value per weight of a hidden matrix, two for the rest."""
@@ -80,9 +99,13 @@ class MuonFacts(OptimizerFacts):
 
         Updates are sent in bf16, or in fp32 by a device without bf16 instructions. Ranks that hold
         full matrices all-gather the updates. Shards are sent to the rank that updates their matrix,
-        and the updates are sent back. NCCL sends each rank its part alone. Gloo cannot do that, and
-        all-gathers full matrices both times. Copies of the shards (HSDP) have nothing to send to
-        each other before the update, and all-gather its shards afterwards.
+        and the updates are sent back. With NCCL each rank gets only the values that it needs. Gloo
+        cannot do that, and all-gathers full matrices both times. Ranks that hold copies of the same
+        shards (HSDP) send nothing to each other before the update, and all-gather the updated
+        shards afterwards.
+
+        Args:
+            work: Step of the rank.
         """
         dims = work.dims
         n_ranks = ranks_of_update(work)
@@ -112,7 +135,11 @@ class MuonFacts(OptimizerFacts):
 def ranks_of_update(work: Work) -> int:
     """Return how many ranks divide the updates of the hidden matrices of a rank's blocks.
 
-    Under FSDP these are all ranks of the mesh: copies of the shards divide the updates, too.
+    Under FSDP these are all ranks of the mesh: ranks that hold copies of the same shards divide the
+    updates, too.
+
+    Args:
+        work: Step of the rank.
     """
     if work.costs.shards_weights:
         return work.dims.tensor * work.dims.gradient_ranks
@@ -138,8 +165,13 @@ def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple
 def muon_flops(shape: DecoderShape, n_blocks: int, n_ranks: int) -> int:
     """Return the FLOPs of the Newton-Schulz steps in a rank's updates.
 
-    A step of a matrix X (s, l) with s <= l has the products X X^T, (X X^T)(X X^T) and one of an
-    (s, s) matrix with X: 2 s^2 l + 2 s^3 + 2 s^2 l FLOPs.
+    A step of a matrix X (s, l) with s <= l has the products X X^T, (X X^T)(X X^T) and one of an (s,
+    s) matrix with X: 2 s^2 l + 2 s^3 + 2 s^2 l FLOPs.
+
+    Args:
+        shape: Shape of the net, with the matrices of one block.
+        n_blocks: Number of blocks whose matrices the ranks update together.
+        n_ranks: Number of ranks that divide the matrices.
     """
     return sum(
         number * NEWTON_SCHULZ_STEPS * short**2 * (4 * long + 2 * short)
@@ -151,7 +183,11 @@ ADAM = OptimizerFacts()
 
 
 def _n_states(n_states: int) -> Callable[[Mapping[str, Any]], OptimizerFacts]:
-    """Return a function from options to facts: `n_states` values per parameter, always."""
+    """Return a function from options to facts, for an optimizer that always stores as many values.
+
+    Args:
+        n_states: Number of stored values per parameter, whatever the options are.
+    """
     return lambda options: OptimizerFacts(n_states)
 
 

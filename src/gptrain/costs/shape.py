@@ -147,6 +147,13 @@ def gpt_shape(
 
     SimpleGPT has an MLP of width 4 d_model, biases, a learned position table, and a head that is
     tied to the token table.
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        d_model: Width of the residual stream.
+        n_heads: Number of heads of queries, keys and values.
+        n_layers: Number of blocks.
+        max_seq_len: Rows of the position table.
     """
     return DecoderShape(
         vocab_size,
@@ -165,7 +172,19 @@ def llama_shape(
     vocab_size: int, d_model: int, n_heads: int, n_kv_heads: int, n_layers: int, d_ff: int,
     qk_norm: bool = False, tie_head: bool = False, d_head: int | None = None,
 ) -> DecoderShape:  # fmt: skip
-    """Return the shape of a Llama: RMSNorm, rotary positions, a gated MLP, and no biases."""
+    """Return the shape of a Llama: RMSNorm, rotary positions, a gated MLP, and no biases.
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        d_model: Width of the residual stream.
+        n_heads: Number of query heads.
+        n_kv_heads: Number of key heads, which is also the number of value heads.
+        n_layers: Number of blocks.
+        d_ff: Width inside the MLP.
+        qk_norm: True if queries and keys are normalized per head.
+        tie_head: True if the head uses the weights of the token table.
+        d_head: Width of a head. None for `d_model / n_heads`.
+    """
     return DecoderShape(
         vocab_size,
         d_model,
@@ -181,7 +200,13 @@ def llama_shape(
 
 
 def find_shape(model: ModelConfig) -> DecoderShape | None:
-    """Return the shape of a model group, or None if the net is neither SimpleGPT nor Llama."""
+    """Return the shape of the net that a config describes, or None if the net is unknown.
+
+    Only SimpleGPT and Llama are known.
+
+    Args:
+        model: `model` group of the config.
+    """
     if isinstance(model, SimpleGPTConfig):
         make_shape = gpt_shape
     elif isinstance(model, LlamaConfig):

@@ -50,6 +50,10 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
 
     Memory and traffic are those of the rank with the most. FLOPs are those of one rank on average.
 
+    Args:
+        work: Step of any rank of the run.
+        machine: Machine on which the ranks run.
+
     Returns:
         bytes_per_device: Bytes of each part of the memory (`estimate_memory`).
         fits: True if the memory is large enough.
@@ -126,6 +130,10 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
 
     Matrices of fp32 are multiplied in TF32 if the device has it, because train.py allows TF32. A
     type that the device has no instructions for, and fp64, count with the speed of fp32.
+
+    Args:
+        work: Step of the rank, with the precision of the run.
+        machine: Machine on which the rank runs.
     """
     dtype = "float32" if work.precision.startswith("64") else "tf32"
     if work.matmul_bytes == 2:
@@ -135,14 +143,24 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
 
 
 def step_overhead(machine: Machine) -> StepOverhead:
-    """Return the work of a step in addition to its matrix multiplications."""
+    """Return the constants for the work of a step in addition to its matrix multiplications.
+
+    The constants are ON_CPU or ON_GPU.
+
+    Args:
+        machine: Machine on which the ranks run.
+    """
     return ON_CPU if machine.is_cpu else ON_GPU
 
 
 def forward_repeats(work: Work) -> float:
     """Return the factor by which activation checkpointing increases the elementwise work.
 
-    The forward pass is half of the elementwise work, and it runs twice.
+    The forward pass is half of the elementwise work, and it runs twice. The factor is therefore 1.5
+    with activation checkpointing and 1 without.
+
+    Args:
+        work: Step of the rank.
     """
     return 1.5 if work.checkpointing != "none" else 1.0
 
@@ -170,7 +188,12 @@ def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
 
 
 def operation_calls(work: Work, machine: Machine) -> float:
-    """Return the number of torch operations that a rank calls in a step."""
+    """Return the number of torch operations that a rank calls in a step.
+
+    Args:
+        work: Step of the rank.
+        machine: Machine on which the rank runs.
+    """
     overhead = step_overhead(machine)
     block_calls = forward_repeats(work) * overhead.block_calls
     calls = block_calls * work.shape.n_layers / work.dims.pipeline + overhead.step_calls
@@ -214,10 +237,15 @@ def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
     """Return the slowest link of the ring that a step's traffic takes, with its bandwidth.
 
     A ring over several nodes leaves each node through the network cards of all its ranks on this
-    node. These are all ranks of a node for a tensor group or a context group. A data group has one
-    rank per tensor group, and all ranks of its context groups. The latency per message is that of a
-    tree over the nodes, which NCCL uses where latency matters: log2(number of nodes) messages
+    node. For a tensor group or a context group these are all ranks of the node. A data group has
+    one rank per tensor group, and all ranks of its context groups. The latency per message is that
+    of a tree over the nodes, which NCCL uses where latency matters: log2(number of nodes) messages
     between nodes.
+
+    Args:
+        traffic: Data of one kind that a rank sends, with the axis of the ring.
+        dims: Number of ranks along each axis.
+        machine: Machine on which the ranks run.
     """
     n_ranks = getattr(dims, traffic.axis)
     if traffic.axis in (CONTEXT, TENSOR):

@@ -54,7 +54,7 @@ class StrategyCosts(Generic[OptionsT]):
     """What a strategy stores and sends. This base class trains a full copy and sends nothing.
 
     Attributes:
-        options: The `strategy` group.
+        options: Options of the `strategy` group of the config.
         dims: Number of ranks along each axis.
     """
 
@@ -96,15 +96,30 @@ class StrategyCosts(Generic[OptionsT]):
         return 0
 
     def live_microbatches(self, rank: int) -> float:
-        """Return how many microbatches' activations a rank of the pipeline holds at once."""
+        """Return how many microbatches' activations a rank of the pipeline holds at once.
+
+        Args:
+            rank: Index of the rank in its pipeline. Rank 0 holds the first stage.
+        """
         return 1
 
     def stores_gradients(self, work: Work) -> bool:
-        """Return whether gradients are stored during a forward pass."""
+        """Return whether gradients are stored during a forward pass.
+
+        The base class stores them if a step has several micro-steps or microbatches, in which
+        gradients are accumulated.
+
+        Args:
+            work: Step of the rank.
+        """
         return work.accumulate > 1 or self.microbatches > 1
 
     def bucket_bytes(self, gradients: float) -> float:
-        """Return the bytes of buckets that are stored in addition to the gradients."""
+        """Return the bytes of communication buckets that are stored in addition to the gradients.
+
+        Args:
+            gradients: Bytes of the gradients that the rank stores.
+        """
         return 0
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
@@ -132,13 +147,19 @@ class StrategyCosts(Generic[OptionsT]):
     # Communication
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield what a rank sends in an optimizer step; entries of 0 bytes are dropped."""
+        """Yield what a rank sends in an optimizer step. The base class sends nothing.
+
+        Entries of 0 bytes may be yielded; `find_traffic` leaves them out.
+
+        Args:
+            work: Step of the rank.
+        """
         yield from ()
 
 
 @dataclass(frozen=True)
 class AveragingCosts(StrategyCosts[OptionsT]):
-    """Copies of the model that average their gradients at the end of each step, by buckets."""
+    """Costs of copies of the model that average their gradients once per step, bucket by bucket."""
 
     @property
     def ddp_options(self) -> DDPOptions:
@@ -170,10 +191,14 @@ class AveragingCosts(StrategyCosts[OptionsT]):
 
 @dataclass(frozen=True)
 class BucketCosts(AveragingCosts[OptionsT]):
-    """Copies whose gradients stay in DDP's buckets between steps."""
+    """Costs of copies of the model whose gradients stay in DDP's buckets between steps."""
 
     def stores_gradients(self, work: Work) -> bool:
-        """Return True if the buckets keep gradients, which they do with several data ranks."""
+        """Return whether gradients are stored during a forward pass: also whenever DDP has buckets.
+
+        Args:
+            work: Step of the rank.
+        """
         return super().stores_gradients(work) or self.step_ranks > 1
 
 
@@ -183,11 +208,15 @@ class DDPCosts(BucketCosts[DDPOptions]):
 
     @property
     def ddp_options(self) -> DDPOptions:
-        """Options of DDP."""
+        """Options of DDP, which are those of the strategy."""
         return self.options
 
     def bucket_bytes(self, gradients: float) -> float:
-        """Return the bytes of the buckets. They are 0 if gradients are views of the buckets."""
+        """Return the bytes of the buckets. They are 0 if gradients are views of the buckets.
+
+        Args:
+            gradients: Bytes of the gradients that the rank stores.
+        """
         return 0 if self.options.gradient_as_bucket_view else gradients
 
 
@@ -241,7 +270,12 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         return self.dims.gradient_ranks // self.dims.replicas
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
-        """Return the bytes of gathered weights, of unsharded gradients, and of their copies."""
+        """Return the bytes of gathered weights, of unsharded gradients, and of their copies.
+
+        Args:
+            work: Step of the rank.
+            gradients: Bytes of the gradients that the rank stores, which are shards.
+        """
         blocks, root = work.parameters()
         n_blocks = work.part[0]
         options = self.options
@@ -296,7 +330,11 @@ class TensorParallelCosts(AveragingCosts[StrategyOptions]):
     """`tensor_parallel`: layers split over the tensor axis."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield the traffic of the tensor group, and that of the data group."""
+        """Yield the traffic of the tensor group, and the averaging of gradients in the data group.
+
+        Args:
+            work: Step of the rank.
+        """
         yield from tensor_traffic(work)
         yield from super().traffic(work)
 
@@ -306,7 +344,11 @@ class FSDPTensorParallelCosts(ShardedCosts):
     """`fsdp_tensor_parallel`: layers split over the tensor axis, inside of FSDP."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield the traffic of the tensor group, and that of the data group."""
+        """Yield the traffic of the tensor group, and the all-gathers and reduce-scatters of FSDP.
+
+        Args:
+            work: Step of the rank.
+        """
         yield from tensor_traffic(work)
         yield from super().traffic(work)
 
@@ -333,7 +375,12 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
         return self.weights.n_shards
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
-        """Return the bytes of a rank during a step that depend on the sharding of the weights."""
+        """Return the bytes of a rank during a step that depend on the sharding of the weights.
+
+        Args:
+            work: Step of the rank.
+            gradients: Bytes of the gradients that the rank stores.
+        """
         return self.weights.step_memory(work, gradients)
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
@@ -371,7 +418,12 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
     def live_microbatches(self, rank: int) -> float:
         """Return how many microbatches' activations a rank of the pipeline holds at once.
 
-        GPipe holds all microbatches. 1F1B holds those of the warm-up of the rank.
+        GPipe holds all microbatches. 1F1B holds the microbatches whose forward passes the rank runs
+        before its first backward pass.
+
+        Args:
+            rank: Index of the rank in its pipeline. Rank 0 holds the first stage and most
+                microbatches.
 
         Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
         """

@@ -87,6 +87,9 @@ def speed(link: str) -> int:
     """Return a number that orders the words of nvidia-smi by the speed of their links.
 
     The number is the number of NVLinks, or negative for PCIe, and lowest for an unknown word.
+
+    Args:
+        link: Word of nvidia-smi, such as "NV4" or "PIX".
     """
     if link.startswith("NV") and link[2:].isdigit():
         return int(link[2:])
@@ -98,6 +101,9 @@ def parse_topology(text: str) -> Topology:
 
     The first matrix in the text counts. The topology is empty if the text is empty, or if it says
     that there is no GPU.
+
+    Args:
+        text: Output of `nvidia-smi topo -m`.
 
     Raises:
         ValueError: If rows or columns of the matrix are missing, or if the text has no matrix and
@@ -136,7 +142,11 @@ def read_topology(source: str | None) -> Topology:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Run nvidia-smi and return its output, or an empty string if it is missing or fails."""
+    """Run nvidia-smi and return its output, or an empty string if it is missing or fails.
+
+    Args:
+        arguments: Words of the command line after `nvidia-smi`.
+    """
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             ["nvidia-smi", *arguments], text=True, timeout=20, stderr=subprocess.DEVNULL

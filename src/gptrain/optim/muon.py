@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         found_inf: Scalar on the device of the parameters. If it is 1, the next step changes neither
             parameters nor state. None if the optimizer is not asked to skip steps. AdamW must be
             fused.
-        skips_on_device: True, which tells gptrain that this class reads `found_inf`.
+        skips_on_device: True. gptrain then knows that this class reads `found_inf`.
     """
 
     replicas: DeviceMesh | None = None
