@@ -33,6 +33,9 @@ def fingerprints(state: Any) -> Fingerprints:
     A path is the tuple of keys and indices that leads to the tensor. A fingerprint is the shape,
     the dtype and, for each piece of the tensor, the exact sum of its bits read as integers. It is
     computed on the tensor's device, by one read of the tensor. A DTensor's local shard counts.
+
+    Args:
+        state: Nested dicts, lists and tuples. Values that are no tensors are ignored.
     """
     prints: Fingerprints = {}
 
@@ -44,7 +47,9 @@ def fingerprints(state: Any) -> Fingerprints:
 
 
 def amend(state: Any, before: Fingerprints) -> bytes:
-    """Return the bytes of a file that holds the state without its unchanged tensors.
+    """Return the bytes of a file that holds a state without its unchanged tensors.
+
+    `torch.save` makes the file. The text UNCHANGED stands in place of each unchanged tensor.
 
     Args:
         state: Nested dicts, lists and tuples after the validation.
@@ -61,7 +66,12 @@ def amend(state: Any, before: Fingerprints) -> bytes:
 
 
 def is_unchanged(state: Any, before: Fingerprints) -> bool:
-    """Return whether the state has the same tensors as before, with the same values."""
+    """Return whether a state has the same tensors as before, with the same values.
+
+    Args:
+        state: Nested dicts, lists and tuples. Values that are no tensors are ignored.
+        before: Fingerprints of the earlier state.
+    """
     now = fingerprints(state)
     return now.keys() == before.keys() and all(_is_same(now[path], before[path]) for path in now)
 
@@ -69,7 +79,7 @@ def is_unchanged(state: Any, before: Fingerprints) -> bool:
 def load_state(folder: Path, *, mmap: bool = False) -> Any:
     """Return the state in a checkpoint's folder: the one after the validation if it was saved.
 
-    Does not verify the hashes of the files; see `manifest.verify`.
+    Does not verify the hashes of the files: call `manifest.verify` before.
 
     Args:
         folder: Folder of a checkpoint.
@@ -87,7 +97,12 @@ def load_state(folder: Path, *, mmap: bool = False) -> Any:
 
 
 def _merge(state: Any, amended: Any) -> Any:
-    """Return `amended` with the tensors of `state` in place of `UNCHANGED`."""
+    """Return the state after the validation, complete with its unchanged tensors.
+
+    Args:
+        state: State in state.ckpt, with all tensors.
+        amended: State after the validation, with UNCHANGED in place of unchanged tensors.
+    """
     if isinstance(amended, str) and amended == UNCHANGED:
         return state
     if isinstance(amended, Mapping):
@@ -102,7 +117,13 @@ def _merge(state: Any, amended: Any) -> Any:
 def _map_tensors(
     tree: Any, function: Callable[[tuple[Any, ...], Tensor], Any], path: tuple[Any, ...] = ()
 ) -> Any:
-    """Return the tree with function(path, tensor) in place of each tensor."""
+    """Return nested dicts, lists and tuples with function(path, tensor) in place of each tensor.
+
+    Args:
+        tree: Nested dicts, lists and tuples. Other values are kept.
+        function: Function of the path and the tensor.
+        path: Keys and indices that lead to `tree` itself.
+    """
     if isinstance(tree, Tensor):
         return function(path, tree)
     if isinstance(tree, Mapping):

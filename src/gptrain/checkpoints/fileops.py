@@ -15,7 +15,7 @@ _PIECE_BYTES = 1 << 26
 
 
 def create(path: Path) -> int:
-    """Create an empty file and return its descriptor, open for writing.
+    """Create an empty file and return its descriptor, open for writing. The caller closes it.
 
     Raises:
         FileExistsError: If a file or a link of this name exists.
@@ -24,7 +24,7 @@ def create(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's list of file names to the disk (fsync), and wait until it is there."""
+    """Call fsync for a folder: wait until its list of file names is on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -37,15 +37,16 @@ def write_new_file(
 ) -> None:
     """Create a file with this content and wait until its bytes are on the disk.
 
-    The name of the file is safe only after `sync_folder`.
+    The name of the file is safe only after `sync_folder` of its folder.
 
     Args:
-        path: Name of the file.
+        path: Path of the file.
         data: Content.
-        progress: Function that is called after every 64 MiB.
+        progress: Function that is called after every 64 MiB, or None.
 
     Raises:
         FileExistsError: If a file or a link of this name exists.
+        OSError: If the file cannot be written.
     """
     descriptor = create(path)
     left = memoryview(data)
@@ -63,6 +64,13 @@ def replace(path: Path, data: bytes) -> None:
     """Replace the content of a file, which may be missing, and wait until it is on the disk.
 
     After an error the old content is unchanged. A link is replaced by a file; its target stays.
+
+    Args:
+        path: Path of the file. Its folder must exist.
+        data: New content.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)  # a dead process with the same process number may have left it

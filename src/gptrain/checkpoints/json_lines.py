@@ -15,10 +15,10 @@ class JsonLines:
     """Writes a file of JSON objects, whose last line can be replaced.
 
     Every write is passed to the operating system at once, so that a process that is killed loses no
-    complete line.
+    complete line. NaN and infinity are written as null.
 
     Args:
-        path: Path of the file. Its folder must exist. A link is replaced by a file.
+        path: Path of the file. Its folder must exist. A file or a link of this name is replaced.
         rows: Objects with which the file begins.
     """
 
@@ -29,13 +29,13 @@ class JsonLines:
         self._last_line_bytes = sum(map(len, lines[:-1]))  # offset of the last line in the file
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a line."""
+        """Add an object as the last line of the file."""
         with self.path.open("ab") as file:
             self._last_line_bytes = file.tell()
             file.write(_encode(row))
 
     def replace_last(self, row: Mapping[str, Any]) -> None:
-        """Replace the last line."""
+        """Replace the last line of the file by an object. The file must have a line."""
         with self.path.open("r+b") as file:
             file.seek(self._last_line_bytes)
             file.write(_encode(row))
@@ -47,6 +47,9 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
 
     The folder may be an untrusted one, whose link would copy a file from outside. A line that is
     not a JSON object is left out, such as a line that was written only in part.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         UnreadableFileError: If the path is not a regular file.

@@ -82,6 +82,8 @@ class RunLock:
     def adopt(self, run_id: str) -> None:
         """Write this process and the identity of its run into the lock file.
 
+        The folder must be locked by this object.
+
         Args:
             run_id: Identity of the run, which may differ from the previous one.
         """
@@ -109,9 +111,12 @@ class RunLock:
         self.release()
 
     def _check_names(self) -> None:
-        """Raise a ConfigError if an expected name is a link or a file of another kind.
+        """Check that no expected name of the run folder is a link or a file of another kind.
 
         An untrusted run folder may hold such names. `checkpoints` may be a link to another disk.
+
+        Raises:
+            ConfigError: If there is such a name.
         """
         for name, is_expected_kind in _KINDS.items():
             path = self.run_dir / name
@@ -121,7 +126,11 @@ class RunLock:
                 raise _refused(path, f"{kind}; remove it")
 
     def _lock(self) -> None:
-        """Take the lock. Raise a ConfigError if another process still holds it after `wait_s`."""
+        """Take the lock of the open file, and wait for it at most `wait_s`.
+
+        Raises:
+            ConfigError: If another process still holds the lock. The message names its holder.
+        """
         end_s = time.monotonic() + self.wait_s
         while True:
             try:
@@ -136,9 +145,13 @@ class RunLock:
 
 
 def read_holder(run_dir: str | Path) -> dict:
-    """Return the record of the last holder (run_id, pid, host, started), or {} without one.
+    """Return the record of the last process that held the run folder, or {} without a record.
 
-    The record stays when its holder ends: `is_held` tests whether a process holds the folder.
+    The record has the entries run_id, pid, host and started. It stays when its holder ends:
+    `is_held` tests whether a process holds the folder.
+
+    Args:
+        run_dir: Run folder.
 
     Raises:
         OSError: If the file cannot be read.
@@ -165,6 +178,11 @@ def is_held(run_dir: str | Path) -> bool:
 
 
 def _refused(path: Path, message: str) -> ConfigError:
-    """Return the error of a run folder that cannot be used."""
+    """Return the ConfigError, with exit code 73, of a run folder that cannot be used.
+
+    Args:
+        path: Run folder, or a file in it.
+        message: Reason, and what to do.
+    """
     text = f"run_dir={path}: {message}, or choose another folder"
     return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)

@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it 
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint or a file of one is missing, damaged or not a checkpoint at all.
+    """Raised if a checkpoint, or one of its files, is missing, damaged or not a checkpoint at all.
 
     Args:
         path: Checkpoint or file.
@@ -50,7 +50,7 @@ class DamagedCheckpointError(Exception):
 
 
 class NoGoodCheckpointError(Exception):
-    """There are checkpoints, but all of them are damaged. The user must decide what to do.
+    """Raised if there are checkpoints and all of them are damaged. The user must decide what to do.
 
     Args:
         folder: Folder of the checkpoints.
@@ -67,7 +67,7 @@ class NoGoodCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint.
+    """A checkpoint whose files were all verified.
 
     Attributes:
         path: Folder of the checkpoint.
@@ -96,6 +96,9 @@ def seal(content: dict) -> bytes:
 def read_manifest(path: Path) -> dict:
     """Return the manifest of a checkpoint. Checks its own hash and its form, but not the files.
 
+    Args:
+        path: Folder of the checkpoint.
+
     Raises:
         DamagedCheckpointError: If the manifest is missing, damaged or of another form.
         OSError: If the network file system does not answer.
@@ -107,7 +110,7 @@ def read_manifest(path: Path) -> dict:
 
 
 def parse(text: bytes, path: Path) -> dict:
-    """Parse the text of a manifest.
+    """Parse the text of a manifest, check its hash and its form, and return its entries.
 
     Args:
         text: Content of manifest.json.
@@ -195,7 +198,15 @@ def is_file_name(name: str) -> bool:
 
 
 def _reason(name: str, error: OSError | UnreadableFileError) -> str:
-    """Return why a file cannot be read. Raise the error itself if the file may be intact."""
+    """Return why a file cannot be read, in words.
+
+    Args:
+        name: Name of the file.
+        error: Error of the attempt to read it.
+
+    Raises:
+        OSError: The error itself, if a network file system does not answer: the file may be intact.
+    """
     if getattr(error, "errno", None) in _NO_ANSWER:
         raise error
     if isinstance(error, FileNotFoundError):
@@ -205,7 +216,7 @@ def _reason(name: str, error: OSError | UnreadableFileError) -> str:
 
 
 def _is_manifest(manifest: dict) -> bool:
-    """Return whether a dict has the entries of a manifest."""
+    """Return whether a value that was read from JSON has the entries of a manifest."""
     match manifest:
         case {
             "format": int(number),

@@ -55,13 +55,15 @@ class Mirror:
         self._last: Future | None = None
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
-        """Check that the mirror belongs to the run, and restore the run from it if asked to.
+        """Check that the mirror belongs to the run and, if `restore` is true, copy the run from it.
+
+        Call it under the run lock, before any rank starts.
 
         Args:
             store: Store of the run's checkpoints.
             lock: Lock of the run folder.
-            restore: Whether the store is empty. Then the folder takes over the identity of the run
-                in the mirror, and the checkpoints are copied into the store.
+            restore: Whether to copy the checkpoints of the mirror into the store, which must be
+                empty. The run folder then takes over the identity of the run in the mirror.
 
         Raises:
             ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
@@ -85,7 +87,13 @@ class Mirror:
             )
 
     def update(self, store: CheckpointStore) -> None:
-        """Start to copy new checkpoints in a thread. Log an error of the copy as a warning."""
+        """Start to copy new checkpoints in a thread. Log an error of the copy as a warning.
+
+        Copies of checkpoints that the run has pruned are removed. Call it on rank 0.
+
+        Args:
+            store: Store of the run's checkpoints.
+        """
         if self._last is not None:
             self._last.cancel()  # has no effect if the copy has begun
         self._last = self._thread.submit(self._copy, store)
@@ -133,7 +141,13 @@ class Mirror:
             _log.warning("warning: %s/%s: %s; not used", self.url, name, reason)
 
     def _copy(self, store: CheckpointStore) -> None:
-        """Copy new checkpoints, the newest first, and remove copies of pruned ones."""
+        """Copy new checkpoints, the newest first, and remove copies of pruned ones.
+
+        A copy is kept while its step is above that of the newest checkpoint. An error is logged.
+
+        Args:
+            store: Store of the run's checkpoints.
+        """
         try:
             for step in reversed(store.steps()):
                 # The run may prune a checkpoint meanwhile.
@@ -148,7 +162,15 @@ class Mirror:
             _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
 
     def _put(self, source: Path) -> None:
-        """Copy the files of a checkpoint that the mirror does not have yet, and its manifest."""
+        """Copy the files of a checkpoint that the mirror does not have yet, and its manifest.
+
+        Args:
+            source: Folder of the checkpoint in the store.
+
+        Raises:
+            FileNotFoundError, DamagedCheckpointError: If the checkpoint has no valid manifest.
+            OSError: If the mirror cannot be written.
+        """
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
         copied: dict[str, dict] = {}
@@ -168,9 +190,15 @@ class Mirror:
     def _get(self, name: str, draft: Path) -> None:
         """Download the files that the manifest of a copy lists into a new folder.
 
+        The files are not verified.
+
         Args:
             name: Name of the checkpoint's folder.
-            draft: Folder, which is replaced.
+            draft: New folder. An existing folder of this name is removed first.
+
+        Raises:
+            FileNotFoundError: If the copy has no manifest or lacks a file.
+            DamagedCheckpointError: If the manifest is damaged.
         """
         fileops.remove_tree(draft)
         text = self._manifest(name)
@@ -189,6 +217,9 @@ class Mirror:
 
     def _manifest(self, name: str) -> bytes:
         """Return the text of a copy's manifest.
+
+        Args:
+            name: Name of the checkpoint's folder.
 
         Raises:
             FileNotFoundError: If the copy has no manifest.

@@ -15,7 +15,7 @@ import torch
 def capture() -> dict[str, Any]:
     """Return the generator states of Python, NumPy, torch on the CPU and the current device.
 
-    The device is left out if this process has not used it yet.
+    The device is left out if this process has not used it yet. Each rank has its own state.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
@@ -26,7 +26,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore a captured state. Ignores generators that this process does not have.
+    """Set the random generators of this process to a captured state.
+
+    Generators that the state or this process does not have keep their present state.
 
     Args:
         state: Return value of `capture`.

@@ -66,7 +66,7 @@ _UNPICKLING_ERRORS = (
 
 
 class UnsafeCheckpointError(DamagedCheckpointError):
-    """A file would run code if it were loaded without protection. It was not loaded."""
+    """Raised if a file would run code when it is loaded without protection. It was not loaded."""
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:
@@ -214,7 +214,12 @@ class _PlainValues:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Load a value that is no tensor with weights_only=True, and pass it to the planner."""
+        """Load a value that is no tensor with weights_only=True, and pass it to the planner.
+
+        Args:
+            read_item: Item of the load plan.
+            value: Pickled value.
+        """
         safe_value = io.BytesIO()
         torch.save(_load(value), safe_value)
         safe_value.seek(0)
@@ -222,7 +227,12 @@ class _PlainValues:
 
 
 def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
-    """Load a file onto the CPU with weights_only=True."""
+    """Load a file of torch.save onto the CPU with weights_only=True, and return its content.
+
+    Args:
+        file: Path, or open file.
+        mmap: Whether tensors stay in the file, which must then be a path.
+    """
     with warnings.catch_warnings():  # a pickle that torch.save did not write raises an error anyway
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(file, "cpu", weights_only=True, mmap=mmap)

@@ -30,6 +30,9 @@ def sign_record(run_dir: str | Path) -> None:
 
     Creates the user's key if there is none.
 
+    Args:
+        run_dir: Run folder with its records and its lock file.
+
     Raises:
         OSError: If the run's folder cannot be read or written.
     """
@@ -47,9 +50,15 @@ def remove_signature(run_dir: str | Path) -> None:
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
-    """Return the records of a run by name if this user has signed them on this machine, else None.
+    """Return the record files of a run if this user has signed them on this machine, else None.
 
     Use the returned bytes, which were verified: the files may change afterwards.
+
+    Args:
+        run_dir: Run folder.
+
+    Returns:
+        Content of overrides.yaml, config.yaml and hydra.yaml, by file name.
     """
     key = read_key()
     if key is None:
@@ -99,10 +108,13 @@ def _key_folder() -> Path | None:
 
 
 def _make_key(folder: int) -> None:
-    """Create the key in an open folder. Does nothing if there is one.
+    """Create the key in the user's key folder. Do nothing if there is one.
 
     The key gets its name by a hard link after all of its bytes were written. So only one of several
     processes succeeds, and no process reads an incomplete key.
+
+    Args:
+        folder: Descriptor of the open folder.
     """
     with suppress(FileNotFoundError):
         os.stat("key", dir_fd=folder, follow_symlinks=False)
@@ -121,7 +133,14 @@ def _make_key(folder: int) -> None:
 
 
 def _read_key(folder: int) -> bytes | None:
-    """Return the key in an open folder, or None if it is incomplete or not private to this user."""
+    """Return the key in a folder, or None if it is incomplete or not private to this user.
+
+    Args:
+        folder: Descriptor of the open folder.
+
+    Raises:
+        OSError: If there is no key, or it cannot be opened.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open("key", flags, dir_fd=folder)
     try:
@@ -133,7 +152,12 @@ def _read_key(folder: int) -> bytes | None:
 
 
 def _is_private(descriptor: int, forbidden: int) -> bool:
-    """Return whether this user owns an open file that has none of the forbidden mode bits."""
+    """Return whether this user owns an open file that has none of the forbidden mode bits.
+
+    Args:
+        descriptor: Descriptor of the open file or folder.
+        forbidden: Mode bits, such as 0o077 for all rights of other users.
+    """
     status = os.fstat(descriptor)
     return status.st_uid == os.geteuid() and not status.st_mode & forbidden
 
@@ -150,7 +174,13 @@ def _read_records(run_dir: str | Path) -> dict[str, bytes]:
 
 
 def _sign(key: bytes, run_dir: str | Path, records: Mapping[str, bytes]) -> bytes:
-    """Return the signature of the records and of the id of the run in a folder, in hexadecimal."""
+    """Return the signature of the records and of the id of the run in a folder, in hexadecimal.
+
+    Args:
+        key: Key of this user.
+        run_dir: Run folder, whose lock file has the id of the run.
+        records: Content of each file in RECORDS, by file name.
+    """
     run_id = str(read_holder(run_dir).get("run_id", "")).encode()
     digest = hmac.new(key, digestmod=hashlib.sha256)
     for part in (_PURPOSE, run_id, *(records[name] for name in RECORDS)):

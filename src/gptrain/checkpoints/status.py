@@ -23,10 +23,11 @@ CHECKPOINTS_NAME = "checkpoints"  # folder of the checkpoints in the folder of a
 
 
 class PreemptedError(BaseException):
-    """The run was asked to stop, and has saved its state. The same command resumes it.
+    """Raised in a run that was asked to stop, after it has saved its state.
 
-    Like KeyboardInterrupt, this is not an Exception: a signal handler may raise it inside any
-    library, whose `except Exception` would turn it into another error.
+    The same command resumes the run. Like KeyboardInterrupt, this is not an Exception: a signal
+    handler may raise it inside any library, whose `except Exception` would turn it into another
+    error.
 
     Args:
         step: Number of optimizer steps that are done and saved. None if there was nothing to save.
@@ -41,7 +42,7 @@ class PreemptedError(BaseException):
 
 
 class NonFiniteError(Exception):
-    """A loss or a gradient was NaN or infinite, so the optimizer step was not taken.
+    """Raised if a loss or a gradient was NaN or infinite, so that the optimizer step was not taken.
 
     The weights are still those from before that step.
 
@@ -71,13 +72,13 @@ class NonFiniteError(Exception):
 
 
 class SpikeError(Exception):
-    """Spikes of the loss or the gradient norm were skipped too many times in a row."""
+    """Raised after spikes of the loss or the gradient norm were skipped too many times in a row."""
 
     cause = "spike"
 
 
 def shorten(samples: list[int]) -> str:
-    """Return the first 16 numbers as text, and an ellipsis if there are more."""
+    """Return the first 16 numbers as text, joined by commas, and an ellipsis if there are more."""
     return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
 
 
@@ -120,7 +121,14 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """Return the last status of a run, or None if it is missing, unreadable or not gptrain's."""
+    """Return the content of a run's status.json, or None if it is missing or not such a file.
+
+    The file may be damaged, or written by another program: a status without an integer `exit_code`
+    counts as missing.
+
+    Args:
+        run_dir: Run folder.
+    """
     status = read_facts(Path(run_dir) / STATUS_NAME)
     return status if isinstance(status.get("exit_code"), int) else None
 
@@ -131,18 +139,23 @@ def clear_status(run_dir: str | Path) -> None:
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write the result of a run that is done.
+    """Write the result of a run that is done as JSON.
 
     Args:
-        path: File, usually result.json in the run folder.
+        path: File, usually result.json in the run folder. An existing file is replaced.
         metrics: Final metrics under their logged names. A metric that is not finite becomes null.
-        facts: Other entries.
+        facts: Other entries of the file.
     """
     fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 
 
 def to_json(value: object) -> bytes:
-    """Return a value as indented JSON. NaN and infinity become null, and paths become text."""
+    """Return a value as indented JSON. NaN and infinity become null.
+
+    Args:
+        value: Nested dicts and lists of plain values. Any other object, such as a path, becomes
+            text.
+    """
     return json.dumps(finite_values(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 

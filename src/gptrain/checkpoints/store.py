@@ -197,7 +197,10 @@ class CheckpointStore:
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Check that the file system has enough free space.
+        """Check that the file system of the checkpoints has enough free space. Quotas are ignored.
+
+        Args:
+            needed_bytes: Expected size of the next checkpoint, over all ranks.
 
         Raises:
             SaveFailedError: If fewer than `needed_bytes` bytes are free.
@@ -220,12 +223,18 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest checkpoint, not verified. Use it for messages only."""
+        """Return the folder of the checkpoint with the highest step, or None if there is none.
+
+        The checkpoint is not verified. Use the result for messages only.
+        """
         steps = self.steps()
         return self.folder / folder_name(steps[-1]) if steps else None
 
     def verify(self, path: Path) -> Checkpoint:
         """Read every byte of a checkpoint and return the verified checkpoint.
+
+        Args:
+            path: Folder of the checkpoint.
 
         Raises:
             DamagedCheckpointError: If the checkpoint is damaged, or belongs to another run.
@@ -261,7 +270,8 @@ class CheckpointStore:
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
         """Return the folders of the checkpoints that have a metric, the best first.
 
-        Of equal checkpoints the earlier comes first. The checkpoints are not verified.
+        Of equal checkpoints the earlier comes first. The checkpoints are not verified. Those
+        without a readable manifest are left out.
 
         Args:
             monitor: Name of the metric.
@@ -278,7 +288,10 @@ class CheckpointStore:
         return [path for _, _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
-        """Return the first intact checkpoint of the ranking, or None if there is none.
+        """Return the intact checkpoint with the best value of a metric, or None if there is none.
+
+        A damaged checkpoint is reported as a warning and not used. Of equal checkpoints the
+        earliest counts.
 
         Args:
             monitor: Name of the metric.
@@ -295,6 +308,8 @@ class CheckpointStore:
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
         """Remove all checkpoints except the newest `keep` and the protected ones.
+
+        Call it on one rank only.
 
         Args:
             keep: Number of newest checkpoints that stay, at least 1.
@@ -343,7 +358,14 @@ class CheckpointStore:
     def _commit_amendment(
         self, draft: Path, step: int, metrics: dict, files_of_ranks: list[dict[str, dict]]
     ) -> None:
-        """Move a draft's files into the step's checkpoint, then replace its manifest."""
+        """Move the files of a draft into the checkpoint of a step, then replace its manifest.
+
+        Args:
+            draft: Hidden folder with the additional files, which is removed.
+            step: Step of the checkpoint.
+            metrics: Metrics that replace those in the manifest.
+            files_of_ranks: For each rank, the entries of its files by name.
+        """
         target = self.folder / folder_name(step)
         entries = manifest.read_manifest(target)
         added: dict[str, dict] = {}
@@ -357,7 +379,13 @@ class CheckpointStore:
         fileops.remove_tree(draft)
 
     def _set_aside(self, path: Path) -> str:
-        """Rename a damaged checkpoint if the store may write, and return the outcome in words."""
+        """Rename a damaged checkpoint to `*.corrupt`, and return the outcome in words, for the log.
+
+        Without a `run_id` the store only reads, and renames nothing.
+
+        Args:
+            path: Folder of the damaged checkpoint.
+        """
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
         name = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
         is_renamed = self.run_id is not None and _rename(path, self.folder / name)
@@ -369,7 +397,12 @@ class CheckpointStore:
 
 
 def _rename(path: Path, to: Path) -> bool:
-    """Rename a folder and return whether that succeeded. A failure is a warning, not an error."""
+    """Rename a folder and return whether that succeeded. A failure is logged as a warning.
+
+    Args:
+        path: Folder.
+        to: New path, in the same folder.
+    """
     try:
         os.rename(path, to)
     except OSError as error:

@@ -41,7 +41,10 @@ COMMAND_TIME_S: ContextVar[float | None] = ContextVar("COMMAND_TIME_S", default=
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
-    """Append a start to the timeline of a run. Call it under the run lock, before ranks start.
+    """Append a line about a start to the timeline of a run.
+
+    Call it under the run lock, before ranks start. The start begins when the command did or, for a
+    restart by the supervisor, now.
 
     Args:
         run_dir: Folder of the run.
@@ -54,10 +57,12 @@ def add_start(run_dir: str | Path, step: int) -> None:
 
 
 class Timeline:
-    """Records the phases of one start of a run. The first phase is "starting".
+    """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
+
+    All methods do nothing if `folder` is None, and after `end`.
 
     Args:
-        folder: Folder of the run. None records nothing, as on ranks other than 0.
+        folder: Folder of the run. None on ranks other than 0, and for a run that is not recorded.
     """
 
     def __init__(self, folder: Path | None):
@@ -86,7 +91,14 @@ class Timeline:
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Generator[None, None, None]:
-        """Record the block as this phase, and then begin the phase before it again."""
+        """Record the block as a phase, and then begin the phase before it again.
+
+        A block within the same phase changes nothing.
+
+        Args:
+            phase: Phase of the block.
+            step: Number of optimizer steps done.
+        """
         outer = self._phase
         if outer is None or outer == phase:
             yield
@@ -107,7 +119,15 @@ class Timeline:
             self._write(step, self._file.replace_last)
 
     def end(self, step: int) -> dict[str, float]:
-        """Record that the run has reached its own end, and return `measure` of all starts."""
+        """Record that the run has reached its own end, and return its goodput.
+
+        Args:
+            step: Number of optimizer steps done.
+
+        Returns:
+            Goodput and seconds of each phase over all starts of the run, as `measure` returns them.
+            Empty if nothing was recorded.
+        """
         if self._phase is None:
             return {}
         self._write(step, self._file.replace_last)
@@ -116,6 +136,12 @@ class Timeline:
         return measure(read_json_lines(self._file.path))
 
     def _write(self, step: int, write: Any) -> None:
+        """Write the line of the current phase, which ends now.
+
+        Args:
+            step: Number of optimizer steps done.
+            write: Method of the file that appends the line or replaces the last one.
+        """
         self._written_s = round(time.time(), 3)
         row = {"phase": self._phase, "step": step, "begin": self._begin_s, "time": self._written_s}
         write(row)
@@ -124,11 +150,14 @@ class Timeline:
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the goodput of a run and its times, or an empty dict if no step is recorded.
 
+    Goodput is the fraction of the wall-clock time, over all starts, in which the run did optimizer
+    steps whose result was kept.
+
     Args:
         rows: Lines of timeline.jsonl, which may come from an untrusted folder.
 
     Returns:
-        `goodput`, and for each of TIMES its seconds, such as `steps_s`.
+        `goodput`, and the seconds of each of TIMES under names such as `steps_s`.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
@@ -158,9 +187,11 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def recovery_times(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return the seconds of each recovery, see above. A recovery that did not end is left out.
+    """Return the seconds of each recovery of a run, in order of time.
 
-    Within an interval of several steps, all steps are assumed to take the same time.
+    A recovery lasts from the last line of a start that did not reach the end of the run to the
+    first step that no earlier start had done. A recovery that did not end is left out. Within an
+    interval of several steps, all steps are assumed to take the same time.
 
     Args:
         rows: Lines of timeline.jsonl of a trusted run.
@@ -187,7 +218,11 @@ def recovery_times(rows: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def describe(times: Mapping[str, float]) -> str:
-    """Return the goodput and its times as one phrase for a person, without times below 0.05 s."""
+    """Return the goodput and its times as one phrase for a person, without times below 0.05 s.
+
+    Args:
+        times: Result of `measure`, not empty.
+    """
     shown = {name: times[f"{name}_s"] for name in TIMES}
     parts = [f"{s:.1f} s {name.replace('_', ' ')}" for name, s in shown.items() if s >= 0.05]
     return f"goodput {times['goodput']:.2f} ({', '.join(parts)})"

@@ -23,7 +23,9 @@ from gptrain.checkpoints.manifest import difference
 
 
 class SaveFailedError(OSError):
-    """A checkpoint cannot be written. Its files were removed; earlier checkpoints are intact.
+    """Raised if a checkpoint cannot be written.
+
+    Its files were removed. Earlier checkpoints are intact.
 
     Args:
         number: Number of the operating system's error (errno).
@@ -65,7 +67,7 @@ class CheckpointWriter:
         gather: Collective function that returns one picklable value of each rank on all ranks, in
             rank order. It is the barrier, too.
         needed_bytes: Size of the save, for error messages. It grows to the size of the files.
-        progress: Function that is called for every piece that is written or read back.
+        progress: Function that is called for every piece that is written or read back, or None.
     """
 
     path: Path
@@ -158,7 +160,17 @@ class CheckpointWriter:
             raise
 
     def _write_files(self, files: dict[str, io.BytesIO]) -> dict[str, dict]:
-        """Write the files, free the memory of each, and return their entries for the manifest."""
+        """Write the files, free the memory of each, and return their entries for the manifest.
+
+        Args:
+            files: Files in memory by name. The dict is empty afterwards.
+
+        Returns:
+            The entry (`bytes` and `sha256`) of each file by its name.
+
+        Raises:
+            OSError: If a file cannot be written, or reads differently from what was written.
+        """
         sizes = [file.getbuffer().nbytes for file in files.values()]
         self.needed_bytes = max(self.needed_bytes, sum(sizes))
         entries = {}
@@ -169,6 +181,13 @@ class CheckpointWriter:
 
     def _write_file(self, path: Path, content: memoryview) -> dict:
         """Write a file, read it back to verify it, and return its entry for the manifest.
+
+        Args:
+            path: New file.
+            content: Content of the file.
+
+        Returns:
+            The entries `bytes` (size) and `sha256`.
 
         Raises:
             OSError: If the file cannot be written, or reads differently from what was written.
