@@ -7,11 +7,12 @@ Config: conf/callbacks/scores.yaml. A file of JSON lines has questions in the fo
 
 import json
 import re
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import DataError
 from gptrain.lit.lightning import data_of, strategy_of
+from gptrain.text.chat import ChatFormat
 from gptrain.text.scoring import encode_pair, score_continuations
+
+Encoder: TypeAlias = Callable[[str, str], tuple[list[int], list[int]]]  # a question and a choice
 
 
 class Question(NamedTuple):
@@ -45,9 +49,12 @@ class Scores(Callback):
 
     Args:
         files: File of questions by name.
+        chat: True if a question is a message of the user, which the chat template of the tokenizer
+            renders, and a choice is the answer of the assistant.
     """
 
-    def __init__(self, files: Mapping[str, str]):
+    def __init__(self, files: Mapping[str, str], chat: bool = False):
+        self.chat = chat
         self.questions = {name: read_questions(Path(file)) for name, file in files.items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,9 +75,10 @@ class Scores(Callback):
         if trainer.sanity_checking:
             return
         data, net = data_of(trainer), cast(nn.Module, pl_module.net)
+        encode = self.encoder(self.tokenizer)
         for name, questions in self.questions.items():
             with trainer.precision_plugin.forward_context():
-                counts = count(net, self.tokenizer, questions, data.rank, data.world_size)
+                counts = count(net, encode, questions, data.rank, data.world_size)
             total = cast(Tensor, trainer.strategy.reduce(counts, reduce_op="sum"))
             pl_module.log_dict(named_scores(name, total))
 
@@ -81,13 +89,20 @@ class Scores(Callback):
             net: Full net, in evaluation mode.
             tokenizer: Tokenizer of the net.
         """
-        counts = {name: count(net, tokenizer, q) for name, q in self.questions.items()}
-        pairs = [named_scores(name, counted).items() for name, counted in counts.items()]
-        return dict(chain(*pairs))
+        scores, encode = {}, self.encoder(tokenizer)
+        for name, questions in self.questions.items():
+            scores |= named_scores(name, count(net, encode, questions))
+        return scores
+
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return the function that encodes a question and one of its choices."""
+        if self.chat:
+            return partial(encode_answer, ChatFormat(tokenizer))
+        return lambda text, choice: encode_pair(tokenizer, text, f" {choice}")
 
 
 def count(
-    net: nn.Module, tokenizer: Any, questions: list[Question], rank: int = 0, n_ranks: int = 1
+    net: nn.Module, encode: Encoder, questions: list[Question], rank: int = 0, n_ranks: int = 1
 ) -> Tensor:
     """Return how many questions of a rank are right by `acc` and `acc_norm`, and their number.
 
@@ -96,7 +111,7 @@ def count(
 
     Args:
         net: Net in evaluation mode.
-        tokenizer: Tokenizer of the net.
+        encode: Function that returns the tokens of a question and those of one of its choices.
         questions: Questions of all ranks.
         rank: Rank that answers the questions rank, rank + n_ranks and so on.
         n_ranks: Number of ranks that divide the questions.
@@ -107,7 +122,7 @@ def count(
     counts = torch.zeros(3, device=next(net.parameters()).device)
     for first in range(0, len(questions), n_ranks):
         text, choices, answer = questions[min(first + rank, len(questions) - 1)]
-        pairs = [encode_pair(tokenizer, text, f" {choice}") for choice in choices]
+        pairs = [encode(text, choice) for choice in choices]
         nats = torch.tensor([log_prob for log_prob, _ in score_continuations(net, pairs)])
         per_character = nats / torch.tensor([len(choice) for choice in choices])
         if first + rank < len(questions):
@@ -115,6 +130,14 @@ def count(
             counts[1] += int(per_character.argmax()) == answer
             counts[2] += 1
     return counts
+
+
+def encode_answer(chat: ChatFormat, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation before the answer, and those of the answer."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    tokens, is_target = chat.encode(messages)
+    places = np.flatnonzero(is_target)  # the template may add tokens after the end token
+    return tokens[: places[0]].tolist(), tokens[places[0] : places[-1] + 1].tolist()
 
 
 def named_scores(name: str, counts: Tensor) -> dict[str, float]:

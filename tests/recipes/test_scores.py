@@ -85,12 +85,20 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
         normed = [value / len(choice) for value, choice in zip(nats, choices, strict=True)]
         by_hand.append([nats.index(max(nats)) == answer, normed.index(max(normed)) == answer])
     expected = [*torch.tensor(by_hand).sum(0).tolist(), 3]
-    tokenizer = ByteTokenizer()
-    assert count(net, tokenizer, questions).tolist() == expected
-    parts = [count(net, tokenizer, questions, rank, 2) for rank in range(2)]
+    callback, tokenizer = Scores({"hs": str(files["hs"])}), ByteTokenizer()
+    encode = callback.encoder(tokenizer)
+    assert count(net, encode, questions).tolist() == expected
+    parts = [count(net, encode, questions, rank, 2) for rank in range(2)]
     assert sum(parts).tolist() == expected
-    scores = Scores({"hs": str(files["hs"])}).evaluate(net, tokenizer)
+    scores = callback.evaluate(net, tokenizer)
     assert scores == {"eval/hs/acc": expected[0] / 3, "eval/hs/acc_norm": expected[1] / 3}
+
+
+def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):
+    encode = Scores({"hs": str(files["hs"])}, chat=True).encoder(ByteTokenizer())
+    assert encode("q?", "bb") == (
+        [254, *b"user\nq?", 255, *b"\n", 254, *b"assistant\n"], [*b"bb", 255],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Score the net of a finished run with the callbacks that can do so, for example `scores`.
 
-    python -m gptrain.evaluate from_run=outputs/a callbacks=scores callbacks.scores.files.arc=F
+    python -m gptrain.evaluate from_run=outputs/a callbacks=scores "callbacks.scores.files={arc: F}"
 
     from_run   folder of a run; its callbacks are used if no others are named
     ckpt_path  best or last checkpoint of the run (best)

@@ -207,7 +207,7 @@ def metric_parts(metrics: dict[str, float]) -> list[str]:
 
     A metric with more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, is one part.
     """
-    names = [name for name in metrics if name.startswith(("train/loss", "val/", "test/"))]
+    names = [name for name in metrics if name.startswith(("train/loss", "val/", "test/", "eval/"))]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(/\d+)+$", "", name), []).append(name)
