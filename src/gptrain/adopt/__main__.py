@@ -24,6 +24,7 @@ from gptrain.adopt.library import (
     restore,
 )
 from gptrain.adopt.project import TEMPLATE, make, uncopied_files
+from gptrain.config import vocabulary
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain, resolved
 from gptrain.config.values import walk
@@ -179,7 +180,8 @@ def check(conf: Path) -> int:
 def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[ConfigIssue]:
     """Return what the library refuses in the config that these overrides compose.
 
-    A value that conf/ leaves to the command line, `???`, is not checked.
+    A value that conf/ leaves to the command line, `???`, is not checked. Neither is
+    `model.vocab_size=auto` if the tokenizer is left to the command line.
 
     Args:
         general: Lines about train.yaml itself, which are left out.
@@ -191,6 +193,9 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
         problems = problems or check_config(resolved(cfg)).errors
     except ConfigError as error:
         problems = error.problems
+        unknown_size = f"{vocabulary.KEY}={vocabulary.AUTO}"
+        if [f"{problem.key}={problem.value}" for problem in problems] == [unknown_size]:
+            return find_problems([*words, f"{vocabulary.KEY}=256"], general)
     except Exception as error:  # train.yaml itself cannot be composed
         problems = [ConfigIssue("", None, " ".join(str(error).split()))]
     checked = (problem for problem in problems if TO_BE_TYPED not in str(problem))
