@@ -19,7 +19,7 @@ NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 ONE_LINE = {
     "trainer.devices=0": ["trainer.devices=0", "at least 1"],
     "trainer.devices=two": ["trainer.devices=two", "not a number", '"auto"'],
-    "strategy=ddpp": ["strategy=ddpp", 'did you mean "ddp"', "auto, ddp", "fsdp"],
+    "strategy=ddpp": ["strategy=ddpp", 'did you mean "ddp"', "auto, context_parallel, ddp", "fsdp"],
     "strategy=dp": ["strategy=dp", 'did you mean "ddp"', "try: strategy=ddp"],
     "trainer.precision=fp12": ["trainer.precision=fp12", "32-true, bf16-mixed, 16-mixed"],
     "trainer.precision=16-mixed trainer.accelerator=cpu": ["16-mixed", "on CPU", "bf16-mixed"],
