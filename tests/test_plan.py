@@ -167,9 +167,10 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     assert n_bytes["weights"] == n_bytes["gradients"] == 872 * 4
     assert n_bytes["optimizer"] == 2 * 872 * 4
     # Values of a token that a block keeps: the inputs of two norms and their outputs (4 * 8), q, k,
-    # v and the attention's output (8 + 4 + 4 + 8), four inside the MLP (4 * 6); 4 bytes each. The
-    # statistics of norms and softmax: 16 + 4 * 4 bytes. Two more rows at the net's end.
-    block = 4 * (4 * 8 + 24 + 4 * 6) + 16 + 4 * 4
+    # v and the attention's output (4 * 8, because k and v are repeated for each head of q in fp32 on
+    # a GPU), four inside the MLP (4 * 6); 4 bytes each. The statistics of norms and softmax: 16 +
+    # 4 * 4 bytes. Two more rows at the net's end.
+    block = 4 * (4 * 8 + 4 * 8 + 4 * 6) + 16 + 4 * 4
     assert n_bytes["activations"] == 15 * (2 * block + 2 * 8 * 4)
     assert n_bytes["logits"] == 15 * 10 * 4
     # A rank computes 2 * 3 * 5 = 30 tokens. A token costs 6 FLOPs per weight of a matrix, and 12
@@ -247,11 +248,16 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
 
 
 def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
-    """K and v of a token have one quarter of the width: 2 * (64 - 16) fp32 values less."""
+    """K and v of a token have one quarter of the width: 2 * (64 - 16) fp32 values less on a CPU.
+
+    On a GPU, attention in fp32 repeats them to the full width.
+    """
     options, dims = default_options("single"), ParallelDims()
-    shapes = (llama_shape(61, 64, 4, n, 2, 160) for n in (4, 1))
-    kept = [block_activations(Work(shape, options, dims, 4, 16))[0] for shape in shapes]
-    assert kept[0] - kept[1] == 2 * (64 - 16) * 4
+    shapes = [llama_shape(61, 64, 4, n, 2, 160) for n in (4, 1)]
+    for is_cpu, n_bytes in ((True, 2 * (64 - 16) * 4), (False, 0)):
+        works = [Work(shape, options, dims, 4, 16, is_cpu=is_cpu) for shape in shapes]
+        kept = [block_activations(work)[0] for work in works]
+        assert kept[0] - kept[1] == n_bytes
 
 
 @pytest.mark.parametrize(
