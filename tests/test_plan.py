@@ -167,8 +167,8 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     assert n_bytes["weights"] == n_bytes["gradients"] == 872 * 4
     assert n_bytes["optimizer"] == 2 * 872 * 4
     # Values of a token that a block keeps: the inputs of two norms and their outputs (4 * 8), q, k,
-    # v and the attention's output (4 * 8, because k and v are repeated for each head of q on a GPU in
-    # fp32), four inside the MLP (4 * 6); 4 bytes each. The statistics of norms and softmax: 16 +
+    # v and the attention's output (4 * 8, because k and v are repeated for each head of q on a GPU
+    # in fp32), four inside the MLP (4 * 6); 4 bytes each. The statistics of norms and softmax: 16 +
     # 4 * 4 bytes. Two more rows at the net's end.
     block = 4 * (4 * 8 + 4 * 8 + 4 * 6) + 16 + 4 * 4
     assert n_bytes["activations"] == 15 * (2 * block + 2 * 8 * 4)
