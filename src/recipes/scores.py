@@ -193,6 +193,6 @@ def read_question(row: dict[str, Any]) -> Question:
 
 
 def cleaned(text: str) -> str:
-    """Return a text of HellaSwag without the marks of WikiHow."""
+    """Return a text of HellaSwag without the marks in brackets that come from WikiHow."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")

@@ -86,12 +86,20 @@ class MuonFacts(OptimizerFacts):
     """
 
     def state_bytes(self, work: Work) -> float:
-        """Return the bytes of state: one value per weight of a hidden matrix, two for the rest."""
+        """Return the bytes of state: one value per weight of a hidden matrix, two for the rest.
+
+        Args:
+            work: Step of the rank.
+        """
         n_hidden = work.part[0] * work.shape.block_matrices / work.dims.tensor
         return super().state_bytes(work) - n_hidden * work.weight_bytes
 
     def flops(self, work: Work) -> float:
-        """Return the FLOPs of the Newton-Schulz steps of the matrices that the rank updates."""
+        """Return the FLOPs of the Newton-Schulz steps of the matrices that the rank updates.
+
+        Args:
+            work: Step of the rank.
+        """
         return muon_flops(work.shape, work.part[0], ranks_of_update(work))
 
     def traffic(self, work: Work) -> Iterator[Traffic]:

@@ -33,10 +33,11 @@ OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 class StepMemory(NamedTuple):
-    """Bytes of a rank that depend on the strategy, during an optimizer step.
+    """Bytes of a rank during an optimizer step that depend on the strategy.
 
     Attributes:
-        copies: Copies of weights, gathered or in 16 bits, and buckets, until the backward pass.
+        copies: Bytes of weights that FSDP has gathered or autograd keeps in 16 bits, and of DDP's
+            buckets. They exist in the forward and in the backward pass.
         early: Gradients that are stored during a forward pass.
         block: Extra bytes during the backward pass of one block.
         last: Total extra bytes when the gradient of the token table is added, which is the end of
@@ -174,6 +175,9 @@ class AveragingCosts(StrategyCosts[OptionsT]):
         A bucket waits for its last gradient, and the gradient of a tied table is the last of all.
         Pipelines and context groups average after all passes. PowerSGD sends full gradients in its
         first 1000 steps.
+
+        Args:
+            work: Step of the rank.
         """
         n_ranks = self.step_ranks
         n_parameters = sum(work.held)
@@ -239,6 +243,9 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
         The change is all-reduced every `sync_every` steps without overlap. Each rank of a replica
         all-reduces a part of the change, which it then broadcasts to the others.
+
+        Args:
+            work: Step of the rank.
         """
         yield from super().traffic(work)
         n_replicas = self.dims.data // self.step_ranks
@@ -298,6 +305,9 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         block once, or twice with `reshard_after_forward`: forward and backward. Gradients are
         reduced in the last micro-step, or in every micro-step with `accumulate_shards`. With
         several replicas the gradients of equal shards are then all-reduced.
+
+        Args:
+            work: Step of the rank.
 
         Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
         """
@@ -389,6 +399,9 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
         Each block exchanges q, k and v in one all-to-all and the output of attention in another.
         Their gradients take the same way back. Recomputation repeats the forward pass.
 
+        Args:
+            work: Step of the rank.
+
         Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.2.
         """
         n_blocks = work.part[0]
@@ -440,6 +453,9 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         """Yield the activations for the next stage and their gradients for the previous stage.
 
         The two ends all-reduce the gradient of the weight that they share, once a step.
+
+        Args:
+            work: Step of the rank.
         """
         _, is_first, is_last = work.part
         # A stage sends to its neighbours on both sides. The first and the last stage have one.
@@ -461,6 +477,9 @@ def tensor_traffic(work: Work) -> Iterator[Traffic]:
     forward pass of L layers, and as often in the backward pass. Recomputation repeats three of a
     block's four exchanges. In addition, three fp32 values per token are all-reduced for the loss,
     and the gradients of the parameters that all ranks hold are all-reduced once per step.
+
+    Args:
+        work: Step of the rank.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """

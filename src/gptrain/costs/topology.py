@@ -60,7 +60,10 @@ class Topology:
 
     @property
     def slowest_ring_link(self) -> str | None:
-        """The slowest link of the fastest ring through all GPUs. None for fewer than two GPUs."""
+        """Word of nvidia-smi for the slowest link of the fastest ring through all GPUs.
+
+        None for fewer than two GPUs.
+        """
         words = sorted(set(self.links.values()), key=speed, reverse=True)
         first = self.gpus[:1]
         return next((word for word in words if self._has_ring(speed(word), first)), None)

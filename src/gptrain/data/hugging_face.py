@@ -49,7 +49,14 @@ class HuggingFacePairs(Dataset):
         return self._to_pair(index, self.dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return the pairs of several samples, not stacked."""
+        """Return the pairs (tokens (T,), targets (T,)) of several samples as a list.
+
+        Args:
+            indices: Indices of the samples.
+
+        Raises:
+            DataError: If a sample cannot be converted. The message names the sample.
+        """
         read = getattr(self.dataset, "__getitems__", None)
         samples = read(indices) if read else [self.dataset[index] for index in indices]
         return [self._to_pair(i, sample) for i, sample in zip(indices, samples, strict=True)]
@@ -85,6 +92,10 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
     Other keys, such as `idx` or `text`, are not used. A key with a value per position could change
     what the net computes, such as `position_ids`, and is an error.
+
+    Args:
+        sample: Dict of `input_ids`, `labels` and, optionally, `attention_mask`, each a tensor, an
+            array or a list of T integers.
 
     Raises:
         ValueError: If a required key is missing, if another key has a value per position, if shapes

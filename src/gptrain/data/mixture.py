@@ -229,7 +229,12 @@ class MixtureOrder:
         return samples
 
     def count_taken(self, epoch: int, position: int) -> list[int]:
-        """Return the number of samples that each part has given before a position of an epoch."""
+        """Return the number of samples that each part has given before a position of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            position: Position in the epoch.
+        """
         return (self.count_by_part(epoch * self.n_samples + position) + self._ahead).tolist()
 
     def resume(self, epoch: int, position: int, taken: Sequence[int]) -> None:

@@ -69,10 +69,14 @@ class BatchReader(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return a batch as `collate` makes it.
+        """Return a batch: a tuple or a dict of tensors (B, ...), or what the dataset has stacked itself.
 
-        An index i < 0 makes a batch of sample -1 - i whose targets are all -100: `EvalBatches`
-        gives such an index to a rank that has no sample while other ranks have a sample.
+        For text these are tokens (B, T) and targets (B, T).
+
+        Args:
+            indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
+                targets are all -100: `EvalBatches` gives such an index to a rank that has no sample
+                while other ranks have a sample.
 
         Raises:
             DataError: If samples cannot be stacked. The message names the first sample that

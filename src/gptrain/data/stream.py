@@ -24,7 +24,10 @@ _NO_POSITION = "the stream has no state_dict, so that a resumed run cannot conti
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be iterated."""
+    """Return whether a dataset can only be iterated, because it has no index.
+
+    It is an IterableDataset, or an iterable without `__getitem__` or without `__len__`.
+    """
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
@@ -237,7 +240,12 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
 
 
 def find_stream(dataset: Any) -> StreamDataset | None:
-    """Return the stream that a dataset reads, also through wrappers with an attribute `dataset`."""
+    """Return the StreamDataset that a dataset reads, or None if it reads none.
+
+    Args:
+        dataset: A StreamDataset, or a wrapper that keeps the inner dataset in its attribute
+            `dataset`.
+    """
     while dataset is not None and not isinstance(dataset, StreamDataset):
         dataset = getattr(dataset, "dataset", None)
     return dataset

@@ -117,7 +117,13 @@ def find_token_files(
 
 
 def _find_below(folder: str, split: str) -> list[Path]:
-    """Return the .bin files below a folder that belong to a split, sorted by name."""
+    """Return the .bin files below a folder that belong to a split, sorted by name.
+
+    Args:
+        folder: Folder that is searched at any depth.
+        split: "train" or "val" leaves out files whose names belong to another split. An empty text
+            takes all files.
+    """
     skipped = SkippedPaths()
     files = [file for file in walk_files(folder, skipped) if file.name.endswith(".bin")]
     skipped.warn()

@@ -69,10 +69,14 @@ class StepRule(Protocol):
     refuses: bool
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
-        """Return 1 if the rule flags the step, else 0: a scalar on the device, never read here.
+        """Return 1 if the rule flags the step, else 0, as a scalar tensor on the device.
 
-        The result must be identical on all ranks that take the step together, as functions of
-        `strategy.grad_norm` are. `flag` is called once for each call of `LightningStrategy.clip`.
+        `flag` must not read values of the device on the host. The result must be identical on all
+        ranks that take the step together, as functions of `strategy.grad_norm` are. `flag` is
+        called once for each call of `LightningStrategy.clip`.
+
+        Args:
+            strategy: Strategy of the run, with the gradient norm of the step.
         """
         ...
 

@@ -218,7 +218,14 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether a validation is due right after this optimizer step."""
+    """Return whether a validation is due right after an optimizer step.
+
+    It is due at the validation interval, and also when training is about to stop.
+
+    Args:
+        trainer: Trainer of the run.
+        step: Number of optimizer steps done.
+    """
     is_due = step % data_of(trainer).validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
 

@@ -353,9 +353,12 @@ def has_own_optimizer(module: pl.LightningModule) -> bool:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the text of the line `optimizer`: the class, and the learning rates of the groups.
+    """Return a text for the start of a run: class and learning rates of a module's own optimizer.
 
     The learning rates are those from which the schedule starts, each different one once.
+
+    Args:
+        optimizer: Optimizer that the module's configure_optimizers has built.
     """
     rates = (group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups)
     shown = ", ".join(dict.fromkeys(f"{float(rate):g}" for rate in rates if rate is not None))

@@ -28,7 +28,11 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer."""
+    """Keys and values of one layer.
+
+    Attributes:
+        length: Number of cached positions.
+    """
 
     length = 0
 

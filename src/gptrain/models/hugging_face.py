@@ -88,6 +88,9 @@ class HuggingFace(nn.Module):
         Some models scale or bound their logits, and no config key shows that. The check runs the
         model on one token and compares the identity of tensors and of their storage, not values,
         so that it works on the meta device.
+
+        Args:
+            head: Output embedding of the model.
         """
         decoder = self.model.get_decoder()
         inputs: dict[nn.Module, Any] = {}

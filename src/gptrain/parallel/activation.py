@@ -48,7 +48,12 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
 def _contexts_with_buffers(
     block: nn.Module, mode: str
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the forward pass and of the recomputation of a block with buffers."""
+    """Return the contexts of the forward pass and of the recomputation of a block with buffers.
+
+    Args:
+        block: Block of the net.
+        mode: "full" or "selective", as in `apply_activation_checkpointing`.
+    """
     if mode == "full":
         return nullcontext(), _recomputation(block, nullcontext())
     forward, recomputation = create_selective_checkpoint_contexts(_EXPENSIVE)
@@ -61,8 +66,12 @@ def _recomputation(
 ) -> Generator[None, None, None]:
     """Give the block copies of its buffers within the context.
 
-    The running averages of BatchNorm would otherwise be updated once more by the recomputation.
-    The buffers are exchanged, not restored in place: autograd refuses a saved tensor that changed.
+    The recomputation would otherwise update the running averages of BatchNorm a second time. The
+    buffers are exchanged, not restored in place: autograd refuses a saved tensor that changed.
+
+    Args:
+        block: Block of the net. It has its own buffers again after the context.
+        context: Context of torch in which the recomputation runs.
     """
     buffers = [
         (module, name, buffer)

@@ -349,7 +349,13 @@ def add_noise(net: nn.Module, first_names: Mapping[str, str], device: torch.devi
 
 
 def first_cause(error: BaseException) -> str:
-    """Return type and message of the first exception in a chain of causes, on one line."""
+    """Return "type: message" of the first exception in a chain of causes, on one line.
+
+    The type is left out for an IncomparableError.
+
+    Args:
+        error: Last exception of the chain, whose `__cause__` leads to the first one.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     message = " ".join(str(error).split())
@@ -358,7 +364,11 @@ def first_cause(error: BaseException) -> str:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Set torch's default dtype, and the full precision of float32 matmuls, inside the block."""
+    """Set torch's default dtype inside the block, and turn TF32 off for float32 matrices.
+
+    Args:
+        dtype: Dtype of tensors that are made in the block without a dtype.
+    """
     previous_dtype = torch.get_default_dtype()
     previous_precision = torch.get_float32_matmul_precision()
     torch.set_default_dtype(dtype)

@@ -76,7 +76,11 @@ class ContextParallel(Sharded[ContextParallelOptions]):
             net.hidden = partial(self.run_part, net.hidden)
 
     def shard(self, net: Net) -> None:
-        """Apply FSDP2 in place, if `strategy.shard` is set."""
+        """Shard the parameters with FSDP2, in place. Does nothing with `strategy.shard=false`.
+
+        Args:
+            net: Net after `split`, activation checkpointing and compile.
+        """
         if self.options.shard:
             super().shard(net)
         else:
@@ -93,7 +97,14 @@ class ContextParallel(Sharded[ContextParallelOptions]):
             self.average(self.net.parameters())
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the gradients of parameters over the data and the context ranks."""
+        """Average the gradients of parameters over the data and the context ranks, in place.
+
+        All of these ranks must call this method.
+
+        Args:
+            parameters: Parameters whose gradients are averaged. Those without a gradient are
+                skipped.
+        """
         sum_gradients(parameters, self.shard_mesh.get_group(), divisor=self.shard_mesh.size())
 
     def loss_sum(

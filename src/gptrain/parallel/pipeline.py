@@ -91,7 +91,14 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         self._checks_scale = True
 
     def split(self, net: Net) -> None:
-        """Keep only this rank's stages in the net, in place."""
+        """Keep only this rank's stages in the net, in place, and remove all other layers.
+
+        Afterwards `net.forward` and `net.hidden` raise an IncompatibleModelError. All ranks must
+        call this method with the same net.
+
+        Args:
+            net: Full net, for example on the meta device.
+        """
         self.net = net
         self.n_blocks = len(net.blocks)
         # (training, number of microbatches, shape of the tokens) -> schedule with its buffers.
@@ -101,10 +108,16 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Adapt the strategy and the optimizer to each other, as the base class does.
+        """Adapt the strategy and the optimizer to each other, once both are built.
 
-        The first stage counts tied parameters and `extra_parameters` in the gradient norm, so all
-        other ranks of the pipeline leave them out.
+        Also records which parameters this rank leaves out of the gradient norm: the first stage
+        counts tied parameters and `extra_parameters`, so all other ranks of the pipeline leave them
+        out.
+
+        Args:
+            module: LightningModule, or any module with an attribute `net`.
+            optimizer: Optimizer of the module. If it has an attribute `replicas`, as Muon has, the
+                attribute is set to the ranks that hold the same weights.
         """
         super().prepare(module, optimizer)
         if self.rank:

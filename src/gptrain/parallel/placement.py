@@ -72,7 +72,8 @@ def make_net_on(
 def can_init_by_parameter(net: nn.Module) -> bool:
     """Return whether the net can be built on the meta device and initialized afterwards.
 
-    Such a net has `init_parameter`, and no buffers, whose values nobody would compute.
+    Such a net has a method `init_parameter` and no buffers. The values of a buffer that was built
+    on the meta device would be lost.
     """
     return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
 
@@ -142,9 +143,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All-gather the shards of a DTensor, or return a plain tensor unchanged; detached.
+    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, without gradient.
 
-    All ranks of the DTensor's mesh must call this function. The result is on the mesh's device.
+    All ranks of the mesh must call this function. The result is on the mesh's device. A plain
+    tensor is returned as it is, but detached.
     """
     if isinstance(tensor, DTensor):
         # FSDP's CPU offload keeps shards on the CPU. A GPU mesh can only gather GPU tensors.

@@ -22,10 +22,12 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class MissingRanksError(Exception):
-    """Some ranks of the job did not connect. The message names them and the variables.
+    """Some ranks of the job did not connect.
+
+    The message names these ranks and the values of the environment variables that the ranks use.
 
     Attributes:
-        cause: Kind of failure, for the end of the run.
+        cause: Kind of failure that is reported for the end of the run.
     """
 
     cause = "hang"

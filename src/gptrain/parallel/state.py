@@ -417,7 +417,7 @@ def _saved_tensors(net: nn.Module, stages: Stages) -> dict[str, Tensor]:
 
 
 def _reshard(net: nn.Module) -> None:
-    """Free the gathered weights that FSDP keeps after an evaluation."""
+    """Free the full weights that FSDP still holds after an evaluation, and keep only the shards."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

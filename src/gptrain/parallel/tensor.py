@@ -146,7 +146,10 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def _roles(net: Net) -> Iterator[tuple[str, str]]:
-    """Yield name and role of each layer in `net.tensor_plan`; the first matching pattern counts."""
+    """Yield (name, role) of each layer whose name matches a pattern of `net.tensor_plan`.
+
+    If several patterns match, the first one counts.
+    """
     for name, _ in net.named_modules():
         for pattern, role in net.tensor_plan.items():
             if fnmatch(name, pattern):
@@ -313,7 +316,14 @@ class _VocabHead(_Role):
 
 @cache
 def _mixed_class(role: type, layer: type[nn.Module]) -> type:
-    """Return a subclass of the role and the layer's class, under the name of the layer's class."""
+    """Return a class that inherits from a role and then from a layer's class.
+
+    The new class has the name of the layer's class, and `layer_forward` is that class's `forward`.
+
+    Args:
+        role: Subclass of `_Role`, whose `forward` replaces the layer's.
+        layer: Class of the layer, for example nn.Linear.
+    """
     return type(layer.__name__, (role, layer), {"layer_forward": staticmethod(layer.forward)})
 
 

@@ -172,10 +172,13 @@ def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> None:
 
 
 def find_options(part: object) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each attribute that keeps an argument of __init__.
+    """Yield name and value of each attribute of a part that keeps an argument of its __init__.
 
-    For an argument `name` these are the attributes `name`, `_name` and `names`, and the buffers of
-    a metric, if `is_option` accepts the value.
+    For an argument `name` the attributes `name`, `_name` and `names` are tried. An nn.Module may
+    keep it in a buffer. Values that `is_option` refuses are left out.
+
+    Args:
+        part: Callback, metric or schedule.
     """
     attributes = dict(getattr(part, "__dict__", {}))
     if isinstance(part, nn.Module):
@@ -210,7 +213,10 @@ def is_option(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert an option to values that compare with == and that a checkpoint can contain."""
+    """Convert an option to plain values, which compare with == and which a checkpoint can contain.
+
+    A tensor becomes a list of numbers, an enum its value, a path or a duration a string.
+    """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

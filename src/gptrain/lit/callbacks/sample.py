@@ -50,6 +50,13 @@ class SampleText(Callback):
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         """Generate the text of this step and pass it to the loggers, once per step.
 
+        All ranks must call this method, because the forward pass of a partitioned net needs all
+        ranks.
+
+        Args:
+            trainer: Trainer of the run.
+            pl_module: Module whose `net` generates the text.
+
         Returns:
             The text, or None if the run cannot generate one.
         """

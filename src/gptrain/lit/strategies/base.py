@@ -260,6 +260,9 @@ def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the owner and the name of each buffer that checkpoints contain.
 
     Metrics are left out, because their states are sums over the samples of one rank.
+
+    Args:
+        module: LightningModule of the run.
     """
     saved = module.state_dict(keep_vars=True).keys()
     return [

@@ -58,7 +58,13 @@ class LightningDiLoCo(LightningMultiRank):
             self._synchronize_replicas(trainer.global_step)
 
     def _synchronize_replicas(self, step: int) -> None:
-        """Synchronize the weights of the replicas, and give them the first replica's buffers."""
+        """Synchronize the weights of the replicas, and give them the first replica's buffers.
+
+        All ranks must call this method after the same step.
+
+        Args:
+            step: Number of optimizer steps that are complete.
+        """
         self.parallel.sync(step)
         self.synchronize_buffers(self.parallel.sync_group)
 
