@@ -69,9 +69,9 @@ class BatchReader(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return a batch: a tuple or a dict of tensors (B, ...), or what the dataset has stacked itself.
+        """Return a batch: a tuple or a dict of stacked tensors, for text tokens and targets (B, T).
 
-        For text these are tokens (B, T) and targets (B, T).
+        A batch that the dataset has stacked itself in its `__getitems__` is returned unchanged.
 
         Args:
             indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
