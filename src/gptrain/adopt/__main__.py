@@ -70,7 +70,11 @@ def main() -> NoReturn:
 
 
 def answer(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
+    """Make, upgrade or check a project, and return the exit code of the command.
+
+    Args:
+        args: Parsed command line: `words` (name, library=..., recipes=...), `to`, `upgrade`,
+            `check`.
 
     Raises:
         ConfigError: If the words do not fit together.
@@ -102,8 +106,9 @@ def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> i
 
     Args:
         name: Name of the project's package.
-        to: Folder of the project, which must not exist.
-        library: "vendored", or the place of the library that the project requires.
+        to: Folder of the project, which must not exist. None is an error.
+        library: "vendored" for a copy of the library in the project. Otherwise a folder with a
+            checkout, a wheel or an address, which the project requires in its pyproject.toml.
         recipes: Names of the recipes to copy.
 
     Raises:
@@ -130,8 +135,20 @@ def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> i
 def upgrade(project: Path, library: str) -> int:
     """Replace the library of a project and print what the new library refuses in conf/.
 
+    If the project only requires the library, its pyproject.toml is changed, and the commands that
+    install and check the new library are printed.
+
+    Args:
+        project: Folder of the project.
+        library: "vendored" for the running library, a folder with a checkout, a wheel or an
+            address.
+
     Returns:
         The exit code, which is that of `--check` under the new library.
+
+    Raises:
+        ConfigError: If the library cannot be used, or the project's copy has uncommitted changes.
+        OSError: If a file cannot be read or written.
     """
     restore(project)
     if not (project / IN_PROJECT).is_dir():
@@ -148,15 +165,18 @@ def upgrade(project: Path, library: str) -> int:
 
 
 def enter_folder(folder: Path) -> str:
-    """Return the shell command that changes to a folder."""
+    """Return the shell command that changes to a folder, with the path quoted."""
     return shell.command("cd", shell.folder_argument(folder))
 
 
 def check(conf: Path) -> int:
     """Print what this library refuses in a project's conf/, with the name of the yaml file.
 
+    Args:
+        conf: The conf/ folder of the project.
+
     Returns:
-        The exit code: 0 if every choice fits the library.
+        The exit code: 0 if every choice fits the library, else 2.
     """
     enter(conf)
     files_of_lines: dict[str, str] = {}
@@ -184,7 +204,8 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
     `model.vocab_size=auto` if the tokenizer is left to the command line.
 
     Args:
-        general: Lines about train.yaml itself, which are left out.
+        words: Overrides, such as the choice of one yaml file.
+        general: Printed lines about train.yaml itself, which are left out.
     """
     try:
         cfg, problems = compose_and_explain(list(words))
@@ -211,7 +232,10 @@ def fits_with_another(
     the groups that the problems name are tried.
 
     Args:
-        problems: Issues of the overrides alone.
+        conf: The conf/ folder of the project.
+        words: Overrides that do not fit alone.
+        problems: Problems of the overrides alone.
+        general: Printed lines about train.yaml itself, which are ignored.
     """
     taken = {word.partition("=")[0] for word in words} | UNCHECKED | {"experiment"}
     named = {group for issue in problems for group in re.findall(r"\b(\w+)\.\w", issue.line)}

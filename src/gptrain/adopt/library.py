@@ -59,7 +59,13 @@ def package_in(library: str, temporary: Path) -> Path:
 
 
 def restore(project: Path) -> None:
-    """Move the package of a project back if an upgrade was killed between its two renames."""
+    """Move the package of a project back if an upgrade was killed between its two renames.
+
+    Does nothing in any other case.
+
+    Args:
+        project: Folder of the project.
+    """
     target = project / IN_PROJECT
     old = target.with_name(OLD)
     if old.is_dir() and not target.exists():
@@ -67,7 +73,11 @@ def restore(project: Path) -> None:
 
 
 def copy_library(library: Path, project: Path) -> None:
-    """Copy the package into a project, in place of the copy that the project has.
+    """Copy the package gptrain into a project, in place of the copy that the project has.
+
+    Args:
+        library: Folder of the package.
+        project: Folder of the project.
 
     Raises:
         ConfigError: If it is the same copy, or if that copy has changes that are not committed.
@@ -96,9 +106,13 @@ def copy_library(library: Path, project: Path) -> None:
 
 
 def check_paths(project: Path) -> list[str]:
-    """Return a line for each file of the library that the project names and that does not exist.
+    """Return an error line for each missing file of the library that a project names.
 
-    An older library may have had it at another path.
+    Only the names of .txt files in pyproject.toml, README.md and .ci/run are checked. An older
+    library may have had such a file at another path.
+
+    Args:
+        project: Folder of the project.
     """
     lines = []
     for name in ("pyproject.toml", "README.md", ".ci/run"):

@@ -107,7 +107,13 @@ def recipe_files(origin: Path, recipes: Collection[str]) -> list[Path]:
 
 
 def recipes_named_in(file: Path) -> set[str]:
-    """Return the names of the recipes to whose classes a yaml file refers."""
+    """Return the names of the recipes to whose classes a yaml file refers.
+
+    The set is empty for a file of another kind.
+
+    Args:
+        file: Path of the file.
+    """
     if file.suffix != ".yaml":
         return set()
     return set(re.findall(rf"\b{RECIPES}\.(\w+)\.", file.read_text()))
@@ -116,8 +122,12 @@ def recipes_named_in(file: Path) -> set[str]:
 def own_package(source: Path) -> str:
     """Return the name of the user's package in a project.
 
+    Args:
+        source: Folder of the project.
+
     Raises:
-        ConfigError: If `src` does not hold exactly one package other than the library.
+        ConfigError: If `src` does not hold exactly one package other than the library and the
+            recipes.
     """
     packages = {path.parent.name for path in (source / "src").glob("*/__init__.py")}
     own = sorted(packages - {Path(IN_PROJECT).name, RECIPES})
@@ -129,8 +139,15 @@ def own_package(source: Path) -> str:
 def check(source: Path, to: Path, name: str, old: str) -> None:
     """Check the name and the folder of a new project.
 
+    Args:
+        source: Folder of the project whose files are copied.
+        to: Folder of the new project.
+        name: Name of the new project's package.
+        old: Name of the package in `source`.
+
     Raises:
-        ConfigError: If the name is no free package name, or the folder cannot be made.
+        ConfigError: If the name cannot be imported or is that of an installed package, or the
+            folder exists or lies inside `source`.
     """
     issues = []
     is_taken = name != old and name.isidentifier() and importlib.util.find_spec(name)
@@ -146,16 +163,27 @@ def check(source: Path, to: Path, name: str, old: str) -> None:
 
 
 def rename_package(text: str, old: str, new: str) -> str:
-    """Return the text of a file with the package renamed in imports, `_target_` nodes and paths."""
+    """Return the text of a file with the package renamed in imports, `_target_` nodes and paths.
+
+    Args:
+        text: Text of a Python or yaml file.
+        old: Name of the package in the text.
+        new: Name that replaces it.
+    """
     text = re.sub(rf"(?m)^(\s*(?:from|import) ){old}\b", rf"\g<1>{new}", text)
     text = re.sub(rf"(_target_: *[\"']?){old}\.", rf"\g<1>{new}.", text)
     return re.sub(rf"\bsrc/{old}\b", f"src/{new}", text)
 
 
 def fill_template(text: str, name: str, needed: str | None) -> str:
-    """Return a template of files/ for this project.
+    """Return the text of a template in files/ for a new project.
 
     Lines marked `<vendored>` or `<required>` are kept only if the project has its library that way.
+
+    Args:
+        text: Text of the template.
+        name: Name of the project's package.
+        needed: Requirement for pip. None if the library is copied into the project.
     """
     kept, dropped = ("required", "vendored") if needed else ("vendored", "required")
     text = re.sub(rf"(?m)^.*<{dropped}>.*\n", "", text)
@@ -164,7 +192,15 @@ def fill_template(text: str, name: str, needed: str | None) -> str:
 
 
 def fill_readme(readme: str, project: Path, name: str) -> str:
-    """Return the README with the names of the project's files and without unusable commands."""
+    """Return the README with the names of the project's files and without unusable commands.
+
+    A command is unusable if it selects a choice that neither the project nor the library has.
+
+    Args:
+        readme: Text of the README.
+        project: Folder of the new project, with its conf/ and its package.
+        name: Name of the project's package.
+    """
     package, conf = project / "src" / name, project / "conf"
     parts = [path for path in sorted(package.iterdir()) if path.name not in PRIVATE]
     folders = sorted({path.parent for path in conf.glob("*/*.yaml")})
@@ -178,7 +214,12 @@ def fill_readme(readme: str, project: Path, name: str) -> str:
 
 
 def _found_commands(block: str, conf: Path) -> str:
-    """Return the lines of a block of commands whose choices exist in conf/ or in the library."""
+    """Return the lines of a block of commands whose choices exist in conf/ or in the library.
+
+    Args:
+        block: Lines of a shell's code block.
+        conf: The conf/ folder of the project.
+    """
     groups = {path.name for path in (LIBRARY / "conf").iterdir() if path.is_dir()}
     groups |= {path.name for path in conf.iterdir() if path.is_dir()}
     kept = []

@@ -19,7 +19,12 @@ from gptrain.core.value_types import LocalPath
 
 
 class EvaluateRun(RunConfig):
-    """Schema of the command: the keys of a run, of which `from_run` is required."""
+    """Keys of the command `gptrain.evaluate`, which are those of a run.
+
+    Attributes:
+        from_run: Folder of the run whose net is scored. Required.
+        ckpt_path: Checkpoint of the run. None stands for the best.
+    """
 
     runs_here = False
     reads_data = False
@@ -34,7 +39,11 @@ def main() -> None:
 
 
 def evaluate(cfg: EvaluateRun) -> None:
-    """Print the scores of a run's net.
+    """Print the scores of a run's net, one on each line: name, tab, value.
+
+    Args:
+        cfg: Configuration of the command. Its callbacks with a method `evaluate(net, tokenizer)`
+            compute the scores.
 
     Raises:
         ConfigError: If no callback can score, the device is missing, or the run is damaged (exit

@@ -26,11 +26,14 @@ except ModuleNotFoundError:
 
 
 class RunModel(TemplateLM):
-    """Scores and generates with the net of a run, a checkpoint or an export.
+    """Model of lm-evaluation-harness that scores and generates with the net of a run.
 
     Args:
-        folder: Folder of the run.
-        device: Device of the net.
+        folder: Folder of the run, the checkpoint or the export.
+        device: Device of the net, such as `cuda`.
+
+    Raises:
+        FileNotFoundError: If there is no run in the folder.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu"):
@@ -44,7 +47,12 @@ class RunModel(TemplateLM):
         return self.tokenizer.end_id or 0
 
     def tok_encode(self, string: str, **options: Any) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Args:
+            string: Text.
+            options: Options of lm-evaluation-harness, which have no effect.
+        """
         return self.tokenizer.encode(string).tolist()
 
     def _loglikelihood_tokens(
@@ -54,12 +62,23 @@ class RunModel(TemplateLM):
         return [score_continuations(self.net, [pair])[0] for pair in pairs]
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
-        """Return the log probability of each text in nats."""
+        """Return the log probability of each text in nats.
+
+        Args:
+            requests: Requests of lm-evaluation-harness, each with a text as its first argument.
+            options: Options of lm-evaluation-harness, which have no effect.
+        """
         texts = [request.args[0] for request in requests]
         return [-scored.nats for scored in score(self.net, self.tokenizer, texts)]
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
-        """Return the most probable continuation of each prompt up to a stop text."""
+        """Return the most probable continuation of each prompt up to a stop text.
+
+        Args:
+            requests: Requests of lm-evaluation-harness, each with two arguments: the prompt and a
+                dict of `until` (stop texts) and `max_gen_toks` (largest number of tokens, 256).
+            options: Options of lm-evaluation-harness, which have no effect.
+        """
         texts = []
         for prompt, how in (request.args for request in requests):
             until = how.get("until", ())

@@ -34,7 +34,13 @@ log = logging.getLogger(__name__)
 
 
 class ExportRun(RunConfig):
-    """Schema of the command: the keys of a run and those of the command."""
+    """Keys of the command `gptrain.export`: those of a run, and those of the command.
+
+    Attributes:
+        from_run: Folder of the run whose net is exported. Required.
+        format: Form of the export: the net's own names, or those of transformers or of peft.
+        dtype: Type of the exported weights.
+    """
 
     reads_data = False
 
@@ -53,6 +59,9 @@ def main() -> None:
 
 def export(cfg: ExportRun) -> None:
     """Write the net of a run, its tokenizer and a record of its config to `run_dir`.
+
+    Args:
+        cfg: Configuration of the command.
 
     Raises:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the

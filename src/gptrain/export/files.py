@@ -35,11 +35,11 @@ def check_format(net: nn.Module, format: str) -> None:
     """Check that a net can be exported in a format.
 
     Args:
-        net: Net to export.
+        net: Net to export. `hf` needs its method `to_hugging_face`, `peft` its method `to_peft`.
         format: safetensors, hf or peft.
 
     Raises:
-        ConfigError: If the net lacks the method of the format, of `METHODS`.
+        ConfigError: If the net does not have the method.
     """
     if format in METHODS and not hasattr(net, METHODS[format]):
         message = f"{type(net).__name__} has no `{METHODS[format]}` (see gptrain.models)"
@@ -109,7 +109,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
         tokenizer: Tokenizer of the run.
         folder: Existing folder to write to.
         format: hf writes a tokenizer.json and a tokenizer_config.json that transformers can load,
-            also for `bytes`. safetensors writes the files that `load_tokenizer` reads.
+            also for `bytes`. peft writes the tokenizer.json only. safetensors writes the files that
+            `load_tokenizer` reads.
     """
     if format == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(folder)
@@ -142,8 +143,7 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
 
     transformers reads the ids from these two files. Ids in a generation_config.json that was copied
     from the run take precedence over those of the tokenizer. The end token of the tokenizer is
-    added to the end tokens, unless `has_end` says that it is not in use. Does nothing if there are
-    no ids.
+    added to the end tokens. Does nothing if there are no ids and no generation_config.json.
 
     Args:
         folder: Folder with a config.json and, possibly, a generation_config.json.

@@ -45,9 +45,24 @@ RUN_KEYS = {  # keys of a run that have an effect on the command
 
 
 class GenerateRun(RunConfig):
-    """Schema of the command: the keys of a run and those of the command.
+    """Keys of the command `gptrain.generate`: those of a run, and those of the command.
 
     Most keys of a run have no effect on the command. Setting one of them is an error.
+
+    Attributes:
+        from_run: Folder of a run, a checkpoint or an exported model. Required.
+        ckpt_path: Checkpoint of the run. None stands for the best.
+        prompt: Text or texts to continue. None continues a line break, unless `interactive` is set.
+        n_tokens: Largest number of tokens to generate.
+        temperature: Divisor of the logits. 0 takes the most probable token.
+        top_k: Number of the most probable tokens from which one is drawn, or None for all.
+        top_p: A token is drawn from the most probable ones that together reach this probability.
+            None for all.
+        stop: Texts before which the continuation ends.
+        cache: Whether keys and values of earlier positions are kept. False is for comparison.
+        interactive: Whether prompts are read from the terminal.
+        chat: Whether a prompt is a message of a conversation. None: only if `interactive` is set
+            and the run has a chat template.
     """
 
     runs_here: ClassVar[bool] = False
@@ -91,7 +106,10 @@ def quote_text(word: str) -> str:
 
 
 def generate(cfg: GenerateRun) -> None:
-    """Print each prompt with its continuation, and the speed to stderr.
+    """Print each prompt with its continuation on stdout, and the speed on stderr.
+
+    Args:
+        cfg: Configuration of the command.
 
     Raises:
         ConfigError: If an option is invalid, or if `from_run` is damaged (exit code 65) or missing

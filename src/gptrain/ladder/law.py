@@ -41,6 +41,10 @@ def count_parameters(net: nn.Module, vocab_size: int | None = None) -> dict[str,
         net: The net.
         vocab_size: Number of tokens. A weight outside of embeddings with a side of this size
             counts as a part of the head. None if the number is not known.
+
+    Returns:
+        The number of `all` parameters, of those in `matrices` (outside of embedding tables), and of
+        those in `blocks` (outside of embeddings and head).
     """
     in_embeddings, in_layers = set(), set()
     for module in net.modules():
@@ -56,12 +60,12 @@ def count_parameters(net: nn.Module, vocab_size: int | None = None) -> dict[str,
 
 
 def law_loss(constants: ArrayLike, n: Any, d: Any) -> Any:
-    """Return the loss L(N, D) of a law.
+    """Return the loss L(N, D) of a law, E + A N^-a + B D^-b or A (N D)^-a.
 
     Args:
-        constants: Constants in the order of NAMES, shape (..., 5) or (..., 2).
-        n: Number of parameters, N.
-        d: Number of tokens, D.
+        constants: Constants (E, A, a, B, b) or (A, a), shape (..., 5) or (..., 2).
+        n: Number of parameters, N. A number or an array.
+        d: Number of tokens, D. A number or an array.
     """
     parts = np.moveaxis(np.asarray(constants), -1, 0)
     if len(parts) == 2:
@@ -73,8 +77,10 @@ def law_loss(constants: ArrayLike, n: Any, d: Any) -> Any:
 class Law:
     """A scaling law that was fitted to runs.
 
+    The law is L(N, D) = E + A N^-a + B D^-b for K = 5 constants, or L = A (N D)^-a for K = 2.
+
     Attributes:
-        count: Key of COUNTS, the meaning of N.
+        count: Key of COUNTS: which parameters N counts.
         constants: The K constants of the law, in the order of NAMES.
         samples: Constants of each bootstrap sample, shape (S, K).
         noise: Log residuals of single runs, one for each bootstrap sample, shape (S,).
@@ -86,13 +92,22 @@ class Law:
     noise: Sequence[float]
 
     def loss(self, n: float, d: float) -> float:
-        """Return the predicted loss of a model of n parameters after d tokens."""
+        """Return the predicted loss of a model of n parameters after d tokens, in nats per token.
+
+        Args:
+            n: Number of parameters, counted as `count` says.
+            d: Number of training tokens.
+        """
         return float(law_loss(self.constants, n, d))
 
     def interval(self, n: float, d: float) -> tuple[float, float]:
         """Return the interval (low, high) in which the loss of a run lies with probability LEVEL.
 
         The interval contains the uncertainty of the constants and the noise of a single run.
+
+        Args:
+            n: Number of parameters, counted as `count` says.
+            d: Number of training tokens.
         """
         losses = law_loss(self.samples, n, d) * np.exp(self.noise)
         low, high = np.quantile(losses, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -123,13 +138,17 @@ def count_constants(n: Any, d: Any) -> int:
 def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarray:
     """Return the constants with the smallest Huber loss of the log residuals.
 
-    Two constants are fitted by least squares.
+    There are five constants, or two if the runs are too few. Two constants are fitted by least
+    squares.
 
     Args:
         n: Number of parameters of each run, shape (P,).
         d: Number of tokens of each run, shape (P,).
         loss: Loss of each run, shape (P,).
         start: Constants at which the search begins. None for the best starting points of GRID.
+
+    Returns:
+        The constants in the order of NAMES, shape (5,) or (2,).
     """
     from scipy.optimize import least_squares
 

@@ -33,7 +33,7 @@ def plan_table(
         phases: Optimizer steps of the runs of each size.
         n_seeds: Number of runs of each size and length.
         target: The large model.
-        tokens: Tokens on which the target trains.
+        tokens: Number of tokens on which the target trains.
         place: Devices of the target, in words.
     """
     table = [["parameters", "steps", "time", "overrides"]]
@@ -54,7 +54,11 @@ def plan_table(
 
 
 def duration(hours: float) -> str:
-    """Return a duration as text with a unit, or "?" for nan."""
+    """Return a duration as text in days, hours, minutes or seconds, or "?" for nan.
+
+    Args:
+        hours: Duration in hours.
+    """
     for unit, size in (("d", 24.0), ("h", 1.0), ("min", 1 / 60)):
         if hours >= 2 * size:
             return f"{hours / size:,.1f} {unit}"
@@ -64,14 +68,22 @@ def duration(hours: float) -> str:
 def conclude(
     options: Options, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
 ) -> dict[str, Any]:
-    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`.
+    """Fit the scaling law and return the content of ladder.json.
 
     Args:
         options: The group `ladder`.
-        points: Size, tokens and loss of each run.
+        points: Size, tokens and loss of each run, as `train_size` returns them.
         sizes: Smaller models, in ascending order.
         target: The large model.
-        tokens: Tokens on which the target trains.
+        tokens: Number of tokens on which the target trains.
+
+    Returns:
+        points: Argument `points`.
+        left_out: Prediction of the largest size from the other sizes, by what N counts. Empty for
+            fewer than three sizes.
+        law: The fitted Law.
+        target: Size, cost, predicted loss and interval of the target.
+        best: The same for the best size for `options.budget`, if there is a budget.
     """
 
     def columns(count: str) -> list[np.ndarray]:
@@ -110,7 +122,7 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
 
     Args:
         folder: Folder of the sweep.
-        facts: Result of `conclude`, with place and command of the target.
+        facts: Result of `conclude`, whose target also has the entries `place` and `command`.
     """
     print("\n".join([align_columns(table_rows(facts)), *summary_lines(facts)]))
     law = facts["law"]
@@ -122,7 +134,11 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def table_rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    """Return the printed table of runs: a header, and a row for each run."""
+    """Return the table of runs: a header, and a row with measured and predicted loss for each run.
+
+    Args:
+        facts: Result of `conclude`.
+    """
     law = facts["law"]
     table = [["parameters", "tokens", "seed", "loss", "law", "off"]]
     for point in facts["points"]:
@@ -134,7 +150,11 @@ def table_rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the printed lines about the law and its predictions."""
+    """Return the printed lines about the law and its predictions.
+
+    Args:
+        facts: Result of `conclude`, whose target also has the entry `place`.
+    """
     law, target, predictions = facts["law"], facts["target"], facts["left_out"]
     form = FORMS[len(law.constants)].format(**law.named)
     lines = [f"law       {form}; N: {COUNTS[law.count]}"]
@@ -157,13 +177,22 @@ def summary_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def loss_text(prediction: Mapping[str, Any]) -> str:
-    """Return a predicted loss and its interval as text."""
+    """Return a predicted loss and its interval as text.
+
+    Args:
+        prediction: Entries `loss` and `interval` (low, high).
+    """
     low, high = prediction["interval"]
     return f"loss {prediction['loss']:.4f} ({LEVEL:.0%}: {low:.4f} to {high:.4f})"
 
 
 def draw(path: Path, facts: Mapping[str, Any]) -> None:
-    """Draw the losses over tokens, with the law and its interval for each size and the target."""
+    """Draw the losses over tokens, with the law and its interval for each size and the target.
+
+    Args:
+        path: PNG file to write.
+        facts: Result of `conclude`.
+    """
     from matplotlib.figure import Figure
 
     law, target = facts["law"], facts["target"]

@@ -46,13 +46,14 @@ def train_size(
         script: Path of the project's train.py.
         typed: Overrides that the user typed.
         objective: Logged name of the loss.
-        size: The net.
+        size: One of the smaller models.
         phases: Optimizer steps of the runs.
         seed: Seed of the runs.
         counts: Tokens per parameter of each run, rising.
 
     Returns:
-        Points in the order of `counts`: parameters, tokens, seed, loss and run folder.
+        Points in the order of `counts`: parameters, tokens, tokens_per_parameter, seed, loss and
+        run folder.
 
     Raises:
         ConfigError: If a run folder holds another run, or a run has no such objective.
@@ -128,6 +129,8 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
 
 def train(script: Path, words: list[str]) -> int:
     """Run `python train.py <words>` in this process and return its exit code.
+
+    `sys.argv` is restored afterwards.
 
     Args:
         script: Path of train.py.

@@ -57,7 +57,11 @@ class Size:
     row: Mapping[str, Any] | None
 
     def hours(self, tokens: float) -> float:
-        """Return the hours of a run on so many tokens, or nan if the speed is not known."""
+        """Return the hours of a run, or nan if the planner does not know the net's speed.
+
+        Args:
+            tokens: Number of tokens on which the run trains.
+        """
         return tokens / self.row["tokens_per_s"] / 3600 if self.row else math.nan
 
 
@@ -188,7 +192,8 @@ def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | Non
 def scaled(cfg: RunConfig, factor: float) -> list[str]:
     """Return overrides that scale the depth and the width of a net.
 
-    The width of a head stays the same. So does the number of query heads per key head.
+    The width of a head stays the same. So does the number of query heads per key head. Depth, heads
+    and d_ff are rounded, so that the width is only about the factor times the target's.
 
     Args:
         cfg: Configuration of the target.
@@ -219,7 +224,12 @@ def scaled(cfg: RunConfig, factor: float) -> list[str]:
 
 
 def replace_overrides(typed: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the typed overrides, with those in `words` replacing earlier values of a key."""
+    """Return overrides in which later ones replace earlier ones of the same key.
+
+    Args:
+        typed: Overrides that the user typed. Those of a key in `words` are left out.
+        words: Overrides that are appended.
+    """
     keys = set(map(key_of, words))
     return [*(word for word in typed if key_of(word) not in keys), *words]
 

@@ -61,7 +61,15 @@ Word = Annotated[str, safe_text(".,:+@%/_-")]
 
 
 class Slurm(Section):
-    """Options of sbatch."""
+    """Options of the group `slurm`, for sbatch.
+
+    Attributes:
+        partition: Partition of the job. None for the cluster's default.
+        account: Account of the job. None for the cluster's default.
+        time: Time limit of the job. None for the cluster's default.
+        cpus_per_task: Cores of each rank. None stands for one core, and one for each data worker.
+        save_s: Seconds before the time limit at which the run is asked to save.
+    """
 
     partition: Word | None
     account: Word | None
@@ -71,14 +79,25 @@ class Slurm(Section):
 
 
 class Kubernetes(Section):
-    """Options of the TrainJob."""
+    """Options of the group `kubernetes`, for a TrainJob of Kubeflow.
+
+    Attributes:
+        image: Name of the container image in a registry.
+        claim: Name of a persistent volume claim that all pods can write. It is mounted at /outputs.
+    """
 
     image: Word
     claim: Word
 
 
 class LaunchRun(RunConfig):
-    """Keys of a run and of one engine."""
+    """Keys of the command `gptrain.launch`: those of a run, and those of the engine that was typed.
+
+    Attributes:
+        run_dir: Run folder. Its characters must be safe in a shell script.
+        slurm: Options of sbatch, or None for another engine.
+        kubernetes: Options of the TrainJob, or None for another engine.
+    """
 
     runs_here = False
     run_dir: Annotated[LocalPath, safe_text(" .,:+@=/_-")]
@@ -124,7 +143,14 @@ def main() -> None:
 
 
 def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the overrides that all jobs of a sweep share, and the overrides of each job."""
+    """Return the overrides that all jobs of a sweep share, and the overrides of each job.
+
+    Args:
+        words: Overrides. One with several values, such as `seed=1,2`, makes several jobs.
+
+    Returns:
+        The shared overrides, and one list for each combination of the values.
+    """
     swept = [override for override in parse(words)[0] if override.is_discrete_sweep()]
     swept_words = {line_of(override) for override in swept}
     shared = [word for word in words if word not in swept_words]
@@ -136,11 +162,12 @@ def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str:
-    """Return the sbatch script.
+    """Return the text of an sbatch script that runs train.py.
 
     Args:
-        words: Overrides of all jobs.
-        jobs: Overrides of each job. Several jobs become a job array.
+        cfg: Checked configuration, that of the first job if there are several.
+        words: Overrides that all jobs share.
+        jobs: Overrides of each job, `[[]]` for a single job. Several jobs become a job array.
 
     Raises:
         ConfigError: If the command is not typed in a project.
@@ -172,19 +199,32 @@ def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str
 
 
 def code_pattern(consequence: str) -> str:
-    """Return the pattern of a shell's case for the exit codes with a consequence."""
+    """Return the exit codes with a consequence as the pattern of a shell's case, such as `70 | 76`.
+
+    Args:
+        consequence: Attribute of ExitCode that is True for these codes.
+    """
     codes = (code for code, facts in sorted(EXIT_CODES.items()) if getattr(facts, consequence))
     return " | ".join(map(str, codes))
 
 
 def run_folder(cfg: LaunchRun, task: str) -> str:
-    """Return the run folder of a job: named after the job, or a subfolder of a typed run_dir."""
+    """Return the run folder of a SLURM job: named after the job, or a subfolder of a typed run_dir.
+
+    Args:
+        cfg: Configuration of the run.
+        task: Number of the job, or the shell variables that hold it.
+    """
     name, stamp = f"slurm-{task}", run_stamp()
     return cfg.run_dir.replace(stamp, name) if stamp in cfg.run_dir else f"{cfg.run_dir}/{name}"
 
 
 def submit(cfg: LaunchRun, script: str) -> str:
     """Submit a script with sbatch and return lines about the job, its log and how to cancel it.
+
+    Args:
+        cfg: Configuration of the run.
+        script: Text of the script, which sbatch reads from stdin.
 
     Raises:
         ConfigError: If sbatch is missing or refuses the script.
@@ -201,6 +241,10 @@ def submit(cfg: LaunchRun, script: str) -> str:
 
 def train_job(cfg: LaunchRun, words: list[str]) -> str:
     """Return the TrainJob manifest for kubectl, with the Dockerfile of its image in comments above.
+
+    Args:
+        cfg: Configuration of the run.
+        words: Overrides of train.py, without `run_dir`.
 
     Raises:
         ConfigError: If run_dir lies outside output_dir, which is the mounted volume.
@@ -236,7 +280,8 @@ def fill(name: str, cfg: LaunchRun, own: Mapping[str, Any]) -> str:
 
     Args:
         name: File name of the template.
-        own: Values that are not keys of the config.
+        cfg: Configuration of the run, which has the values of dotted keys such as `slurm.time`.
+        own: Values of other keys. They take precedence.
     """
     lines = []
     for line in (HERE / name).read_text().splitlines():

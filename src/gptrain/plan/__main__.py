@@ -59,7 +59,13 @@ def main() -> None:
 
 
 def measure(cfg: CollectivesRun) -> None:
-    """Measure this machine: start the ranks, or run as one of the ranks that torchrun started."""
+    """Measure the collectives between the ranks and the CPU of this machine, for `--measure`.
+
+    Starts the ranks, or runs as one of the ranks that torchrun started.
+
+    Args:
+        cfg: Configuration of the command.
+    """
     # Imported late: a plan does not need torch.
     from gptrain import runtime
     from gptrain.plan.measure import measure
@@ -73,7 +79,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     Args:
         cfg: Configuration of the run and of its hardware.
         words: Overrides that the user typed, for the printed command.
-        flags: Flags of FLAGS that the user typed.
+        flags: Flags that the user typed, such as `--json`.
 
     Raises:
         ConfigError: If a value does not fit.
@@ -103,7 +109,15 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
 
 
 def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
-    """Return the traced step of any net, in the form of `costs.choice.compare`.
+    """Trace a step of any net, and compare its memory with that of the machine.
+
+    Args:
+        cfg: Configuration of the run.
+        machine: Machine of the run.
+
+    Returns:
+        The result of `plan.trace.trace`, with the entry `fits` in the row of the strategy, and
+        `traced`: True.
 
     Raises:
         ConfigError: If the step cannot be traced.
@@ -120,7 +134,12 @@ def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
 
 
 def planned_lines(topology: Topology | None, result: dict[str, Any]) -> list[str]:
-    """Return the printed plan: memory and time of each strategy, and the best strategy."""
+    """Return the printed lines of a plan: memory and time of each strategy, and the best strategy.
+
+    Args:
+        topology: Links between the GPUs of a node, or None.
+        result: Content of the plan: what `--json` prints.
+    """
     rows, changes = result["strategies"], result["changes"]
     lines = memory_lines(result)
     if all(row["step_s"] is not None for row in rows.values()):
@@ -136,7 +155,11 @@ def planned_lines(topology: Topology | None, result: dict[str, Any]) -> list[str
 
 
 def traced_lines(result: dict[str, Any]) -> list[str]:
-    """Return the printed result of a trace: memory, FLOPs and traffic of a device."""
+    """Return the printed lines of a trace: memory, FLOPs and traffic of a device.
+
+    Args:
+        result: Content of the trace: what `--json` prints.
+    """
     (row,) = result["strategies"].values()
     sent = (f"{what} {n_bytes / 2**20:,.1f} MiB" for what, n_bytes in row["wire"].items())
     line = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
@@ -150,7 +173,11 @@ def traced_lines(result: dict[str, Any]) -> list[str]:
 
 
 def memory_lines(result: dict[str, Any]) -> list[str]:
-    """Return the printed table of the memory of a device, under a line about net and machine."""
+    """Return two texts: a line about net and machine, and the table of the memory of a device.
+
+    Args:
+        result: Content of the plan or of the trace: what `--json` prints.
+    """
     machine, rows = result["machine"], result["strategies"]
     unit, size = unit_of(max(row["bytes_per_device"]["total"] for row in rows.values()))
     cells = [[f"{unit} of a device", *PARTS, "fits"]]
@@ -162,7 +189,11 @@ def memory_lines(result: dict[str, Any]) -> list[str]:
 
 
 def step_lines(rows: dict[str, Any]) -> list[str]:
-    """Return the printed table of the time of a step."""
+    """Return a list with one text: the table of the time and the traffic of a step.
+
+    Args:
+        rows: Estimate of each strategy, by the strategy's name.
+    """
     unit, size = unit_of(max(row["wire_bytes_per_step"] for row in rows.values()))
     cells = [["a step", "seconds", "tokens/s", "MFU", f"{unit} sent", "hidden s", "shown s",
               "scaling", "hours", "device hours", "most over"]]  # fmt: skip

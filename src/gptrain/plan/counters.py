@@ -74,7 +74,13 @@ def _sent_bytes(kind: str, args: Any, out: Any) -> float:
 
 
 def _matmul(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of total += left @ right, from the shapes of the three matrices."""
+    """Return the FLOPs of total += left @ right, from the shapes of the matrices.
+
+    Args:
+        total: Shape of the result, which has no effect.
+        left: Shape of the left matrix.
+        right: Shape of the right matrix.
+    """
     return 2 * left[0] * left[1] * right[1]
 
 

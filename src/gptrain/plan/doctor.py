@@ -37,13 +37,16 @@ Faults = Iterator[tuple[str, str]]  # description and fix of each fault
 
 
 def doctor(n_local: int | None, n_nodes: int, accelerator: str, backend: str | None) -> list[str]:
-    """Check this machine and return a line for each fault, and a line with all that was checked.
+    """Check this machine for faults that a run would meet.
 
     Args:
         n_local: Number of devices per node that the run asks for. None for all devices.
         n_nodes: Number of nodes of the run.
         accelerator: Value of `trainer.accelerator`.
         backend: Value of `strategy.backend`.
+
+    Returns:
+        A line with a fix for each fault, and a last line that lists what was checked.
     """
     rows = nvidia_smi(f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
     gpus = [dict(zip(FIELDS, row.split(", "), strict=False)) for row in rows.splitlines()]
@@ -87,7 +90,7 @@ def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Faults:
     """Yield faults of GPUs: mixed models or drivers, MIG mode, and limits of power and clocks.
 
     Args:
-        gpus: Values of FIELDS for each GPU.
+        gpus: For each GPU, the values of nvidia-smi's fields in FIELDS, as text.
         n_local: Number of devices of the run on this node.
     """
     for what, field in ("GPUs", "name"), ("drivers", "driver_version"):
@@ -133,7 +136,11 @@ def check_variables(n_local: int, on_gpu: bool) -> Faults:
 
 
 def check_host(n_nodes: int) -> Faults:
-    """Yield faults of the host: /dev/shm, the port of the rendezvous, and the host name."""
+    """Yield faults of the host: a small /dev/shm, a port in use, a name without a usable address.
+
+    Args:
+        n_nodes: Number of nodes of the run.
+    """
     if SHM.exists() and (n_bytes := shutil.disk_usage(SHM).total) < LEAST_SHM_BYTES:
         message = f"/dev/shm has {n_bytes / 2**20:.0f} MiB: workers and NCCL need more"
         yield message, "docker run --shm-size=16g"

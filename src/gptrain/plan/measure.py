@@ -20,7 +20,7 @@ ACTIVATIONS = 2**18  # elements of the measured activation, as in a small net
 
 
 def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
-    """Measure all collectives and this CPU, on every rank.
+    """Measure all collectives and this CPU. Every rank of the job calls this function.
 
     Rank 0 prints the results, and writes them to machine.json in `output_dir`.
 
@@ -29,7 +29,7 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
         guard: Watchdog of the rank, which gets a heartbeat before each collective.
 
     Returns:
-        No metrics.
+        An empty dict: no metrics.
     """
     times = {}
     with process_group(cfg) as device:
@@ -42,6 +42,8 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
 
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
     """Measure a collective for buffers of growing size, and print a line per size.
+
+    All ranks must call it.
 
     Args:
         name: Key of COLLECTIVES.
@@ -72,8 +74,8 @@ def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, fl
 def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
     """Measure this CPU while all ranks compute, and write machine.json on rank 0.
 
-    FLOP/s are those of the slowest rank. The bandwidth of the memory is that of all ranks together,
-    measured by an activation function.
+    All ranks must call it. FLOP/s are those of the slowest rank. The bandwidth of the memory is
+    that of all ranks together, measured by an activation function.
 
     Args:
         all_reduce: Bytes and seconds of all-reduces of growing size.
@@ -109,7 +111,7 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
 
 
 def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[str, float]:
-    """Measure the link between the ranks.
+    """Measure the link between the ranks. All ranks must call it, and there must be at least two.
 
     A collective in a step waits until all ranks have reached it. On CPUs the wait is most of its
     time, because the ranks do not compute equally fast and the sending thread waits for a core.

@@ -17,7 +17,13 @@ DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topolog
 
 
 class Hardware(Section):
-    """Options of the group `hardware`."""
+    """Options of the group `hardware`: the machine for which a run is planned.
+
+    Attributes:
+        name: Key of `gptrain.costs.hardware.DEVICES`. None stands for this machine.
+        link: Key of LINKS: link between the GPUs of a node. None stands for that of the device.
+        network: Key of LINKS: link between nodes, of each GPU.
+    """
 
     name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
     link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
@@ -25,7 +31,13 @@ class Hardware(Section):
 
 
 class PlanRun(RunConfig):
-    """Keys of the command: those of a run, `hardware` and `topology`."""
+    """Keys of the command `gptrain.plan`: those of a run, and two groups about the machine.
+
+    Attributes:
+        hardware: Machine for which the run is planned.
+        topology: File with the output of `nvidia-smi topo -m`, or `-` for standard input. None runs
+            nvidia-smi if this machine has GPUs and the plan is for this machine.
+    """
 
     runs_here = False
     hardware: Hardware
@@ -33,7 +45,11 @@ class PlanRun(RunConfig):
 
 
 def expand_hardware(words: Iterable[str]) -> list[str]:
-    """Return the overrides with hardware.name=… in place of hardware=…."""
+    """Return overrides in which `hardware.name=X` replaces `hardware=X`.
+
+    Args:
+        words: Overrides that the user typed.
+    """
     prefix = "hardware="
     return [
         f"hardware.name={word.removeprefix(prefix)}" if word.startswith(prefix) else word
@@ -86,7 +102,15 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
 
 
 def resolve_precision(cfg: PlanRun, machine: Machine) -> PlanRun:
-    """Return the config with the precision that `auto` means on a machine."""
+    """Return the config with a precision in place of `trainer.precision=auto`.
+
+    It is `bf16-mixed` if the machine has GPUs that compute bf16 natively, else `32-true`. Another
+    precision is not changed.
+
+    Args:
+        cfg: Configuration of the command.
+        machine: Machine for which the run is planned.
+    """
     if cfg.trainer.precision != "auto":
         return cfg
     is_native = machine.has_bf16 and not machine.is_cpu

@@ -122,14 +122,28 @@ def with_layers(cfg: RunConfig, groups: dict, key: str, count: int, n_layers: in
 
 
 def extrapolate(few: Any, more: Any, times: float) -> Any:
-    """Return more + times * (more - few), for each number in nested dicts."""
+    """Return more + times * (more - few), for each number in nested dicts.
+
+    Args:
+        few: Numbers for the net with fewer layers. A missing number counts as 0.
+        more: Numbers for the net with more layers.
+        times: Number of times that the difference of the two nets is added.
+    """
     if isinstance(more, dict):
         return {key: extrapolate(few.get(key, 0), more[key], times) for key in more}
     return round(more + times * (more - few))
 
 
 def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
-    """Trace a step with all layers of a net. Arguments and result are those of `trace`.
+    """Trace a step of a net with all of its layers.
+
+    Args:
+        cfg: Checked configuration. `trainer.precision` is not `auto`.
+        world_size: Number of ranks.
+        sample_tokens: Tokens per sample. None to read the first sample of data.train.
+
+    Returns:
+        The entries `parameters` and `strategies` of the result of `trace`.
 
     Raises:
         ConfigError: If the strategy is a pipeline, the ranks do not divide, or the step needs the
@@ -182,6 +196,9 @@ class Step:
         dims: Number of ranks along each axis.
         sample: Sample of the dataset. Every batch consists of copies of this sample.
         sample_tokens: Tokens per sample.
+
+    Raises:
+        ConfigError: If the net, the module or the strategy does not fit the config.
     """
 
     def __init__(
@@ -228,9 +245,9 @@ class Step:
             self.reduce_as_ddp()
 
     def make_net(self) -> nn.Module:
-        """Build the net without memory for its values.
+        """Build the net without memory for its values, and return it.
 
-        It is on the meta device if each parameter can be initialized alone. Otherwise its
+        The net is on the meta device if each parameter can be initialized alone. Otherwise its
         parameters are fake tensors on the CPU.
         """
         with unset_fake_temporarily():
@@ -244,7 +261,11 @@ class Step:
         return net
 
     def make_extra_parameters_fake(self, net: nn.Module) -> None:
-        """Replace the module's parameters outside of `net` with fake tensors of equal shape."""
+        """Replace the module's parameters outside of `net` with fake tensors of equal shape.
+
+        Args:
+            net: Net, whose parameters are fake already.
+        """
         for child in self.module.children():
             if child is not net and any(True for _ in child.parameters()):
                 child.to_empty(device=CPU)
@@ -296,7 +317,13 @@ class Step:
                 parameter.register_post_accumulate_grad_hook(reduce)
 
     def trace(self) -> dict[str, Any]:
-        """Run two steps and return the result of `gptrain.plan.trace.trace`, without `layers`."""
+        """Run two steps and return the size of the net and the estimate of the strategy.
+
+        Returns:
+            parameters: Number of parameters.
+            strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} with
+                the name of the strategy. `wire` has the bytes that each kind of collective sends.
+        """
         flops, sent = self.count()
         held = self.held_bytes()
         tracker = TrainedMemTracker()
@@ -327,7 +354,7 @@ class Step:
         return {"parameters": self.n_parameters, "strategies": {self.name: row}}
 
     def count(self) -> tuple[float, dict[str, float]]:
-        """Return the FLOPs of a step and the bytes that each kind of collective sends.
+        """Run one step and return its FLOPs, and the bytes that each kind of collective sends.
 
         Micro-steps before the last are equal. One of them runs, and its counts are multiplied.
         """
@@ -344,7 +371,7 @@ class Step:
         return flops, sent
 
     def micro_step(self, *, is_last: bool) -> None:
-        """Run forward and backward.
+        """Run the forward and the backward pass of one micro-batch.
 
         Args:
             is_last: True for the last micro-step of a step, after which gradients are reduced.
@@ -366,7 +393,7 @@ class Step:
         self.optimizer.step()
 
     def held_bytes(self) -> dict[str, float]:
-        """Return the bytes of this rank's weights, gradients and optimizer states."""
+        """Return the bytes of this rank's `weights`, `gradients` and `optimizer` states."""
         weights = [local_shard(p) for p in self.module.parameters()]
         gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for state in self.optimizer.state.values() for t in state.values()]

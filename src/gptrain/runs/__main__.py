@@ -54,6 +54,9 @@ def main() -> NoReturn:
 def answer(args: argparse.Namespace) -> str:
     """Return the text that the command prints. With --prune, delete checkpoints, too.
 
+    Args:
+        args: Parsed command line: folders, and the flags json, diff, prune and yes.
+
     Raises:
         ConfigError: If the arguments do not fit together, no run is found, or a run cannot be
             pruned.
@@ -82,6 +85,9 @@ def answer(args: argparse.Namespace) -> str:
 
 def difference(runs: list[RunRecord]) -> str:
     """Return the keys of config.yaml and result.json in which two runs differ, as a table.
+
+    Args:
+        runs: The two runs, which are the columns of the table.
 
     Raises:
         ConfigError: If there are not exactly two runs.

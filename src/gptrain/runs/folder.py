@@ -71,7 +71,13 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs at or below each folder, each once. Print a warning for an unreadable run."""
+    """Return the runs at or below each folder, each once.
+
+    A run that cannot be read is left out, and a warning is printed on stderr.
+
+    Args:
+        folders: Run folders, or folders that contain run folders at any depth.
+    """
     runs = []
     files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
     for path in dict.fromkeys(file.parents[1] for file in files):
@@ -85,6 +91,9 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def read_run(folder: Path) -> RunRecord:
     """Return the record of the run in a folder.
+
+    Args:
+        folder: Run folder.
 
     Raises:
         OSError, ValueError, …: One of `MALFORMED_FILE_ERRORS`, if a file cannot be read or has

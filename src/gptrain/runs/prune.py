@@ -74,6 +74,9 @@ def find_surplus(run: RunRecord) -> Surplus:
     Reads every byte of the kept checkpoints to verify them. If the newest checkpoint is damaged,
     the newest intact one is kept as well.
 
+    Args:
+        run: Run, whose config names the metric of the best checkpoint.
+
     Raises:
         ConfigError: If the run is active, its lock or the folder of its checkpoints is a link, or
             no checkpoint is intact.
@@ -104,10 +107,22 @@ def size_of(path: Path) -> int:
 
 
 def ask(question: str, read: Callable[[str], str] = input) -> bool:
-    """Ask the user and return whether the answer is yes. Return False without a terminal."""
+    """Ask the user a question and return whether the answer is yes.
+
+    Returns False without asking if stdin is not a terminal.
+
+    Args:
+        question: Text that is printed.
+        read: Function that prints the question and returns the answer.
+    """
     return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
 
 
 def refused(path: Path, message: str) -> ConfigError:
-    """Return the error of a run that cannot be pruned."""
+    """Return the ConfigError, with exit code 73, of a run that cannot be pruned.
+
+    Args:
+        path: Run folder, or the folder of its checkpoints.
+        message: Reason.
+    """
     return ConfigError.of("--prune", str(path), message, code=FOLDER_UNUSABLE)

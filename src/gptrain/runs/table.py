@@ -22,6 +22,9 @@ def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values are not equal in all mappings, in order of first appearance.
 
     A missing key counts as None. Keys that hold a location (`LOCATION_KEYS`) are left out.
+
+    Args:
+        sides: Values of each run by key. There is at least one run.
     """
     keys = dict.fromkeys(key for side in sides for key in side if not key.endswith(LOCATION_KEYS))
     first = sides[0]
@@ -33,7 +36,10 @@ def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_same_value(value: Any, other: Any) -> bool:
-    """Return whether two values are equal. 1e-3 equals 0.001, and null equals None."""
+    """Return whether two values are equal as numbers, or else as text.
+
+    1e-3 equals "0.001", and None equals "null".
+    """
     try:
         return float(value) == float(other)
     except (TypeError, ValueError, OverflowError):
@@ -42,10 +48,13 @@ def is_same_value(value: Any, other: Any) -> bool:
 
 
 def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
-    """Return the objective and the runs sorted by it, the best first.
+    """Return the name of the objective, and the runs sorted by it, the best first.
 
     The objective and its direction are taken from the config of the last run in `runs` that has
     one. Runs without the metric come last.
+
+    Args:
+        runs: Runs in any order.
     """
     config = next((run.config for run in reversed(runs) if run.config), {})
     metric = str(config.get("objective", "val/loss"))
@@ -54,7 +63,11 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
 
 
 def run_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run's folder, relative to the folder that holds all of the runs."""
+    """Return the path of each run's folder, relative to the folder that holds all of the runs.
+
+    Args:
+        runs: Runs, at least one.
+    """
     paths = [os.path.abspath(run.path) for run in runs]
     common = os.path.commonpath(map(os.path.dirname, paths))
     return [os.path.relpath(path, common) for path in paths]
@@ -66,6 +79,10 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     The columns are the run's name, the overrides in which the runs differ, the metrics, steps,
     seconds, the goodput with the times that are not negligible, and how the run ended. A value that
     a run does not have is None.
+
+    Args:
+        runs: Runs in the order of the rows.
+        metrics: Names of the metrics in the order of the columns.
     """
     keys = differing_keys([run.typed for run in runs])
     names = dict.fromkeys(name for run in runs for name, value in run.goodput.items())
@@ -99,20 +116,36 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def steps_differ(run: RunRecord, runs: Sequence[RunRecord], metric: str) -> bool:
-    """Return whether a run has another number of steps than most runs that have the metric."""
+    """Return whether a run has another number of steps than most runs that have the metric.
+
+    Returns False for a run that does not have the metric.
+
+    Args:
+        run: Run in question.
+        runs: All runs of the table.
+        metric: Name of the objective.
+    """
     lengths = Counter(sorted(r.steps for r in runs if metric in r.metrics and r.steps))
     return metric in run.metrics and bool(lengths) and run.steps != lengths.most_common(1)[0][0]
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as lines whose columns are padded to equal width."""
+    """Return rows of texts as lines whose columns are padded to equal width.
+
+    Args:
+        rows: Rows with the same number of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def format_cell(value: Any) -> str:
-    """Return a number with five significant digits or grouped thousands, a text cut at `CELL`."""
+    """Return the text of a value in the table of runs.
+
+    An integer, and any number from 1000 on, has no decimals and its thousands are grouped. Other
+    numbers have five significant digits. A text is cut at CELL characters, and None is empty.
+    """
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"
