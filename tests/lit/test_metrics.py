@@ -7,12 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
+from gptrain.lit.metrics import try_metric
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN
 
@@ -140,6 +142,17 @@ def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):
     for words, message in cases:
         run = fit(words, code=2, begun=True)
         assert message in run.errors[0] and "module.metrics." in run.errors[0], run.errors
+
+
+def test_a_metric_is_tried_where_the_process_group_has_no_backend_for_the_cpu():
+    # As under NCCL. torchmetrics would reduce the trial's CPU tensors over the ranks.
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        metric = MulticlassAccuracy(10)
+        try_metric("module.metrics.a", "torchmetrics.classification.A", metric, vocab_size=10)
+        assert metric.distributed_available_fn()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_sanity_check_reports_the_full_error_of_a_value_that_a_module_cannot_log(fit):
