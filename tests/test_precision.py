@@ -32,7 +32,10 @@ def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_st
     other = train("trainer.max_steps=3", "ckpt_path=last", "trainer.precision=32-true")
     assert other.code == 2 and "trainer.precision=32-true: " in other.err
     fresh = train("trainer.max_steps=1", name="fresh")
-    assert f"precision {native_precision(RunDevices('cpu', 1, 1))}" in fresh.out
+    native = native_precision(RunDevices("cpu", 1, 1))
+    assert f"precision {native}" in fresh.out
+    typed = (f"trainer.precision={native}", "trainer.max_steps=2", "ckpt_path=last")
+    assert train(*typed, name="fresh").code == 0
 
 
 def test_a_step_in_bf16_or_fp64_on_any_cpu_is_that_of_fp32(train):

@@ -238,15 +238,14 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
 
 
 def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the config with the precision of the run's first start, unless one is typed now.
+    """Return the config in which `trainer.precision=auto` is the precision of the first start.
 
     Args:
         cfg: Configuration of the run.
         saved: Entry `config` of the checkpoint's manifest.
     """
     precision = saved.get("trainer.precision")
-    is_typed = covers(typed_keys(), "trainer.precision")
-    if precision is None or is_typed or cfg.trainer.precision != "auto":
+    if precision is None or cfg.trainer.precision != "auto":
         return cfg
     return cfg.changed({"trainer.precision": precision})
 

@@ -3,6 +3,7 @@
 Each part has a file of its own in this package, see its README.
 """
 
+import logging
 import socket
 import time
 from contextlib import suppress
@@ -31,11 +32,12 @@ from gptrain.assemble.lengths import batch_of, plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, check_names, check_steps, has_step, module_class
 from gptrain.assemble.optimizer import build_optimizer
-from gptrain.assemble.resume import check_data, keep_precision, keep_warmup
+from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.checkpoints.lock import read_holder
 from gptrain.checkpoints.manifest import read_manifest
+from gptrain.core import labels
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
@@ -53,6 +55,7 @@ from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
 
+log = logging.getLogger(__name__)
 # Timeouts in seconds, by phase of the start.
 PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
@@ -130,11 +133,21 @@ def check(cfg: RunConfig) -> None:
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
+        compile = cfg.model.compile
+        if (
+            compile == "blocks"
+            and not hasattr(net, "blocks")
+            and "model.compile" not in typed_keys()
+        ):
+            # The default of trainer=gpu. apply_compile compiles nothing of such a net.
+            compile = "none"
+            message = f"none: {type(net).__name__} has no `blocks`; try model.compile=model"
+            log.info(labels.line("compile", message))
         check_fit(
             net,
             cfg.strategy,
             dims,
-            compile=cfg.model.compile,
+            compile=compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
             documents=cfg.data.masks_documents,
         )
@@ -195,6 +208,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         saved = read_manifest(checkpoint)["config"]
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)
+    # Checkpoints record the resolved precision: "auto" is another one on another device.
+    cfg = cfg.changed({"trainer.precision": resolve_precision(cfg, devices)})
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(
@@ -204,7 +219,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             device,
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
-            precision=resolve_precision(cfg, devices),
+            precision=cfg.trainer.precision,
             n_nodes=devices.n_nodes,
             sample=tokens_to_compare(cfg, name, sample),
         )

@@ -34,7 +34,7 @@ def build_trainer(
     """Build the Trainer for the run's steps, in epochs of whole optimizer steps.
 
     Args:
-        cfg: Configuration of the run.
+        cfg: Configuration of the run, with the precision from `resolve_precision`.
         devices: Devices of the run.
         strategy: Lightning strategy around the parallelism strategy.
         lengths: Batch arithmetic and number of steps, which replace the Trainer's own limits.
@@ -50,7 +50,7 @@ def build_trainer(
         "accelerator": devices.accelerator,
         "devices": assign_devices(strategy, devices),
         "num_nodes": devices.n_nodes,
-        "precision": resolve_precision(cfg, devices),
+        "precision": cfg.trainer.precision,
         "strategy": strategy,
         "plugins": [RankEnvironment(this_process(), devices.n_local)],
         # `lengths` has turned every limit of the run into optimizer steps.

@@ -21,6 +21,10 @@ from gptrain.core.errors import ConfigError, ConfigIssue, first_line
 from gptrain.runtime.process import run_stamp
 
 LONGEST_NAME = 80  # characters of the name of a job's folder
+SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its context length
+LONG_SEQ_LEN = (
+    8192  # largest default data.seq_len: longer contexts are an extension of a trained net
+)
 
 
 class LibraryChoices(SearchPathPlugin):
@@ -52,6 +56,21 @@ def plus(left: Any, right: int) -> Any:
     A `left` of another type is an error of the key to which it belongs, and is reported there.
     """
     return left + right if isinstance(left, int) else left
+
+
+def default_seq_len(model: Any, shortest: int = 1) -> int:
+    """Return the default of `data.seq_len`: the context length of the net, at most LONG_SEQ_LEN.
+
+    A value of another type is an error of `model.max_seq_len`, and is reported there.
+
+    Args:
+        model: Node `model`.
+        shortest: A net with a shorter context, or without `max_seq_len`, gets SHORT_SEQ_LEN.
+    """
+    length = model.get("max_seq_len") if isinstance(model, DictConfig) else None
+    if type(length) is not int or length < shortest:
+        return SHORT_SEQ_LEN
+    return min(length, LONG_SEQ_LEN)
 
 
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
@@ -143,7 +162,7 @@ def open_hydra() -> Generator[Any, None, None]:
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (locations.default_output_dir, job_folder, of_parts, plus):
+    for resolver in (locations.default_output_dir, job_folder, default_seq_len, of_parts, plus):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(locations.find_conf() or locations.LIBRARY / "conf")

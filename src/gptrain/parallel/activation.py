@@ -94,10 +94,10 @@ def apply_compile(net: nn.Module, mode: str) -> None:
     Args:
         net: Net that is changed in place.
         mode: "none" compiles nothing. "blocks" compiles one block and reuses the code for all equal
-            blocks, which compiles several times faster than "model". "model" compiles the entire
-            forward pass.
+            blocks, which compiles several times faster than "model". A net without `blocks` stays
+            as it is. "model" compiles the entire forward pass.
     """
-    if mode == "blocks":
+    if mode == "blocks" and hasattr(net, "blocks"):
         for block in net.get_submodule("blocks").children():
             # FSDP's hooks run around `forward` and are not compiled.
             block.forward = torch.compile(block.forward)
