@@ -209,7 +209,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
-    cfg = cfg.changed({"trainer.precision": resolve_precision(cfg, devices)})
+    precision = resolve_precision(cfg, devices)
+    cfg = cfg.changed({"trainer.precision": precision})
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(
@@ -219,7 +220,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             device,
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
-            precision=cfg.trainer.precision,
+            precision=precision,
             n_nodes=devices.n_nodes,
             sample=tokens_to_compare(cfg, name, sample),
         )
