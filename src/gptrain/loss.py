@@ -225,7 +225,7 @@ def chunked_next_token_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the losses, whose forward pass also computes the gradients of its inputs."""
+    """Compute the sum of the losses; the forward pass also computes the gradients of the inputs."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens, cross_entropy, grad_enabled):

@@ -30,7 +30,7 @@ class LoRALinear(nn.Linear):
     Args:
         layer: Layer whose weights are taken over.
         rank: Rank of the adapter.
-        alpha: Factor of the adapter, times `rank`.
+        alpha: Numerator of the adapter's factor, which is alpha / rank.
     """
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float):
@@ -64,7 +64,7 @@ def with_adapters(
     Args:
         base: Name of the net's class in NETS.
         rank: Rank of the adapters.
-        alpha: Factor of the adapters, times `rank`.
+        alpha: Numerator of the adapters' factor, which is alpha / rank.
         targets: Patterns of names of layers, such as `*.q_proj`.
         arguments: Arguments of the net.
 
@@ -134,7 +134,7 @@ def to_peft(net: Any, rank: int, alpha: float) -> tuple[dict[str, Any], dict[str
     Args:
         net: Net with adapters.
         rank: Rank of the adapters.
-        alpha: Factor of the adapters, times `rank`.
+        alpha: Numerator of the adapters' factor, which is alpha / rank.
 
     Raises:
         ValueError: If transformers has no layer with the weights of a layer with an adapter.

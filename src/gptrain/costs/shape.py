@@ -82,7 +82,11 @@ class DecoderShape:
 
     @property
     def block_matrices(self) -> int:
-        """Number of weights in a block's matrices: 2 D (D_q + D_kv + F), or 3 D F if gated."""
+        """Number of weights in a block's matrices: 2 D (D_q + D_kv), and 2 D F or, if gated, 3 D F.
+
+        D is d_model, F is d_ff, D_q and D_kv are the widths of all query heads and of all key
+        heads.
+        """
         return sum(rows * columns for rows, columns in self.matrices)
 
     @property

@@ -52,7 +52,9 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyCosts(Generic[OptionsT]):
-    """What a strategy stores and sends. This base class trains a full copy and sends nothing.
+    """Memory and traffic of a strategy, for the planner.
+
+    This base class describes a full copy of the net that sends nothing.
 
     Attributes:
         options: Options of the `strategy` group of the config.
@@ -86,7 +88,7 @@ class StrategyCosts(Generic[OptionsT]):
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of a micro-step that follow each other through a pipeline."""
+        """Number of microbatches into which a pipeline divides a micro-step; 1 without pipeline."""
         return 1
 
     # Memory
@@ -208,7 +210,7 @@ class BucketCosts(AveragingCosts[OptionsT]):
 
 @dataclass(frozen=True)
 class DDPCosts(BucketCosts[DDPOptions]):
-    """`ddp`: full copies whose gradients are averaged in buckets during the backward pass."""
+    """Costs of `ddp`: full copies whose gradients are averaged during the backward pass."""
 
     @property
     def ddp_options(self) -> DDPOptions:
@@ -226,7 +228,7 @@ class DDPCosts(BucketCosts[DDPOptions]):
 
 @dataclass(frozen=True)
 class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
-    """`diloco`: replicas that exchange the change of their weights every `sync_every` steps."""
+    """Costs of `diloco`: replicas that exchange weight changes every `sync_every` steps."""
 
     @property
     def step_ranks(self) -> int:
@@ -264,7 +266,7 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
 @dataclass(frozen=True)
 class ShardedCosts(StrategyCosts[ShardedOptions]):
-    """`fsdp`: shards of weights, gradients and states over the data axis."""
+    """Costs of `fsdp`: shards of weights, gradients and optimizer states over the data axis."""
 
     @property
     def shards_weights(self) -> bool:
@@ -337,7 +339,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
 
 @dataclass(frozen=True)
 class TensorParallelCosts(AveragingCosts[StrategyOptions]):
-    """`tensor_parallel`: layers split over the tensor axis."""
+    """Costs of `tensor_parallel`: layers that are split over the tensor axis."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
         """Yield the traffic of the tensor group, and the averaging of gradients in the data group.
@@ -351,7 +353,7 @@ class TensorParallelCosts(AveragingCosts[StrategyOptions]):
 
 @dataclass(frozen=True)
 class FSDPTensorParallelCosts(ShardedCosts):
-    """`fsdp_tensor_parallel`: layers split over the tensor axis, inside of FSDP."""
+    """Costs of `fsdp_tensor_parallel`: FSDP of layers that are split over the tensor axis."""
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
         """Yield the traffic of the tensor group, and the all-gathers and reduce-scatters of FSDP.
@@ -365,7 +367,7 @@ class FSDPTensorParallelCosts(ShardedCosts):
 
 @dataclass(frozen=True)
 class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
-    """`context_parallel`: parts of every sequence, with shards or copies of the weights."""
+    """Costs of `context_parallel`: parts of every sequence, and shards or copies of the weights."""
 
     @property
     def weights(self) -> StrategyCosts:
@@ -414,7 +416,7 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
 
 @dataclass(frozen=True)
 class PipelineCosts(AveragingCosts[PipelineOptions]):
-    """`pipeline` and `ddp_pipeline`: blocks divided into stages."""
+    """Costs of `pipeline` and `ddp_pipeline`: blocks that are divided into stages."""
 
     @property
     def stages_per_rank(self) -> int:

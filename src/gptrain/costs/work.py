@@ -116,7 +116,7 @@ class Work:
 
     @property
     def part(self) -> tuple[int, bool, bool]:
-        """Number of blocks of the rank, and whether the rank has the first and the last stage."""
+        """Number of blocks of the rank, True if it has the first stage, True if it has the last."""
         n_stages = self.dims.pipeline * self.costs.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
         blocks = (strategies.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)

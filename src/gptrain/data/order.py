@@ -171,12 +171,15 @@ class TrainBatches:
         return map(self._micro_batch, range(done, epoch_end))
 
     def step_samples(self, step: int) -> np.ndarray:
-        """Return all sample indices of an optimizer step, (A, W, B), for example for an error.
+        """Return all sample indices of an optimizer step, for example for an error.
 
         `step_samples(s)[m, r]` are the samples that rank r reads in micro-step m.
 
         Args:
             step: Number of the optimizer step, counted over the whole run from 0.
+
+        Returns:
+            Indices, (micro-steps, data ranks, batch_size).
         """
         slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
         return self._samples(step, slots)
@@ -199,11 +202,11 @@ class TrainBatches:
         return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
 
     def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """Return the B samples of each slot of a step, (..., B).
+        """Return the samples of each slot of a step, (..., batch_size).
 
         Args:
             step: Number of the optimizer step, counted over the whole run from 0.
-            slots: Slots of the step, (...). A slot is micro_step * W + rank.
+            slots: Slots of the step, (...). A slot is micro_step * world_size + rank.
         """
         permutation, start = self.locate(step)
         positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)

@@ -160,8 +160,8 @@ class StepDecisions:
     def conclude(self) -> bool:
         """Wait for the last decision, report it, and return whether the step was refused.
 
-        Returns False if the last decision was concluded. All ranks that take the step together
-        must call this method at the same points.
+        Returns False at once if the last decision is concluded already. All ranks that take the
+        step together must call this method at the same points.
 
         Raises:
             Exception: The error of a rule that ends the run. The counter of the steps and the

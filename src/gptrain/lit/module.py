@@ -343,7 +343,7 @@ class LanguageModel(pl.LightningModule):
 
 
 def is_partial_check(trainer: pl.Trainer) -> bool:
-    """Return whether a sanity check runs that covers only a part of the validation."""
+    """Return whether a sanity check is running that has fewer batches than the validation."""
     return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 

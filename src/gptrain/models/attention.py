@@ -72,12 +72,13 @@ class HeadExchange(Protocol):
         """Return q, k and v of all positions for this rank's heads.
 
         Args:
-            q: Queries of this rank's positions, (B, t, H, K).
-            k: Keys of this rank's positions, (B, t, G, K).
-            v: Values of this rank's positions, (B, t, G, K).
+            q: Queries of this rank's t positions and all H heads, (B, t, H, d_head).
+            k: Keys of this rank's positions and all G heads of k and v, (B, t, G, d_head).
+            v: Values of this rank's positions, (B, t, G, d_head).
 
         Returns:
-            Queries (B, S, h, K), keys and values (B, S, g, K). `g` divides `h`.
+            Queries (B, S, h, d_head), keys and values (B, S, g, d_head) of all S positions and of
+            this rank's heads. `g` divides `h`.
         """
         ...
 
@@ -85,10 +86,10 @@ class HeadExchange(Protocol):
         """Return attention's results of all heads for this rank's positions.
 
         Args:
-            y: Results of this rank's heads for all positions, (B, S, h, K).
+            y: Results of this rank's h heads for all S positions, (B, S, h, d_head).
 
         Returns:
-            Results (B, t, H, K).
+            Results of all H heads for this rank's t positions, (B, t, H, d_head).
         """
         ...
 
@@ -159,11 +160,13 @@ class CausalSelfAttention(nn.Module):
     def apply_positions(
         self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply position information to q and k; return both unchanged unless overridden.
+        """Apply position information to q and k. This base class returns both unchanged.
+
+        A subclass overrides this method, for example for rotary embeddings.
 
         Args:
-            q: Queries, (B, T, H, K).
-            k: Keys, (B, T, G, K).
+            q: Queries, (B, T, number of query heads, d_head).
+            k: Keys, (B, T, number of heads of k and v, d_head).
             start: Position of the first of the T tokens, if `positions` is None.
             positions: Position of each token, (T,) or (B, T), if they are not consecutive.
         """
@@ -179,6 +182,9 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """Compute softmax(q k / sqrt(K)) v, (B, H, T, K), with the kernel for this mask and device.
+
+    H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
+    number of queries and S the number of positions of k and v.
 
     Args:
         q: Queries, (B, H, T, K).
@@ -233,13 +239,16 @@ def document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_grouped: bool) -> Tensor:
-    """Compute attention by FlexAttention, which must be compiled to be fast on CUDA.
+    """Compute attention by FlexAttention, which is compiled on CUDA, where it is slow otherwise.
+
+    H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
+    number of queries and S the number of positions of k and v.
 
     Args:
         q: Queries, (B, H, T, K).
         k: Keys, (B, G, S, K).
         v: Values, (B, G, S, K).
-        block_mask: Mask of the documents, see `SequenceLayout`.
+        block_mask: Mask of the documents, as `document_block_mask` returns it.
         is_grouped: Whether several heads of `q` share one head of `k` and `v` (G < H).
     """
     from torch.nn.attention.flex_attention import flex_attention

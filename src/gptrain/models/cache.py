@@ -40,13 +40,13 @@ class LayerCache:
         """Append the keys and values of new positions and return those of all positions.
 
         Args:
-            k: Keys of the new positions, (B, H, T, K).
-            v: Values of the new positions, (B, H, T, K).
+            k: Keys of the T new positions, (B, heads of k and v, T, d_head).
+            v: Values of the new positions, in the same shape.
 
         Returns:
-            Keys (B, H, S, K), values (B, H, S, K), and a boolean mask (T, S) of the positions to
-            which each new position attends. The mask is None if the cache was empty, because the
-            usual causal mask applies then.
+            Keys and values of all S positions, (B, heads, S, d_head) each, and a boolean mask (T,
+            S) of the positions to which each new position attends. The mask is None if the cache
+            was empty, because the usual causal mask applies then.
         """
         start = self.length
         n_new = k.shape[2]

@@ -136,12 +136,12 @@ class RotaryAttention(CausalSelfAttention):
         """Normalize q and k if `qk_norm` is set, then rotate each pair of values in fp32 or above.
 
         The angle of a pair is proportional to the position, so that the product of q and k depends
-        only on the distance of their positions. Autograd saves the cosines and sines only.
-        Source: Su et al. 2021, arXiv:2104.09864.
+        only on the distance of their positions. Autograd saves the cosines and sines only. Source:
+        Su et al. 2021, arXiv:2104.09864.
 
         Args:
-            q: Queries, (B, T, H, K).
-            k: Keys, (B, T, G, K).
+            q: Queries, (B, T, number of query heads, d_head).
+            k: Keys, (B, T, number of heads of k and v, d_head).
             start: Position of the first of the T tokens, if `positions` is None.
             positions: Position of each token, (T,) or (B, T), if they are not consecutive.
         """
@@ -158,7 +158,7 @@ class RotaryAttention(CausalSelfAttention):
         return q, k
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and the signed sines of the rotations, each (..., T, 1, K).
+        """Return the cosines and the signed sines of the rotations, each (..., T, 1, d_head).
 
         Value i of a head's first half, a, and value i of its second half, b, form a pair. The pair
         becomes a cos - b sin and b cos + a sin: the sines of the first half have a minus sign.

@@ -106,11 +106,11 @@ class SimpleGPT(Decoder):
 
 
 class MLP(nn.Module):
-    """MLP of a block, 4 * d_model wide.
+    """MLP of a block with a hidden layer of width 4 * d_model.
 
     Args:
         d_model: Width of the input and the output.
-        activation: Key of `GELU_APPROXIMATION`.
+        activation: "gelu" (exact) or "gelu_tanh" (approximation).
 
     Raises:
         ValueError: If `activation` is unknown.

@@ -154,7 +154,7 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         Args:
             method: Method `forward` or `hidden` of the net.
             tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
-                `PartLayout`, this rank's part (B, t).
+                `PartLayout`, the t positions of this rank (B, t).
             cache: Must be None. The argument exists because `forward` of a net has it.
             layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
 
@@ -232,15 +232,19 @@ class AllToAllHeads:
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of all positions for this rank's heads.
 
-        All ranks of the group must call this method. q is (B, t, H, K) -> (B, T', h, K), k and v
-        are (B, t, G, K) -> (B, T', g, K). If the ranks do not divide the heads of k and v, these
+        All ranks of the group must call this method. Each rank passes t positions of all heads and
+        gets T' positions of some heads. If the ranks do not divide the heads of k and v, these
         heads are repeated first, as often as necessary. Head i of q still uses head i G // H of k
         and v, because heads are exchanged in order.
 
         Args:
-            q: Queries of this rank's positions, (B, t, H, K).
-            k: Keys of this rank's positions, (B, t, G, K).
-            v: Values of this rank's positions, (B, t, G, K).
+            q: Queries of this rank's positions, (B, t, H, d_head).
+            k: Keys of this rank's positions, (B, t, G, d_head), with G heads of k and v.
+            v: Values of this rank's positions, (B, t, G, d_head).
+
+        Returns:
+            Queries (B, T', h, d_head), keys and values (B, T', g, d_head): h and g heads per rank,
+            and T' = t times the number of ranks.
         """
         n_ranks = self.group.size()
         repeats = n_ranks // math.gcd(k.shape[2], n_ranks)
@@ -259,10 +263,10 @@ class AllToAllHeads:
         All ranks of the group must call this method.
 
         Args:
-            y: Results of this rank's heads for all positions, (B, T', h, K).
+            y: Results of this rank's h heads for all T' positions, (B, T', h, d_head).
 
         Returns:
-            Results (B, t, H, K).
+            Results of all H heads for this rank's t positions, (B, t, H, d_head).
         """
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
         by_heads = _AllToAll.apply(by_positions, self.group)

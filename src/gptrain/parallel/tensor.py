@@ -237,8 +237,8 @@ class _Colwise(_Role):
 class _Rowwise(_Role):
     """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums.
 
-    The input is this rank's part (B, T', in / n); the result is this rank's shard (B, t, out) of
-    the sequence.
+    The input is this rank's columns (B, T', in / n). The result is this rank's t = T' / n
+    positions, (B, t, out). T' is the length of the padded sequence, n the number of ranks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -265,7 +265,11 @@ class _LocalParameters:
 
 
 class _Sequence(_PerHead):
-    """Run a norm on a shard of the sequence (B, t, D), and all-gather its result (B, T', D)."""
+    """Norm that runs on this rank's positions and returns the normalized full sequence.
+
+    The result of (B, t, D) is all-gathered to (B, T', D). T' is the length of the padded sequence,
+    and t is T' divided by the number of ranks.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -277,7 +281,11 @@ class _Sequence(_PerHead):
 
 
 class _PositionEmbedding(_Role):
-    """Look up this rank's shard (..., t, D) of the embeddings of positions (..., T)."""
+    """Table of positions that looks up only this rank's positions, (..., T) -> (..., t, D).
+
+    All ranks hold the full table. T positions are padded to a multiple of the number of ranks, and
+    t of them belong to each rank.
+    """
 
     def forward(self, positions: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
@@ -286,7 +294,11 @@ class _PositionEmbedding(_Role):
 
 
 class _VocabEmbedding(_Role):
-    """Look up tokens (B, T) in a table that is split by rows; return a shard (B, t, D)."""
+    """Token embedding whose rows are split over the ranks.
+
+    Each rank looks up the tokens (B, T) that are in its rows. A reduce-scatter sums the results and
+    gives each rank its t positions of the padded sequence, (B, t, D).
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
@@ -300,7 +312,10 @@ class _VocabEmbedding(_Role):
 
 
 class _VocabHead(_Role):
-    """Compute this rank's columns of the logits, and all-gather the full logits (B, T', V)."""
+    """Head whose outputs are split over the ranks, with the full logits (B, T', V) on every rank.
+
+    Each rank computes the logits of its own tokens of the vocabulary; an all-gather joins them.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         logits = F.linear(x, self.weight.to_local())  # (B, T', v)
@@ -341,7 +356,7 @@ _ROLES = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards (..., t, D) of the sequence into (..., T', D), with gradients.
+    """All-gather the shards of a sequence into the full sequence, with gradients.
 
     All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
     gradient of a shard is the sum over ranks of the gradients of this rank's positions.
@@ -349,6 +364,9 @@ def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     Args:
         shard: Positions of this rank, (..., t, D).
         group: Ranks that hold the shards, in the order of the positions.
+
+    Returns:
+        Full sequence (..., T', D), with T' = t times the number of ranks.
     """
     return _AlongSequence.apply(shard, group, True)
 
@@ -356,12 +374,15 @@ def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum tensors over the ranks and return this rank's positions of the sum, with gradients.
 
-    This is a reduce-scatter, (..., T', D) -> (..., t, D). The backward pass is an all-gather. All
-    ranks of the group must call this function.
+    This is a reduce-scatter. The backward pass is an all-gather. All ranks of the group must call
+    this function.
 
     Args:
-        partial_sum: Term of this rank, (..., T', D).
+        partial_sum: Term of this rank, (..., T', D). The number of ranks divides T'.
         group: Ranks over which is summed. The rank in the group selects the positions.
+
+    Returns:
+        Positions of this rank in the sum, (..., t, D), with t = T' divided by the number of ranks.
     """
     return _AlongSequence.apply(partial_sum, group, False)
 

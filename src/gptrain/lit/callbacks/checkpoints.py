@@ -166,7 +166,11 @@ class Checkpoints(Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the state that Lightning does not restore, if the run resumes."""
+        """Restore what Lightning does not restore, if the run resumes.
+
+        This is the state of the loops, changed learning rates, the logged metrics and the states of
+        the random generators.
+        """
         if self._only_validates:
             trainer.val_check_batch = 1  # validate the last step, whatever the interval
         if self._loaded is not None:
@@ -181,7 +185,10 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the state for an exact resume, but not to files of Lightning callbacks."""
+        """Add the random generator states and logged metrics that an exact resume needs.
+
+        Files of Lightning's own callbacks, such as ModelCheckpoint, stay as Lightning makes them.
+        """
         if strategy_of(trainer).saves_to_store:
             # A failed step has drawn random numbers, and the resumed run repeats this step: save
             # the RNG state from before the failed step.
@@ -262,6 +269,8 @@ class Checkpoints(Checkpoint):
         """Save the newest complete step, if every rank has failed after this step.
 
         An error of this save is logged and not raised, because the first error is to be reported.
+        After a PreemptedError, by which a run ends that was asked to stop, nothing is saved here:
+        the run has saved its last step before.
         """
         if isinstance(exception, PreemptedError):
             if exception.step is not None:  # all ranks have agreed to stop
@@ -375,7 +384,7 @@ class Checkpoints(Checkpoint):
         self._rng.append((trainer.global_step, capture()))
 
     def _has_pending_hooks(self, trainer: Trainer) -> bool:
-        """Return whether a validation or the epoch-end hooks follow this step."""
+        """Return whether a validation or the epoch-end hooks follow the step that was just taken."""
         return ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:

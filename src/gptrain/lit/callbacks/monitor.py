@@ -128,7 +128,10 @@ class TrainingMonitor(Callback):
         self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the callbacks again, now with those that functions and the module have made.
+        """Check all callbacks of the trainer, also those whose class the config does not name.
+
+        An earlier check knows only the classes in the config, and neither the callbacks that a
+        function has built nor those that configure_callbacks of the module has added.
 
         Raises:
             IncompatibleModelError: For a callback that gptrain does not support in this run.
@@ -177,10 +180,12 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End the run if the ranks have agreed to stop. Restart a step timer that was interrupted.
+        """End the run if the ranks have agreed to stop.
+
+        Otherwise, after a validation or a save, start the clock of the steps again.
 
         Raises:
-            PreemptedError: If the ranks have agreed to stop.
+            PreemptedError: On all ranks, if the ranks have agreed to stop.
         """
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)
@@ -209,7 +214,9 @@ class TrainingMonitor(Callback):
         """Send a heartbeat, vote on stopping and saving after a step, and log the step if due.
 
         Raises:
-            NonFiniteError: If the step was refused, and its outcome is needed now.
+            NonFiniteError: If the step was refused and the run ends because of it. The outcome is
+                known here only if the step is logged, ends an epoch, or is seen by callbacks of the
+                user; otherwise the error is raised in the next step.
         """
         step = trainer.global_step
         self._beat(step, "train")
@@ -292,7 +299,8 @@ class TrainingMonitor(Callback):
         """Send a heartbeat, and end the run if it was asked to stop.
 
         Raises:
-            PreemptedError: If the ranks have agreed to stop, or in an evaluation this rank alone.
+            PreemptedError: During a fit on all ranks after the same batch, once they have agreed to
+                stop. In task=validate or task=test on the rank that was asked, at once.
         """
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)

@@ -41,7 +41,10 @@ def add_state(
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the logged metrics without perf/*, which depend on measured time."""
+    """Return logged name -> value, without the values under perf/, which depend on measured time.
+
+    What remains is identical in two identical runs.
+    """
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 

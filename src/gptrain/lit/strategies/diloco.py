@@ -95,11 +95,12 @@ class LightningDiLoCo(LightningMultiRank):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def own_state(self) -> dict[str, Any]:
-        """Return the weights and the optimizer state of this rank's replica.
+        """Return the weights and the optimizer state of this rank's replica, for a file of its own.
 
         Returns:
-            An empty dict on ranks of the first replica, which the state file holds, and on all
-            ranks but the first one of another replica.
+            `state_dict` and `optimizer` (name -> kind -> value) on the first rank of each replica
+            but the first replica, which is saved in the common state file. An empty dict on all
+            other ranks.
         """
         is_first_replica = self.parallel.sync_group.rank() == 0
         is_first_rank = self.parallel.replica_group.rank() == 0
@@ -136,7 +137,13 @@ class LightningDiLoCo(LightningMultiRank):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of the inner optimizer, and of the outer one if the checkpoint has it."""
+        """Load the state of the inner optimizer, and of the outer one if the checkpoint has it.
+
+        All ranks must call this method.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+        """
         super().load_optimizer_state_dict(checkpoint)
         if self._outer_state is not None:
             self.parallel.load(self._outer_state)

@@ -269,7 +269,10 @@ class SavingStrategy(Strategy):
 
     @property
     def base_entries(self) -> dict[str, dict[str, str]]:
-        """Entry of a manifest that names the weights which checkpoints leave out, if any."""
+        """Manifest entries, key -> path and sha256, of frozen weights that checkpoints leave out.
+
+        The dict is empty if checkpoints hold all weights.
+        """
         return {} if self.base is None else {BASE: self.base.entry}
 
     @property
