@@ -16,6 +16,9 @@ class KVCache:
     The logits equal those without a cache up to the order of floating-point sums. A cache works for
     the first `max_seq_len` positions. A window that slides over a longer sequence changes the
     position of every token, so that no cached key or value stays valid.
+
+    Args:
+        n_layers: Number of attention layers of the net.
     """
 
     def __init__(self, n_layers: int):

@@ -254,7 +254,11 @@ class _PerHead(_Role):
 
 
 class _LocalParameters:
-    """View of a layer without children, in which DTensors appear as their local shards."""
+    """View of a layer without children, in which DTensors appear as their local shards.
+
+    Args:
+        layer: Layer whose attributes the view shows.
+    """
 
     def __init__(self, layer: nn.Module):
         self.layer = layer

@@ -384,7 +384,7 @@ class Checkpoints(Checkpoint):
         self._rng.append((trainer.global_step, capture()))
 
     def _has_pending_hooks(self, trainer: Trainer) -> bool:
-        """Return whether a validation or the epoch-end hooks follow the step that was just taken."""
+        """Return whether a validation or the epoch-end hooks follow the step that was done last."""
         return ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:

@@ -12,7 +12,11 @@ from gptrain.parallel.strategy import ParallelStrategy
 
 
 class LightningSingleDevice(LightningStrategy, SingleDeviceStrategy):
-    """Trains on one device, without a process group."""
+    """Trains on one device, without a process group.
+
+    Args:
+        parallel: Object that trains the net, on its own device.
+    """
 
     def __init__(self, parallel: ParallelStrategy):
         super().__init__(parallel, parallel.device)
@@ -22,6 +26,9 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
     """Trains on several ranks of a process group that exists already.
 
     The module is wrapped in DistributedDataParallel if `parallel.ddp_arguments` is not None.
+
+    Args:
+        parallel: Object that partitions and trains the net.
     """
 
     def __init__(self, parallel: ParallelStrategy):
