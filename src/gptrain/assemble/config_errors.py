@@ -69,7 +69,13 @@ def missing_monitor_as_config_error(cfg: RunConfig, trainer: pl.Trainer) -> Gene
 
 
 def monitors_of(cfg: RunConfig) -> dict[str, str]:
-    """Return the key and the value of the argument `monitor` of each callback that has one."""
+    """Return the monitored value of each callback whose node has an argument `monitor`.
+
+    The keys are those of the config, such as `callbacks.early_stopping.monitor`.
+
+    Args:
+        cfg: Configuration of the run.
+    """
     nodes = {key: node.arguments for key, node in cfg.callbacks.items() if node}
     return {
         f"callbacks.{key}.monitor": arguments["monitor"]

@@ -77,7 +77,7 @@ def load(
 
 
 def build_target(node: Mapping[str, Any]) -> Any:
-    """Build the object that a node with a `_target_` describes.
+    """Build and return the object that a node with a `_target_` describes.
 
     An exception that the class raises is raised again with its own type, without Hydra's
     InstantiationException around it. The exit code depends on the type: a DataError ends with 65.

@@ -87,6 +87,9 @@ def remove_tree(path: Path) -> None:
     """Remove a folder and its content, or a file. Does nothing if the path does not exist.
 
     If the path is a link, only the link is removed.
+
+    Args:
+        path: Folder, file or link.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -122,7 +122,7 @@ class SafeFileSystemReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, the index of the shards, with an unpickler that allows few names.
+        """Read and return `.metadata`, the index of the shards, with an unpickler that allows few names.
 
         Args:
             *args: Ignored.
@@ -152,6 +152,9 @@ class SafeFileSystemReader(FileSystemReader):
         Args:
             plan: Tensors and values to load.
             planner: Owner of the state.
+
+        Returns:
+            The future of torch's reader.
 
         Raises:
             UnsafeCheckpointError: If a value would run code when it is unpickled.
@@ -205,6 +208,9 @@ class _PlainValues:
 
     torch's planner loads values with weights_only=False. So each value is loaded here with
     weights_only=True and pickled again for the planner. The values are small counters and options.
+
+    Args:
+        planner: Load planner of torch.distributed.checkpoint, which gets all other calls.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -239,7 +245,11 @@ def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
 
 
 class _DraftFolder(FileSystem):
-    """File system of torch.distributed.checkpoint that opens files of a CheckpointWriter."""
+    """File system of torch.distributed.checkpoint that opens files of a CheckpointWriter.
+
+    Args:
+        draft: Writer of this rank's files.
+    """
 
     def __init__(self, draft: CheckpointWriter) -> None:
         self._draft = draft

@@ -392,7 +392,13 @@ class CheckpointStore:
         return f"set aside as {name}" if is_renamed else "an older checkpoint is used"
 
     def _hidden(self, kind: str, step: int) -> Path:
-        """Return the hidden folder of a step; `kind` is "draft", "old" or "trash"."""
+        """Return the hidden folder for a step in the folder of the checkpoints.
+
+        Args:
+            kind: "draft" for a save that is not complete, "old" for a checkpoint that is being
+                replaced, or "trash" for one that is being removed.
+            step: Step of the checkpoint.
+        """
         return self.folder / f".{kind}-{folder_name(step)}"
 
 

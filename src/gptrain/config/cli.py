@@ -295,7 +295,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
 
 
 def compose_command(overrides: list[str]) -> DictConfig:
-    """Compose the config of a command line, without Hydra's own node and without checks.
+    """Compose and return the config of a command line, without Hydra's own node and without checks.
 
     Args:
         overrides: Words of the command line. If one is `from_run=<folder>`, the overrides of that

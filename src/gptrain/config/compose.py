@@ -51,9 +51,14 @@ def job_folder(number: int, varied: str) -> str:
 
 
 def plus(left: Any, right: int) -> Any:
-    """Return the sum, or `left` unchanged if it is not an integer.
+    """Return left + right, or `left` unchanged if it is not an integer.
 
-    A `left` of another type is an error of the key to which it belongs, and is reported there.
+    It is a resolver for yaml files, such as `${plus:${seq_len},1}`. A `left` of another type is an
+    error of the key to which it belongs, and is reported there.
+
+    Args:
+        left: Value of a key.
+        right: Number to add.
     """
     return left + right if isinstance(left, int) else left
 
@@ -140,6 +145,9 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return a config as nested dicts with all references resolved, without Hydra's own node.
+
+    Args:
+        cfg: Composed config.
 
     Raises:
         ConfigError: If a required key is not set or a reference cannot be resolved.

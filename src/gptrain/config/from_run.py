@@ -229,7 +229,11 @@ def find_folders() -> list[str | Path]:
 
 
 def _group_of(place: str) -> str:
-    """Return the group of a dotted key, where metrics of the module are a group of their own."""
+    """Return the group of a dotted key: its first part, or `metrics` for a metric of the module.
+
+    Args:
+        place: Dotted key, such as `optimizer.lr`.
+    """
     return "metrics" if place.startswith("module.metrics.") else place.partition(".")[0]
 
 

@@ -83,6 +83,9 @@ def _links_at(path: Path) -> Iterator[Path]:
     Reading a file may also read other files of its folder, such as the index of a token file or the
     configuration of a tokenizer. Reading a folder reads everything below it, except hidden names.
     A link to a folder is yielded before the links inside that folder, so that the caller can stop.
+
+    Args:
+        path: File or folder.
     """
     if not path.is_dir():
         siblings = sorted(path.parent.iterdir()) if path.parent.is_dir() else []

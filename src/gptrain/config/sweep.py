@@ -87,9 +87,13 @@ def _identity(words: Sequence[str]) -> dict[str, str]:
 
 
 def _reaches(length: str | None, needed: str | None) -> bool:
-    """Return whether one value of a key in LENGTHS is at least as large as another one.
+    """Return whether the length of a finished run is at least the length that a job asks for.
 
     False if one of the two is missing or not a positive number.
+
+    Args:
+        length: Value of a key in LENGTHS in the finished run, or None.
+        needed: Value of the same key in the job, or None.
     """
     try:
         return float(length or "") >= float(needed or "") > 0
@@ -142,6 +146,9 @@ def twice_as_long(run: RunRecord) -> str:
     """Return the override that doubles the length of a run.
 
     The key is the limit that ended the run, or `trainer.max_steps` if the run ended otherwise.
+
+    Args:
+        run: Record of the run.
     """
     limit = re.fullmatch(r"(trainer\.max_steps|trainer\.max_epochs|max_tokens)=(.+)", run.detail)
     if run.ended.endswith(" done") and limit:

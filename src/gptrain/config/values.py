@@ -218,6 +218,9 @@ def _section_in(annotation: Any) -> type[Section] | None:
     """Return the section type in the annotation of a field, such as X in `dict[str, X | None]`.
 
     Returns None if the annotation contains no section type.
+
+    Args:
+        annotation: Type annotation of a field of pydantic.
     """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation

@@ -134,7 +134,13 @@ class ConfigIssue:
 
 
 def show(value: object) -> str:
-    """Return a value in the notation of a Hydra override, cut after LONGEST_VALUE characters."""
+    """Return a value in the notation of a Hydra override, for an error message.
+
+    A text longer than LONGEST_VALUE characters is cut.
+
+    Args:
+        value: String, number, bool, None, or nested lists and dicts of them.
+    """
     if value is None:
         text = "null"
     elif isinstance(value, bool):
@@ -157,6 +163,9 @@ def quoted(text: str) -> str:
     """Return a text in quotes, so that Hydra parses it as exactly this string.
 
     A text that looks like a reference, a list or a number stays a string.
+
+    Args:
+        text: Text without quotes, the value of an override.
     """
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
     # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
@@ -178,8 +187,11 @@ def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
     If the first line ends with a colon, the second line is added. The values of tensors are left
-    out. Of an error in a data worker, to which torch adds the worker's traceback, the message is
-    that of the original error.
+    out. torch adds the traceback of a data worker to its error. The result is then the message of
+    the original error.
+
+    Args:
+        error: Exception, or any object with a text.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -225,6 +237,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words of a command line, as argparse does.
+
+        Args:
+            args: Words of the command line. None stands for `sys.argv[1:]`.
+            namespace: Object that gets the values. None stands for a new one.
 
         Raises:
             ConfigError: If a word ends with a carriage return, which a script with Windows line

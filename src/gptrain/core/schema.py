@@ -166,7 +166,13 @@ class ModuleConfig(TargetConfig):
 
 
 class LanguageModelConfig(ModuleConfig, extra="forbid"):
-    """Keys of `gptrain.lit.LanguageModel`."""
+    """Keys of `gptrain.lit.LanguageModel`.
+
+    Attributes:
+        loss: Options of the training loss.
+        metrics: Node with the `_target_` of a torchmetrics class, by the name under which it is
+            logged.
+    """
 
     loss: LossConfig
     metrics: dict[str, TargetConfig]
@@ -296,7 +302,20 @@ class SampleTextConfig(TargetConfig, extra="forbid"):
 
 
 class TrainerConfig(TargetConfig):
-    """Arguments of any Trainer that gptrain reads. Names and values are Lightning's."""
+    """Arguments of any Trainer that gptrain reads. Names are Lightning's, values nearly so.
+
+    Attributes:
+        num_nodes: Number of nodes. `auto` stands for the nodes on which the launcher started ranks.
+        precision: Precision by Lightning's name. `auto` stands for that which the devices compute
+            natively.
+        max_epochs: Maximum number of epochs. -1 for no limit. None stands for 3 if nothing else
+            limits the run.
+        limit_train_batches: Micro-batches of an epoch for each rank, or a fraction of the epoch.
+        val_check_interval: Optimizer steps between two validations, or a fraction of an epoch.
+            Lightning counts micro-batches instead.
+        gradient_clip_val: Largest norm of the gradient of an optimizer step. 0 or None for no
+            limit.
+    """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
     devices: Devices

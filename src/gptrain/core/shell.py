@@ -38,7 +38,11 @@ def override(key: str, value: object) -> str:
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
     """Return the value of each override by its key, without the `+` of a new key.
 
-    The last override of a key counts. `~key`, which has no value, gets "" as its value.
+    The last override of a key counts. `~key`, which has no value, gets "" as its value, and its key
+    keeps the `~`.
+
+    Args:
+        overrides: Words of a command line, such as `+trainer.max_steps=10`.
     """
     pairs = (word.partition("=") for word in overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
@@ -67,7 +71,11 @@ def option(key: str, value: object) -> str:
 def folder_argument(path: str | os.PathLike) -> str:
     """Return a path as an argument that no program parses as an option or as a home folder.
 
-    A path that begins with `-` or `~` gets a `./` in front.
+    A path that begins with `-` or `~` gets a `./` in front. The result is not yet quoted for the
+    shell.
+
+    Args:
+        path: Path of a folder.
     """
     text = str(path)
     return f"./{text}" if text.startswith(("-", "~")) else text

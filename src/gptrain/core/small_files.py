@@ -47,7 +47,10 @@ def read_bytes(path: str | os.PathLike) -> bytes:
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading, in binary mode. Symbolic links are followed.
+    """Open a regular file for reading, and return it in binary mode. Symbolic links are followed.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         OSError: If the file does not exist or cannot be opened.

@@ -245,7 +245,7 @@ class Strategy:
 
     Attributes:
         axes: Axes of the device mesh over which the work is divided.
-        needs: Attributes that a net must have (see `gptrain.models`).
+        needs: Attributes that a net must have, such as `blocks` and `head`.
         parallel: `module:class` of the ParallelStrategy that partitions and trains the net.
         check: `module:function` that raises an error for a net, options and dims that do not fit.
         is_exact: True if the strategy computes the same losses and weights as one process, up to
@@ -253,7 +253,7 @@ class Strategy:
         options: Type of the `strategy` group under this strategy.
         contract: Requirement on the code of a net, for the error message if a net violates it.
         lightning: `module:class` of the Lightning strategy around the object in `parallel`.
-        costs: `module:class` that states what a rank stores and sends (see `costs.strategies`).
+        costs: `module:class` of the StrategyCosts that state what a rank stores and sends.
         defaults: Folder of `<name>.yaml` with the defaults of the options.
     """
 

@@ -190,11 +190,16 @@ def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarra
 def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
     """Fit a scaling law to runs, and draw the bootstrap samples for its confidence interval.
 
+    The samples are the same in each call with the same runs.
+
     Args:
         count: Key of COUNTS, the meaning of N.
         n: Number of parameters of each run, shape (P,).
         d: Number of tokens of each run, shape (P,).
         loss: Loss of each run, shape (P,).
+
+    Returns:
+        The law, with five constants or, if the runs are too few, with two.
     """
     n, d, loss = (np.asarray(values, dtype=float) for values in (n, d, loss))
     constants = fit(n, d, loss)

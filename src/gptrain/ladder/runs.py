@@ -107,6 +107,8 @@ def train_size(
 def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
     """Check that a run folder holds the run that overrides describe.
 
+    Keys that do not change what is trained, such as `run_dir` and `logger`, may differ.
+
     Args:
         folder: Folder of the sweep.
         run_dir: Folder of the run.

@@ -90,7 +90,16 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 
 
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of the backward pass of attention, without recomputation in the kernel."""
+    """Return the FLOPs of the backward pass of attention: twice those of the forward pass.
+
+    The kernel also recomputes the scores, which is not counted.
+
+    Args:
+        grad: Shape of the gradient, which has no effect.
+        q: Shape (B, H, T, d_head) of the queries.
+        k: Shape of the keys.
+        v: Shape of the values.
+    """
     return 2 * sdpa_flop_count(q, k, v)
 
 

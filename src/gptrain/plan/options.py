@@ -63,6 +63,9 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     The machine is the one that `hardware.name` names, or this machine. The topology is None if the
     key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
 
+    Args:
+        cfg: Configuration of the command.
+
     Raises:
         ConfigError: If the number of devices is not known, or if machine.json or the topology
             cannot be read.

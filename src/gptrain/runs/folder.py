@@ -35,13 +35,14 @@ class RunRecord:
         path: Folder of the run.
         overrides: Overrides as they were typed.
         metrics: Final metrics, or those of the newest checkpoint if the run is not done.
-        steps: Number of optimizer steps, if it is known.
-        seconds: Time that the run took, in seconds, if it is done.
+        steps: Number of optimizer steps, or None if it is not known.
+        seconds: Time that the run took, in seconds, or None if it is not done.
         is_done: True if the run reached its own end.
         ended: Reason of the end in a word or two, such as "done", "running" or "lost".
         detail: Explanation of the reason. May be empty.
-        goodput: Goodput and where the time of all starts went, see `timeline.measure`. Empty for a
-            run without a timeline.
+        goodput: `goodput`, the fraction of the time of all starts that was spent in steps that
+            count, and the seconds of each phase such as `steps_s`. Empty for a run without a
+            timeline.
     """
 
     path: Path
@@ -129,7 +130,13 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Return steps and metrics of the newest checkpoint from its manifest, or {} without one."""
+    """Return `steps` and `metrics` of the newest checkpoint from its manifest.
+
+    The result is empty if there is no checkpoint or its manifest is damaged.
+
+    Args:
+        folder: Run folder.
+    """
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpointError):
             manifest = read_manifest(path)

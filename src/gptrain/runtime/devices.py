@@ -54,9 +54,12 @@ class RunDevices:
 
 
 def find_devices(cfg: RunConfig) -> RunDevices:
-    """Resolve trainer.accelerator, devices and num_nodes as Lightning does. Starts nothing.
+    """Return the devices of a run, resolved from the trainer group as Lightning does. Starts nothing.
 
     An accelerator that this machine does not have becomes "cpu".
+
+    Args:
+        cfg: Configuration of the run.
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices = cfg.trainer.devices

@@ -202,9 +202,12 @@ def launcher_start() -> float:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from field 3 (state) on: see proc(5).
+    """Return the fields of /proc/PID/stat from field 3 (state) on, as in proc(5).
 
     Field 2, the name of the process, may contain spaces and is skipped.
+
+    Args:
+        pid: Process number.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
@@ -215,6 +218,9 @@ def store_path(run_dir: str | Path) -> str | None:
     A file is used instead of torchrun's TCP store. That store listens on all interfaces, and after
     a restart it still has keys of the previous start, so that ranks wait for processes that are
     gone (pytorch#135712). On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+
+    Args:
+        run_dir: Run folder.
 
     Returns:
         The path, or None if this process is not a rank, the job has several nodes, or a SLURM job

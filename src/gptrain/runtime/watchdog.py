@@ -110,7 +110,13 @@ class Heartbeat:
 
 
 def read_progress(folder: str | Path) -> list[Progress]:
-    """Return the last heartbeat of every rank that writes into the folder, in rank order."""
+    """Return the last heartbeat of every rank that writes into a folder, in rank order.
+
+    A rank that has ended is left out.
+
+    Args:
+        folder: Folder of the heartbeats of one start.
+    """
     progress = []
     for path in sorted(Path(folder).glob("rank-?????")):
         with contextlib.suppress(FileNotFoundError, ValueError):  # just closed, or just created
@@ -241,6 +247,8 @@ class Guard:
     def leave_if_asked(self) -> None:
         """End a run that was asked to stop before it had anything to save.
 
+        Does nothing if the run was not asked to stop.
+
         Raises:
             PreemptedError: If the run was asked to stop.
         """
@@ -249,10 +257,12 @@ class Guard:
 
     @contextlib.contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """Let a request to stop, earlier or now, end the block at once.
+        """End the block at once if the run is asked to stop, because there is no state to save yet.
+
+        The signal handler raises the error anywhere in the block.
 
         Raises:
-            PreemptedError: If the run was asked to stop, or is asked within the block.
+            PreemptedError: If the run was asked to stop before the block, or is asked within it.
         """
         self.stop.error = PreemptedError()  # before the check: a signal may come just after it
         try:
