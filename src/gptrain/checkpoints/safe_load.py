@@ -122,7 +122,7 @@ class SafeFileSystemReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and return `.metadata`, the index of the shards, with an unpickler that allows few names.
+        """Return the index of the shards from `.metadata`, by an unpickler that allows few names.
 
         Args:
             *args: Ignored.

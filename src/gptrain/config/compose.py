@@ -53,7 +53,7 @@ def job_folder(number: int, varied: str) -> str:
 def plus(left: Any, right: int) -> Any:
     """Return left + right, or `left` unchanged if it is not an integer.
 
-    It is a resolver for yaml files, such as `${plus:${seq_len},1}`. A `left` of another type is an
+    It is a resolver for yaml files, such as `${plus:${seed},1}`. A `left` of another type is an
     error of the key to which it belongs, and is reported there.
 
     Args:

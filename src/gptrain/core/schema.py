@@ -313,7 +313,7 @@ class TrainerConfig(TargetConfig):
         limit_train_batches: Micro-batches of an epoch for each rank, or a fraction of the epoch.
         val_check_interval: Optimizer steps between two validations, or a fraction of an epoch.
             Lightning counts micro-batches instead.
-        gradient_clip_val: Largest norm of the gradient of an optimizer step. 0 or None for no
+        gradient_clip_val: Threshold of gradient clipping in an optimizer step. 0 or None for no
             limit.
     """
 

@@ -46,7 +46,7 @@ def train_size(
         script: Path of the project's train.py.
         typed: Overrides that the user typed.
         objective: Logged name of the loss.
-        size: One of the smaller models.
+        size: Smaller model that is trained.
         phases: Optimizer steps of the runs.
         seed: Seed of the runs.
         counts: Tokens per parameter of each run, rising.

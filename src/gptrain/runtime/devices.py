@@ -54,7 +54,7 @@ class RunDevices:
 
 
 def find_devices(cfg: RunConfig) -> RunDevices:
-    """Return the devices of a run, resolved from the trainer group as Lightning does. Starts nothing.
+    """Return the devices of a run, resolved from the trainer group as Lightning does.
 
     An accelerator that this machine does not have becomes "cpu".
 

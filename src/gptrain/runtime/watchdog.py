@@ -112,7 +112,7 @@ class Heartbeat:
 def read_progress(folder: str | Path) -> list[Progress]:
     """Return the last heartbeat of every rank that writes into a folder, in rank order.
 
-    A rank that has ended is left out.
+    A rank that has closed its heartbeat, because it is done, is left out.
 
     Args:
         folder: Folder of the heartbeats of one start.
