@@ -26,11 +26,11 @@ class Work:
         batch_size: Sequences per data rank and micro-step.
         seq_len: Tokens per sequence.
         accumulate: Micro-steps per optimizer step.
-        precision: Value of `trainer.precision`.
+        precision: Precision as Lightning names it, such as "bf16-mixed".
         optimizer: Facts about the optimizer: its state, computation and traffic.
-        checkpointing: Value of `model.activation_checkpointing`.
+        checkpointing: "none", "selective" or "full", the activations that a block recomputes.
         dropout: Probability of dropout.
-        compile: Value of `model.compile`.
+        compile: "none", "blocks" or "model", the parts of the net that are compiled.
         is_cpu: True if the ranks compute on CPUs and communicate by gloo.
         has_bf16: True if the device has bf16 instructions. Without them Muon uses fp32.
         rank: Index of the rank in its pipeline.

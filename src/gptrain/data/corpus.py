@@ -293,8 +293,8 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yield the text of a corpus, document by document.
 
-    Text files are split by bytes, see `split`. Records are split by their number in the corpus,
-    with the validation records evenly spread.
+    Text files are split by bytes, in sections of about 16 KiB. Records are split by their number in
+    the corpus, with the validation records evenly spread.
 
     Args:
         sources: Files of the corpus.

@@ -144,7 +144,8 @@ class TextDataset(TokenDataset):
                 with one warning.
             end_of_document: Whether to append the end token to each document. None appends it if
                 the tokenizer has one, except for `bytes`.
-            documents: `packed`, `separate` or `masked`, see the class.
+            documents: `packed` lets windows cross the ends of documents. `separate` begins each
+                document with a new sample. `masked` packs documents that do not see each other.
 
         Raises:
             FileNotFoundError: If a path or the tokenizer does not exist.

@@ -39,7 +39,8 @@ class TokenDataset(BatchDataset):
         keep_tail: Make one more sample of the last tokens of a file that do not fill a window,
             padded with targets -100. Every token except the first of each file is then a target
             exactly once.
-        split: train or val: the files of a folder to read, see `find_token_files`.
+        split: train or val: leave out those files of a folder whose own name or folder names
+            belong to another split. An empty text takes all files.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -326,7 +326,7 @@ def collate_and_share(batch: Any) -> Any:
     thread prints the error and sends nothing, and the training process waits forever.
 
     Args:
-        batch: Samples of a batch, as BatchReader returns them.
+        batch: List of samples, or a batch that the dataset has stacked itself.
 
     Raises:
         RuntimeError: If the shared memory is full.

@@ -240,7 +240,7 @@ def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
     Args:
         trainer: Trainer that resumes the run.
         step: Number of optimizer steps done.
-        validated: Whether the validation after this step was done, see `loop_state_after`.
+        validated: Whether the validation after this step and the hooks of the epoch's end are done.
     """
     epoch, step_in_epoch = divmod(step, data_of(trainer).epoch_steps)
     if not validated or (step_in_epoch and is_validated(trainer, step)):

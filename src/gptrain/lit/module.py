@@ -46,7 +46,8 @@ class LanguageModel(pl.LightningModule):
                 return loss + self.weight * penalty(self.net)
 
     Args:
-        net: Net with `forward(tokens)`, see `gptrain.models` for the optional parts.
+        net: Net with `forward(tokens)`. Some strategies and options need more attributes, such as
+            `blocks`, which `gptrain.models` lists.
         make_optimizer: Function that builds the optimizer for the parameters of a module, with the
             peak learning rate of the schedule.
         make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. The

@@ -25,8 +25,9 @@ def plan_run(
         devices: Accelerator and number of ranks of the run.
 
     Returns:
-        A line about the run's own strategy, and the estimates of all strategies as
-        `costs.choice.compare` returns them, with the source of the machine's figures as `machine`.
+        A line about the run's own strategy, and a dict: `strategies` (name -> estimate), `best`
+        (name of the best strategy), `changes` (config changes that it needs), `parameters` (number
+        of parameters) and `machine` (source of the machine's figures).
 
     Raises:
         ValueError: If the planner does not know the net, the strategy or the machine.

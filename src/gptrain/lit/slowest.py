@@ -15,7 +15,9 @@ SLOW_STEPS = 10  # number of logged steps in a row after which a slow rank is re
 
 
 class SlowestRank:
-    """Compares the computing times of all ranks in the logged steps, see `ComputeClock`.
+    """Compares the computing times of all ranks in the logged steps.
+
+    `ComputeClock` measures these times without the time in which a rank waits for other ranks.
 
     Args:
         rank: Global rank of this process.

@@ -39,8 +39,8 @@ class Muon(torch.optim.Optimizer):
     and the communication of this class for the planner.
 
     Args:
-        params: Parameter groups, as `muon_groups` returns them. A group without `use_muon` is
-            updated by AdamW.
+        params: Parameter groups. A group with `use_muon=True` has matrices only. A group without
+            `use_muon` is updated by AdamW. `muon_groups` makes such groups.
         lr: Learning rate of groups without their own.
         betas: Decay rates of AdamW's averages.
         eps: Epsilon of AdamW.
@@ -87,15 +87,18 @@ class Muon(torch.optim.Optimizer):
         head_lr: float | None = None,
         vector_lr: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Return the parameter groups that `gptrain` passes to this class; see `muon_groups`.
+        """Return the parameter groups for this class, with `use_muon=True` for the hidden matrices.
+
+        gptrain calls this method for the optimizer of a run. Hidden matrices are those of
+        `net.blocks`.
 
         Args:
             net: The model, whose `blocks` have the hidden matrices.
             parameters: All parameters that are trained, also those outside `net`.
             names: Names of the parameters of `net`.
-            embedding_lr: Learning rate of embeddings. Defaults to `lr`, as the next two.
-            head_lr: Learning rate of the head.
-            vector_lr: Learning rate of biases and norms.
+            embedding_lr: Learning rate of embeddings. None for `lr` of the optimizer.
+            head_lr: Learning rate of the head. None for `lr`.
+            vector_lr: Learning rate of biases and norms. None for `lr`.
 
         Raises:
             ValueError: If `net` has no attribute `blocks`.

@@ -30,7 +30,8 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
             any additional FLOPs.
-        compile: Value of `model.compile`. A compiled recomputation changes no buffers.
+        compile: "none", "blocks" or "model". If a block is compiled, its recomputation changes no
+            buffers, and buffers need no care.
     """
     if mode == "none":
         return

@@ -83,7 +83,8 @@ def needs_comparison(
     Args:
         net: Net before it is partitioned, for example on the meta device.
         parallel: Strategy of the run.
-        activation_checkpointing: Value of `model.activation_checkpointing`.
+        activation_checkpointing: "none", "selective" or "full", the activations that each block
+            recomputes.
     """
     changes = (
         parallel.is_partitioned or supports_chunked_loss(net) or activation_checkpointing != "none"

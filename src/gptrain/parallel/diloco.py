@@ -69,7 +69,8 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         Args:
             module: LightningModule, or any module with an attribute `net`. Its parameters that
                 require gradients are synchronized.
-            optimizer: Inner optimizer of this replica, see `ParallelStrategy.prepare`.
+            optimizer: Inner optimizer of this replica. If it has an attribute `replicas`, as Muon
+                has, the attribute is set to the ranks that hold the same weights.
         """
         super().prepare(module, optimizer)
         self.parameters = {

@@ -83,8 +83,7 @@ def _open_network_store(
         world_size: Number of ranks of the job.
         timeout_s: Time that the messages name as the limit.
         end_s: Time of `time.monotonic` at which the wait ends.
-        settings: Environment variables as `describe_variables` returns them. The error message
-            begins with them.
+        settings: Words NAME=value of the environment variables, with which error messages begin.
 
     Raises:
         MissingRanksError: If the address cannot be used, or if rank 0 does not serve it in time.
@@ -142,8 +141,7 @@ def _check_port_is_free(port: int, settings: str) -> None:
 
     Args:
         port: Value of MASTER_PORT.
-        settings: Environment variables as `describe_variables` returns them. The error message
-            begins with them.
+        settings: Words NAME=value of the environment variables, with which error messages begin.
 
     Raises:
         MissingRanksError: If the port cannot be used, for example because another process uses it.

@@ -52,8 +52,9 @@ def check_fit(
         net: Net, for example on the meta device.
         options: Options of the `strategy` group.
         dims: Number of ranks along each axis.
-        compile: Value of `model.compile`.
-        activation_checkpointing: Value of `model.activation_checkpointing`.
+        compile: "none", "blocks" or "model", the parts of the net that are compiled.
+        activation_checkpointing: "none", "selective" or "full", the activations that each block
+            recomputes.
         documents: True if samples hold documents that must not see each other.
 
     Raises:

@@ -120,13 +120,15 @@ def full_optimizer_state(
     All ranks must call this function.
 
     Args:
-        parameters: Name in a checkpoint -> parameter, as `saved_parameters` returns them.
+        parameters: Name in a checkpoint -> parameter of this rank. Parameters outside of the net
+            are included.
         optimizer: Optimizer of these parameters.
         stages: Stages of the pipeline.
 
     Returns:
-        `state` (name -> kind -> value, for example `exp_avg`) and `param_groups` (see
-        `named_groups`). `state` is on the CPU of global rank 0, and {} on all other ranks.
+        `state` (name -> kind -> value, for example `exp_avg`) and `param_groups` (a list of dicts
+        in which `params` is a list of names). `state` is on the CPU of global rank 0, and {} on all
+        other ranks.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if an option of
@@ -145,14 +147,15 @@ def sharded_state(
 
     Args:
         net: Net as the strategy has partitioned it.
-        parameters: Name in a checkpoint -> parameter, as `saved_parameters` returns them.
+        parameters: Name in a checkpoint -> parameter of this rank. Parameters outside of the net
+            are included.
         optimizer: Optimizer of these parameters.
         stages: Stages of the pipeline.
 
     Returns:
-        `net` (name -> tensor) and `optimizer` (name -> kind -> value). A tied parameter appears
-        once, under its first name. Options of the parameter groups are not included, see
-        `named_groups`.
+        `net` (name -> tensor) and `optimizer` (name -> kind -> value, for example `exp_avg`). A
+        tied parameter appears once, under its first name. Options of the parameter groups, such as
+        `lr`, are not included; `named_groups` returns them.
 
     Raises:
         ValueError: If the optimizer's state has a value that is neither a tensor nor plain.

@@ -132,8 +132,7 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     """Return the replicated parameters whose gradients cover only this rank's positions or heads.
 
     These are the parameters of norms, the position table, and biases that are added to a shard of
-    the sequence. Their gradients must be summed over the tensor axis once per optimizer step, see
-    `gradients.sum_gradients`.
+    the sequence. Their gradients must be summed over the tensor axis once per optimizer step.
     """
     parameters: list[nn.Parameter] = []
     for name, role in _roles(cast(Net, net)):

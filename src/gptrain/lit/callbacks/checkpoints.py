@@ -67,7 +67,7 @@ class Checkpoints(Checkpoint):
 
     Lightning calls this callback after all other callbacks, so that a save contains their state
     after this step. If training fails between two saves, the newest complete step is saved,
-    provided that all ranks have failed after the same step, see `on_exception`.
+    provided that all ranks have failed after the same step.
 
     Args:
         store: Checkpoints of the run.

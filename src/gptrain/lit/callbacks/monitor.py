@@ -86,7 +86,8 @@ class TrainingMonitor(Callback):
     Attributes:
         speed: Clock of the steps, set when training starts.
         first_step: Number of optimizer steps done when training started. None if it did not start.
-        ended: Reason why training ended, see `why_ended`. None until training has ended.
+        ended: Texts `reason`, such as "steps done" or "early stop", and `detail`, for the end of
+            training. None until training has ended.
     """
 
     speed: Speed

@@ -25,7 +25,7 @@ def add_state(
     """Add the state of all ranks to a checkpoint, and remove Lightning's loop counters.
 
     All ranks must call it, because it gathers the RNG states. A resumed run computes the loop
-    counters from the step, see `loop_state_after`.
+    counters from the number of steps done.
 
     Args:
         trainer: Trainer of the run.

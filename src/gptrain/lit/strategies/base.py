@@ -36,8 +36,8 @@ class StrategyInfo:
         name: Name of the strategy, such as `ddp`.
         net_name: Class name of the net.
         n_parameters: Number of parameters of the full net. Tied weights count once.
-        n_matrix_weights: Number of weights that are multiplied with every token, see
-            `perf.count_matrix_weights`.
+        n_matrix_weights: Number of weights that are multiplied with every token: all matrices and
+            the head, but no embedding tables.
         n_trained: Number of parameters that are not frozen.
     """
 
@@ -60,8 +60,8 @@ class LightningStrategy(SavingStrategy):
 
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
-        decide_step: Function that decides whether the optimizer's update is made. It is called
-            after the computation of `grad_norm`, see `gptrain.lit.decisions`.
+        decide_step: Function that decides whether the optimizer's update is made, for example not
+            if a gradient is NaN. It is called after the computation of `grad_norm`.
         conclude_step: Function that waits until the last decision is known and reports it. Call it
             on all ranks before the state of a step is saved or sent.
         shares_loss: Whether each step sets `step_mean.loss`, which the spike guard reads.
