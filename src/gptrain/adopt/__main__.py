@@ -41,7 +41,10 @@ UNCHECKED = {"hydra", "hparams_search", "local"}  # groups that --check does not
 
 
 def main() -> NoReturn:
-    """Parse the command line, make, upgrade or check a project, and exit."""
+    """Run the command `python -m gptrain.adopt` with the words in `sys.argv`, and exit.
+
+    The command makes, upgrades or checks a project.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.adopt", allow_abbrev=False, **head)

@@ -163,10 +163,10 @@ def load_weights(
 
 
 def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint | Path:
-    """Return the weights that a checkpoint refers to instead of holding them.
+    """Return the frozen weights that a checkpoint refers to instead of holding them.
 
     Args:
-        base: Entry of the manifest: `path` and `sha256`.
+        base: Entry `base` of the checkpoint's manifest: `path` and `sha256` of the weights.
         verifies: Whether to compare the hash of the weights, which reads every byte.
 
     Raises:
@@ -200,9 +200,11 @@ def hash_weights(weights: Checkpoint | Path) -> str:
 def loaded_names(net: nn.Module, left_out: Unmatched, stages: Stages) -> Set[str]:
     """Return the names of the net's tensors that `load_weights` has loaded in full.
 
+    A tied tensor counts under all of its names.
+
     Args:
         net: Net, or the part of it that this rank holds.
-        left_out: Result of `load_weights`.
+        left_out: Names that `load_weights` returned as left out.
         stages: Pipeline stages of the net.
     """
     lacking = {*left_out.missing, *left_out.mismatched, *left_out.positions}

@@ -66,11 +66,11 @@ def plus(left: Any, right: int) -> Any:
 def default_seq_len(model: Any, shortest: int = 1) -> int:
     """Return the default of `data.seq_len`: the context length of the net, at most LONG_SEQ_LEN.
 
-    A value of another type is an error of `model.max_seq_len`, and is reported there.
-
     Args:
-        model: Node `model`.
-        shortest: A net with a shorter context, or without `max_seq_len`, gets SHORT_SEQ_LEN.
+        model: Node `model` of the config. If its `max_seq_len` is missing or not an integer, the
+            result is SHORT_SEQ_LEN. The check of that key reports a wrong type.
+        shortest: Smallest context length that is used. A net with a shorter context gets
+            SHORT_SEQ_LEN.
     """
     length = model.get("max_seq_len") if isinstance(model, DictConfig) else None
     if type(length) is not int or length < shortest:
@@ -81,10 +81,13 @@ def default_seq_len(model: Any, shortest: int = 1) -> int:
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     """Return the value of one key in each part of a data mixture, by the name of the part.
 
+    It is a resolver for yaml files: `${of_parts:${data.parts},weight}`.
+
     Args:
         parts: Node `data.parts`.
         key: Key of a part: `train`, `val` or `weight`. A part without the key gets 1.
-        seq_len: Number of positions that replaces `seq_len` in each part that has this key.
+        seq_len: Number of positions that replaces `seq_len` in each part that has this key. None
+            keeps the values of the parts.
     """
     values = {}
     for name, part in parts.items():

@@ -60,7 +60,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
     long as the job. So a sweep that is started again in its folder skips its finished jobs.
 
     Args:
-        folder: Folder of the job.
+        folder: Folder of the job, which may be empty.
         words: Overrides of the job.
     """
     try:

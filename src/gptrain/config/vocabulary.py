@@ -71,8 +71,9 @@ def _count_tokens(key: str, tokenizer: str) -> int:
     """Return the highest token id of a tokenizer plus 1.
 
     Args:
-        key: Config key of the tokenizer.
-        tokenizer: `bytes`, or the path of a tokenizer.json or its folder.
+        key: Config key of the tokenizer, for the error.
+        tokenizer: `bytes`, or the path of a tokenizer.json or its folder. `bpe` is an error,
+            because its vocabulary is learned with the size that is asked for.
 
     Raises:
         ConfigError: If its vocabulary cannot be read.

@@ -48,7 +48,7 @@ class DataConfig(OpenSection):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Keys that only some data groups have, such as `seq_len` and `tokenizer`."""
+        """Given keys and values that are not in every data group, such as `seq_len`."""
         return {k: v for k, v in self.plain().items() if k not in DataConfig.model_fields}
 
     @property

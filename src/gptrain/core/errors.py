@@ -155,7 +155,7 @@ def show(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Return a text on one line, with every control character replaced by its escape sequence."""
+    """Return a text on one line: each control character is replaced by its escape sequence."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
@@ -263,7 +263,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class JobFailedError(Exception):
-    """Raised after a job of a sweep failed and its error was printed.
+    """Raised after a job failed and its error was printed. A job is a run, or one run of a sweep.
 
     Attributes:
         code: Exit code of the job.

@@ -228,7 +228,7 @@ class MuonConfig(AdamWConfig):
 
 
 class PhaseLength(NamedTuple):
-    """Length of a phase of the schedule: at most one of the two is given.
+    """Length of a phase of the schedule. One of the two units is None, or both are.
 
     Attributes:
         steps: Optimizer steps, or a fraction of the run below 1.

@@ -67,7 +67,7 @@ class StrategyOptions(OpenSection):
 
     @property
     def keeps_weights_on_cpu(self) -> bool:
-        """True if weights and optimizer states are in the memory of the CPU."""
+        """True if weights and optimizer states are in host memory, whatever the device is."""
         return False
 
     def on_ranks(self, n_nodes: int, world_size: int) -> Self:
@@ -83,7 +83,7 @@ class StrategyOptions(OpenSection):
 
 
 class SingleOptions(StrategyOptions, extra="forbid"):
-    """Options of `single`."""
+    """Options of `single`: only those that every strategy has."""
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):

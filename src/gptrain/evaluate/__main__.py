@@ -34,7 +34,7 @@ class EvaluateRun(RunConfig):
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.evaluate`, from `sys.argv` to the exit code."""
+    """Run the command `python -m gptrain.evaluate` with the words in `sys.argv`, and exit."""
     config.main(evaluate, EvaluateRun, {}, usage=__doc__)
 
 

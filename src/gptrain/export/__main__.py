@@ -53,7 +53,7 @@ DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.export`, from `sys.argv` to the exit code."""
+    """Run the command `python -m gptrain.export` with the words in `sys.argv`, and exit."""
     config.main(export, ExportRun, DEFAULTS, usage=__doc__)
 
 

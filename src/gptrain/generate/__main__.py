@@ -82,7 +82,7 @@ class GenerateRun(RunConfig):
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.generate`, from `sys.argv` to the exit code.
+    """Run the command `python -m gptrain.generate` with the words in `sys.argv`, and exit.
 
     The text of `prompt` and `stop` needs no quotes for Hydra.
     """

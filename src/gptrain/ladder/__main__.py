@@ -43,7 +43,7 @@ OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.ladder`, from `sys.argv` to the exit code.
+    """Run the command `python -m gptrain.ladder` with the words in `sys.argv`, and exit.
 
     `hardware=…` stands for `hardware.name=…`.
     """

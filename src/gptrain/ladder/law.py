@@ -254,10 +254,13 @@ def find_best_size(
     sizes they are proportional to N.
 
     Args:
-        law: The scaling law.
+        law: The scaling law, whose `count` is the meaning of N.
         flops: Budget, in FLOPs.
         n: N of known models, in ascending order.
         flops_per_token: FLOPs per token of these models.
+
+    Returns:
+        The number of parameters N and the number of training tokens D.
     """
     log_n = np.log(n)
     grid = np.linspace(log_n[0] - 5, np.log(flops), 10_000)  # logarithms of N

@@ -39,12 +39,14 @@ class Size:
     Attributes:
         words: Overrides that turn the typed command into this model.
         cfg: Configuration of the model's runs.
-        counts: Number of parameters by each way of counting in `gptrain.ladder.law.COUNTS`.
+        counts: Number of parameters by each way of counting: `all`, `matrices` (without embedding
+            tables) and `blocks` (without embeddings and head).
         step_tokens: Tokens of an optimizer step.
         epoch_tokens: Tokens of one pass over the training data.
         flops_per_token: FLOPs of a training step, per token.
         n_devices: Number of devices of all nodes.
-        row: Estimate of a step by `gptrain.costs`. None if the planner does not know the net.
+        row: Estimate of a step by `gptrain.costs`, such as `tokens_per_s`. None if the planner does
+            not know the net.
     """
 
     words: list[str]
@@ -95,7 +97,9 @@ def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
 
 
 def warn(sizes: list[Size], fewest_steps: int, tokens_per_parameter: float) -> None:
-    """Print a warning about runs for which the scaling law does not hold.
+    """Print a warning on stderr if the scaling law does not hold for some runs.
+
+    The reasons are runs of too few steps, and runs that see the same data more than once.
 
     Args:
         sizes: Models of the sweep, in ascending order.

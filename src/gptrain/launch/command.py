@@ -106,7 +106,7 @@ class LaunchRun(RunConfig):
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.launch`, from `sys.argv` to the exit code.
+    """Run the command `python -m gptrain.launch` with the words in `sys.argv`, and exit.
 
     The first word is the engine, `slurm` or `kubernetes`. The other words are overrides of train.py
     and flags. Prints a batch script or a TrainJob, or submits the script with `--submit`.

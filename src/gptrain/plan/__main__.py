@@ -45,7 +45,7 @@ CHOSEN = ("strategy", "trainer.devices")  # keys by which the best strategy is s
 
 
 def main() -> None:
-    """Run the command line of `python -m gptrain.plan`, from `sys.argv` to the exit code.
+    """Run the command `python -m gptrain.plan` with the words in `sys.argv`, and exit.
 
     `hardware=…` stands for `hardware.name=…`.
     """

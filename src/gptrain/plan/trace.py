@@ -65,7 +65,7 @@ LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")
 
 
 def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
-    """Trace a step of rank 0 under the strategy of the config.
+    """Trace a step of rank 0 under the strategy of the config, on tensors without data.
 
     Args:
         cfg: Checked configuration. `trainer.precision` is not `auto`.
@@ -75,8 +75,10 @@ def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[st
     Returns:
         parameters: Number of parameters.
         layers: [FEW, MORE, number of layers] if the result is extrapolated, else an empty list.
-        strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} as in
-            `costs.speed.estimate`, but `flops` include recomputation and the update.
+        strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} with the
+            name of the strategy: bytes by part and in `total`, FLOPs with recomputation and the
+                update,
+            bytes that this rank sends, and the same by kind of collective.
 
     Raises:
         ConfigError: If the strategy has a pipeline, or if the step cannot run without data.
@@ -106,7 +108,7 @@ def with_layers(cfg: RunConfig, groups: dict, key: str, count: int, n_layers: in
     Args:
         cfg: Configuration of the run.
         groups: Values of `model` and of `model.config`.
-        key: Key of the number of layers.
+        key: Dotted key of the number of layers.
         count: Number of layers of the net.
         n_layers: Number of layers of the result.
     """

@@ -21,7 +21,10 @@ NEVER_COMPARED = {"overrides", "command", "started", "goodput", *(f"{name}_s" fo
 
 
 def main() -> NoReturn:
-    """Parse the arguments, print the answer and exit."""
+    """Run the command `python -m gptrain.runs` with the words in `sys.argv`, and exit.
+
+    The command prints a table of runs, compares two runs, or deletes checkpoints.
+    """
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)

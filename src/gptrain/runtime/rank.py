@@ -90,7 +90,7 @@ def run_rank(
 def rank_process(
     script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
 ) -> NoReturn:
-    """Run a rank that the supervisor has started, and end its process.
+    """Run one rank and end its process. The supervisor starts the process with this function.
 
     Args:
         script: File of the training function. In a job of submitit, `__main__` is not this file.

@@ -54,11 +54,11 @@ class StopFlag:
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
-        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock these signals; return self.
+        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock the signals, and return self.
 
-        A signal that arrived while it was blocked (`block_stop_signals`) is handled now. Call it
-        again if other code has installed handlers meanwhile. `__exit__` restores the handlers that
-        the first call found.
+        A signal that arrived while it was blocked (`block_stop_signals`) is handled now. Call
+        `install` again if other code has installed handlers meanwhile. `__exit__` restores the
+        handlers that the first call found.
         """
         for number in SIGNALS:
             previous = signal.signal(number, self._handle)
@@ -70,7 +70,7 @@ class StopFlag:
         return self.install()
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers that were installed before."""
+        """Restore the handlers that the first call of `install` found."""
         for number, previous in self._previous.items():
             signal.signal(number, previous or signal.SIG_DFL)
         self._previous.clear()

@@ -74,8 +74,9 @@ def prepare_streams(is_run: bool) -> None:
     that the stream's encoding does not have becomes a question mark.
 
     Args:
-        is_run: Whether this process trains. Then it continues without its output. Otherwise SIGPIPE
-            ends the process when the reader of a pipe has ended, as usual for a Unix command.
+        is_run: Whether this process trains. A training continues if its output cannot be written.
+            Any other command is ended by SIGPIPE when the reader of a pipe has ended, as usual on
+            Unix.
     """
     warnings.formatwarning = cast(Any, format_warning)
     if not is_run:

@@ -51,7 +51,8 @@ class Progress:
         n_beats: Number of heartbeats so far.
         phase: Phase of the run that began with the heartbeat, for example "train" or "save".
         step: Optimizer step.
-        allow_s: Time until the next heartbeat, where it may exceed the timeout, in seconds.
+        allow_s: Longest time until the next heartbeat, in seconds, if the phase may take longer
+            than the timeout. 0 otherwise.
     """
 
     rank: int
@@ -195,7 +196,10 @@ class StallWatch:
 
 
 class Guard:
-    """A context around the training function that ends this rank when it waits in vain.
+    """A context around the training function that ends this rank when nothing is left to wait for.
+
+    That is so if the main thread makes no progress, another rank has failed, or the supervisor is
+    gone. A thread checks this, and ends the process with os._exit.
 
     Args:
         run_dir: Folder of the run, in which status.json is read and written.
@@ -272,7 +276,11 @@ class Guard:
             self.stop.error = None
 
     def _watch(self) -> None:
-        """Watch this rank until it is done, and end it when there is nothing left to wait for."""
+        """Watch this rank until it is done, in a thread of its own.
+
+        End the process if its parent is gone, another rank has failed, or the main thread is
+        silent.
+        """
         own = StallWatch(lambda: [self.heartbeat.progress], self._timeout_s)
         while True:
             limit_s = own.limit_s(self.heartbeat.progress)
@@ -287,7 +295,7 @@ class Guard:
                 self._hang(limit_s)
 
     def _new_failure(self) -> dict | None:
-        """Return the status that a failed rank has written since this start, or None."""
+        """Return the content of status.json if a rank has failed since this start, or None."""
         status = read_status(self._run_dir)
         ends_ranks = status is not None and exit_code(status["exit_code"]).ends_ranks
         return status if ends_ranks and status != self._old_status else None
