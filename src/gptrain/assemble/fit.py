@@ -65,7 +65,7 @@ class FinishedRun:
 
     @property
     def net(self) -> nn.Module:
-        """Net with the best weights, on the CPU and in evaluation mode. Loaded at the first access."""
+        """Net with the best weights, on the CPU and in evaluation mode. Loaded when first read."""
         return self._loaded[0]
 
     @property

@@ -54,7 +54,7 @@ class StopFlag:
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
-        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock the signals, and return self.
+        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock the signals; return self.
 
         A signal that arrived while it was blocked (`block_stop_signals`) is handled now. Call
         `install` again if other code has installed handlers meanwhile. `__exit__` restores the
