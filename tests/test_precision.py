@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gptrain.assemble.start_report import precision_text
 from gptrain.runtime.devices import RunDevices, native_precision, precision_for
 
 AMPERE, TURING = 8, 7
@@ -22,6 +23,9 @@ AMPERE, TURING = 8, 7
 )
 def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision):
     assert precision_for(accelerator, cuda_major) == precision
+    hint = ": bf16-mixed is native here; try trainer=gpu" if precision == "bf16-mixed" else ""
+    assert precision_text("32-true", precision) == f"precision 32-true{hint}"
+    assert precision_text("bf16-mixed", precision) == "precision bf16-mixed"
 
 
 def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_start(train):
@@ -33,7 +37,7 @@ def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_st
     assert other.code == 2 and "trainer.precision=32-true: " in other.err
     fresh = train("trainer.max_steps=1", name="fresh")
     native = native_precision(RunDevices("cpu", 1, 1))
-    assert f"precision {native}" in fresh.out
+    assert f"precision {native} " in fresh.out
     typed = (f"trainer.precision={native}", "trainer.max_steps=2", "ckpt_path=last")
     assert train(*typed, name="fresh").code == 0
 

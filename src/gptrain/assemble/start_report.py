@@ -58,9 +58,8 @@ def build_report(
         n_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         model = [type(module).__name__, count_text(n_parameters, n_trained)]
     device_text = f"{devices.world_size} x {devices.accelerator}"
-    strategy = [info.name, device_text, f"precision {trainer.precision}"]
-    if trainer.precision == "32-true" and native_precision(devices) != "32-true":
-        strategy[-1] += f": {native_precision(devices)} is native here; try trainer=gpu"
+    precision = precision_text(str(trainer.precision), native_precision(devices))
+    strategy = [info.name, device_text, precision]
     if devices.accelerator == "cpu":
         strategy.append(f"{torch.get_num_threads()} threads")
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
@@ -114,6 +113,19 @@ def count_text(n_parameters: int, n_trained: int) -> str:
         return f"{n_trained:,} of {n_parameters:,} parameters are trained"
     is_small = n_parameters < 50_000
     return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
+
+
+def precision_text(precision: str, native: str) -> str:
+    """Return the entry of the start line for the precision, with a hint if another one is faster.
+
+    Args:
+        precision: Precision of the run.
+        native: Precision that `trainer.precision=auto` means on the devices of the run.
+    """
+    text = f"precision {precision}"
+    if precision == "32-true" and native != precision:
+        text += f": {native} is native here; try trainer=gpu"
+    return text
 
 
 def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,20 @@ def accept_any_gradient(pipeline) -> None:
     pipeline._LossWithGradients.backward = staticmethod(lambda ctx, grad: (None, None, None))
 
 
+def count_all_positions(loss) -> None:
+    """Let a metric count all positions: a kernel computes how many rows `hidden[mask]` has."""
+
+    def logits_in_chunks(hidden, head, targets, chunk_tokens=None):
+        yield head(hidden.flatten(0, -2)).detach().float(), targets.flatten()
+
+    loss.logits_in_chunks = logits_in_chunks
+
+
 PREPARE = {
     "torch": prepare_torch,
     "gptrain.lit.callbacks.targets": accept_any_target_count,
     "gptrain.lit.module": accept_any_evaluation,
+    "gptrain.loss": count_all_positions,
     "gptrain.parallel.pipeline": accept_any_gradient,
 }
 
