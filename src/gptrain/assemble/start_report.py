@@ -122,10 +122,9 @@ def precision_text(precision: str, native: str) -> str:
         precision: Precision of the run.
         native: Precision that `trainer.precision=auto` means on the devices of the run.
     """
-    text = f"precision {precision}"
-    if precision == "32-true" and native != precision:
-        text += f": {native} is native here; try trainer=gpu"
-    return text
+    is_slow = precision == "32-true" and native != precision
+    hint = f": {native} is native here; try trainer=gpu" if is_slow else ""
+    return f"precision {precision}{hint}"
 
 
 def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
