@@ -71,7 +71,8 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     """Return the overrides of the run in `from_run`, followed by the typed overrides.
 
     Returns `typed` unchanged if it has no `from_run`. A typed key replaces the run's override of
-    the same key, and a typed `~key` removes it.
+    the same key, and a typed `~key` removes it. If this user did not start the run on this machine,
+    its overrides may only be mere data.
 
     Args:
         typed: Overrides of the command line.
@@ -112,8 +113,9 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
 def words_to_repeat(words: Sequence[str], run_dir: str | Path) -> list[str]:
     """Return the overrides of a run that a command with `from_run=<run_dir>` has to repeat.
 
-    For a trusted run there are none. For an untrusted run they are the permissions (allowed
-    packages and folders of config groups) and the values that read files outside of the project.
+    There are none for a trusted run, which this user started on this machine. For any other run
+    they are the permissions (allowed packages and folders of config groups) and the values that
+    read files outside of the project.
 
     Args:
         words: Overrides with which the run was started.
@@ -166,10 +168,13 @@ def check_values(
 ) -> Iterator[ConfigIssue]:
     """Yield a problem for each value that may not be taken from an untrusted run.
 
+    A run is untrusted if this user did not start it on this machine. Refused values are classes
+    that are not allowed, keys that set where files are written, and references that could run code.
+
     Args:
         values: Values by dotted key, with references that are not resolved.
         allowed: Packages whose classes the user allows.
-        folders: Additional folders of trusted yaml files.
+        folders: Additional folders of yaml files whose classes are allowed.
     """
     trusted = named_targets([*find_folders(), *folders])
     nodes = (pair for key, node in values.items() for pair in walk(node, key))

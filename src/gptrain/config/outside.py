@@ -19,9 +19,10 @@ def allowed_roots(run_dir: str | Path) -> list[Path]:
     """Return the folders in which an untrusted run may read files.
 
     They are the working directory, the project, the output folder, and the parent of the run.
+    A run is untrusted if this user did not start it on this machine.
 
     Args:
-        run_dir: Folder of the untrusted run.
+        run_dir: Folder of the run.
     """
     run = Path(run_dir).expanduser().resolve()
     project = locations.find_project() or Path.cwd()

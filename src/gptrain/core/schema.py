@@ -302,7 +302,9 @@ class SampleTextConfig(TargetConfig, extra="forbid"):
 
 
 class TrainerConfig(TargetConfig):
-    """Arguments of any Trainer that gptrain reads. Names are Lightning's, values nearly so.
+    """Arguments of any Trainer that gptrain reads. The names are Lightning's.
+
+    The keys below differ from Lightning's in their meaning, their unit or their default.
 
     Attributes:
         num_nodes: Number of nodes. `auto` stands for the nodes on which the launcher started ranks.
@@ -314,7 +316,7 @@ class TrainerConfig(TargetConfig):
         val_check_interval: Optimizer steps between two validations, or a fraction of an epoch.
             Lightning counts micro-batches instead.
         gradient_clip_val: Threshold of gradient clipping in an optimizer step. 0 or None for no
-            limit.
+            clipping.
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]

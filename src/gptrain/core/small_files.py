@@ -36,11 +36,14 @@ class UnreadableFileError(DataError):
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file. Symbolic links are followed.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the path is a pipe, a device or a socket.
+        UnreadableFileError: If the path is a pipe, a device or a folder.
     """
     with open_regular(path) as file:
         return file.read()

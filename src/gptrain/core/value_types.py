@@ -77,10 +77,10 @@ def _kept(value: int) -> int:
 
 
 def _devices(value: Any) -> Any:
-    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it.
+    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it unchanged.
 
-    The forms are a number, a list of device indices, a string of either such as "0,2", -1 and
-    "auto".
+    The forms are a number, a list of device indices, a string with a number or a list such as
+    "0,2", -1 and "auto".
 
     Raises:
         ValueError: If the value has another form, is out of range, or lists a device twice.

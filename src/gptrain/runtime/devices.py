@@ -138,7 +138,8 @@ def count_local(devices: object, accelerator: str) -> int:
 
     Args:
         devices: Value of trainer.devices in any of its forms. "auto" and -1 stand for the ranks
-            that the launcher has started on this node or, without a launcher, for all visible GPUs.
+            that the launcher has started on this node. Without a launcher they stand for all
+            visible GPUs, or for one rank on any other accelerator.
         accelerator: Lightning's name of the accelerator.
     """
     requested = count_devices(devices)

@@ -260,8 +260,8 @@ def interface_towards(host: str) -> str | None:
     """Return the network interface over which this node reaches a host, or None if it is unknown.
 
     gloo would use the interface of the node's own name. Many hosts files map this name to
-    127.0.1.1, where other nodes cannot connect. The most specific route counts. For a loopback
-    address of this node that is the default route.
+    127.0.1.1, where other nodes cannot connect. Of several routes to the host the most specific one
+    counts. A loopback address of this node gives the default route.
 
     Args:
         host: Name or address of the host, usually MASTER_ADDR.

@@ -135,9 +135,11 @@ def furthest_behind(silent: list[Progress]) -> Progress:
 
 
 def hang_message(silent: list[Progress], limit_s: float) -> str:
-    """Return "no progress for 60 s: rank 1 at step 4 in phase data; ranks 0, 2 at step 5 …".
+    """Return the error message of a hang, which names the silent ranks and where they are.
 
-    Ranks at the same place are named together, and those at the earliest step come first.
+    For example: "no progress for 60 s: rank 1 at step 4 in phase data; ranks 0, 2 at step 5 in
+    phase train". Ranks at the same place are named together, and those at the earliest step come
+    first.
 
     Args:
         silent: Last heartbeat of each rank that has sent none for too long.
