@@ -77,7 +77,7 @@ def _kept(value: int) -> int:
 
 
 def _devices(value: Any) -> Any:
-    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it unchanged.
+    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it.
 
     The forms are a number, a list of device indices, a string with a number or a list such as
     "0,2", -1 and "auto".
