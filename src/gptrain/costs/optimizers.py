@@ -32,7 +32,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What an optimizer stores, and what its update computes and sends.
+    """Memory, FLOPs and traffic of an optimizer's update, for the planner.
 
     The elementwise work of an update is part of the planner's cost per parameter. An optimizer
     whose update multiplies matrices or communicates overrides `flops` and `traffic`.
@@ -155,9 +155,9 @@ def ranks_of_update(work: Work) -> int:
 
 
 def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
-    """Return (shorter side, longer side, number) of the matrices that the first rank updates.
+    """Return (shorter side, longer side, number) for each shape of matrices that a rank updates.
 
-    Matrices of one shape are divided among `n_ranks`; the first rank's number is rounded up.
+    The ranks divide the matrices of one shape. The number is that of the first rank, rounded up.
 
     Args:
         shape: Shape of the net, with the matrices of one block.

@@ -132,7 +132,7 @@ class Work:
 
     @property
     def held(self) -> tuple[float, float]:
-        """Number of parameters in blocks and outside of blocks, before FSDP shards them.
+        """Numbers of the rank's parameters in and outside of blocks, before FSDP shards them.
 
         Both numbers include the padding of each tensor to shards of equal size.
         """

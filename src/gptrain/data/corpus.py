@@ -93,9 +93,10 @@ class Part:
 
 
 class Piece(NamedTuple):
-    """Some text of one document. A piece ends with a complete character.
+    """Some text of one document.
 
-    A piece ends with a complete line, unless the line is longer than a block.
+    A piece ends with a complete line or, if the line is longer than a block of 64 KiB, with a
+    complete character.
 
     Attributes:
         text: Text in UTF-8.

@@ -134,10 +134,12 @@ class StreamDataset(Dataset):
         """Return the position after a number of micro-batches since the start of this process.
 
         Args:
-            n_batches: Micro-batches of all complete steps. More may have been read for the next.
+            n_batches: Number of micro-batches of all complete steps. Batches of the next step may
+                have been read already.
 
         Returns:
-            `epoch`, `state` of the dataset. None if the dataset cannot save its position.
+            Dict of `epoch` (number of the pass over the data) and `state` (result of the dataset's
+            state_dict). None if the dataset cannot save its position.
         """
         if n_batches == self._n_batches:
             return self._state()
@@ -146,11 +148,12 @@ class StreamDataset(Dataset):
         return self._before_step[1]
 
     def load_state(self, position: dict[str, Any] | None, n_done: int) -> None:
-        """Continue from a position that `state_at` returned.
+        """Continue from a position that `state_at` returned in an earlier process.
 
         Args:
-            position: The position. None begins again, with a warning.
-            n_done: Number of samples that were read before, over all ranks.
+            position: Dict of `epoch` and `state`, the position of this rank in its part of the
+                stream. None begins the stream again, with a warning.
+            n_done: Number of samples that were read before, over all ranks, for the warning.
         """
         if position is None or not hasattr(self.part, "load_state_dict"):
             if self.rank == 0:
@@ -175,9 +178,13 @@ class StreamDataset(Dataset):
             self.part.set_epoch(self.epoch)
 
     def _iterate(self, part: Any) -> Iterator[Any]:
-        """Yield this rank's samples of the rest of a pass.
+        """Yield this rank's samples from the current position to the end of the stream.
 
-        Of each group of `stride` samples a rank keeps one. An incomplete last group is left out.
+        If all ranks read the same stream, a rank keeps one of each group of `stride` samples. An
+        incomplete last group is left out.
+
+        Args:
+            part: Stream that this rank reads.
         """
         samples = iter(part)
         while len(group := list(islice(samples, self.stride))) == self.stride:

@@ -78,7 +78,10 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text and the names of control tokens in it.
+        """Encode a text, in which names of control tokens such as <|im_end|> become these tokens.
+
+        Args:
+            text: Text to encode.
 
         Returns:
             Token ids (N,), and for each token the position of its first character in the text (N,).
@@ -196,7 +199,10 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text and the names of special tokens in it.
+        """Encode a text, in which names of special tokens such as <|im_end|> become these tokens.
+
+        Args:
+            text: Text to encode.
 
         Returns:
             Token ids (N,), and for each token the position of its first character in the text (N,).

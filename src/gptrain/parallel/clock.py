@@ -47,17 +47,24 @@ class ComputeClock:
         self.resume()
 
     def stop(self) -> None:
-        """End or interrupt the step. `pause` and `resume` do nothing until it is started again."""
+        """End or interrupt the measured step. `pause` and `resume` do nothing until `start`."""
         self.pause()
         self._is_started = False
 
     def pause(self, *_: Any) -> None:
-        """Stop counting. The arguments, which hooks of torch pass, are ignored."""
+        """Stop counting time until `resume`, where this rank may wait for other ranks.
+
+        Does nothing if the clock is stopped or paused. Hooks of torch call this method with
+        arguments, which are ignored.
+        """
         if self._is_started and len(self._marks) % 2:
             self._mark()
 
     def resume(self, *_: Any) -> None:
-        """Continue to count. The arguments, which hooks of torch pass, are ignored."""
+        """Count time again after `pause`. Does nothing if the clock is stopped or counts already.
+
+        Hooks of torch call this method with arguments, which are ignored.
+        """
         if self._is_started and len(self._marks) % 2 == 0:
             self._mark()
 

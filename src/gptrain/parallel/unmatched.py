@@ -51,7 +51,9 @@ class Unmatched(NamedTuple):
     def _initialized(self) -> list[str]:
         """Return phrases for the tensors of the net that keep their initial values.
 
-        The checkpoint has no tensor of the same name, or one of another shape.
+        There is one phrase for each tensor for which the checkpoint has no tensor of the same name,
+        or one of another shape. After `_SHOWN` phrases of each kind the number of further tensors
+        follows.
         """
         shapes = [
             f"{name} {saved} in the checkpoint, {shape} in the net"
@@ -60,7 +62,11 @@ class Unmatched(NamedTuple):
         return [*_shorten(shapes), *_shorten(f"{name} only in the net" for name in self.missing)]
 
     def _unused(self) -> list[str]:
-        """Return phrases for the tensors of the checkpoint that are not in the net."""
+        """Return phrases such as "head.bias only in the checkpoint" for tensors that are not used.
+
+        There is one phrase for each tensor that the net does not have. After `_SHOWN` phrases the
+        number of further tensors follows.
+        """
         return _shorten(f"{name} only in the checkpoint" for name in self.unexpected)
 
 

@@ -228,7 +228,11 @@ class Checkpoints(Checkpoint):
         self._finish_if_written(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Amend the checkpoint of this step with its metrics, unless the step ends an epoch."""
+        """Add the metrics of the validation to the checkpoint that was saved before it.
+
+        If the step also ends an epoch, on_train_epoch_end does this after the hooks of the epoch's
+        end. Does nothing in an evaluation and in the sanity check.
+        """
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
@@ -241,7 +245,11 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save or amend the last step of an epoch, after the hooks of all other callbacks."""
+        """Save the last step of an epoch, if due, after the hooks of all other callbacks.
+
+        If the step was saved before its validation, its checkpoint gets the metrics and the changed
+        states of callbacks. It is saved again only if weights or optimizer states have changed.
+        """
         if ends_epoch(trainer):
             self._complete(trainer)
             if self._is_due(trainer) or self._metrics is not None:
@@ -352,7 +360,7 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def _amend(self, trainer: Trainer) -> None:
-        """Add the metrics and the changed callback states to the checkpoint of this step.
+        """Add metrics and changed callback states to the checkpoint saved before the validation.
 
         All ranks must call this method.
         """

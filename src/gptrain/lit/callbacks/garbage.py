@@ -28,7 +28,10 @@ class QuietCollector(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Freeze all objects, once, after the first steps."""
+        """Exclude all objects that exist after the first steps from garbage collection (gc.freeze).
+
+        Does so once, and not if the process has frozen objects already.
+        """
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
             with strategy_of(trainer).parallel.clock.paused():

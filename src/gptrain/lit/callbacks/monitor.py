@@ -344,11 +344,18 @@ class TrainingMonitor(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window of the spike guard for a checkpoint. Empty without a spike guard."""
+        """Return the losses and norms of the last steps that the spike guard keeps, for a checkpoint.
+
+        The dict is empty if the run has no spike guard.
+        """
         return self.spikes.state_dict() if self.spikes is not None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the window of the spike guard, if this run has one."""
+        """Restore the state of the spike guard, if this run has one.
+
+        Args:
+            state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
+        """
         if self.spikes is not None:
             self.spikes.load_state_dict(state_dict)
 

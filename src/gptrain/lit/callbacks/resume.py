@@ -22,16 +22,17 @@ STATE = ("global_step", "validated", "rng", "threads", "logged")  # checkpoint k
 def add_state(
     trainer: Trainer, checkpoint: dict[str, Any], validated: bool, rng: dict[str, Any] | None
 ) -> None:
-    """Add the state of all ranks to a checkpoint, and remove Lightning's loop counters.
+    """Add what an exact resume needs to a checkpoint, and remove Lightning's loop counters.
 
-    All ranks must call it, because it gathers the RNG states. A resumed run computes the loop
-    counters from the number of steps done.
+    Adds the keys `validated`, `rng` (random generator states of all ranks), `threads` (number of
+    CPU threads) and `logged` (logged metrics). All ranks must call this function, because it
+    gathers the RNG states. A resumed run computes the loop counters from the number of steps done.
 
     Args:
         trainer: Trainer of the run.
         checkpoint: Lightning's checkpoint dict, changed in place.
         validated: Whether the validation and the epoch-end hooks that follow this step are done.
-        rng: RNG state of this rank to save instead of the current one.
+        rng: RNG state of this rank to save instead of the current one. None saves the current one.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["validated"] = validated

@@ -49,10 +49,12 @@ def may_save(
 
 
 def allow_amendment(trainer: Trainer, path: Path) -> None:
-    """Let the repeated validation amend the checkpoint from which the run resumed.
+    """Let the first validation of a resumed run amend the checkpoint from which the run resumed.
 
-    Does nothing if `path` does not exist, because the run resumed from another run's checkpoint,
-    or if the current strategy writes another kind of checkpoint. All ranks must call it.
+    The run resumes to repeat this validation. Its metrics are then added to the checkpoint, instead
+    of a second save of the same step. Does nothing if `path` does not exist, because the run
+    resumed from another run's checkpoint, or if the current strategy writes another kind of
+    checkpoint. All ranks must call it.
 
     Args:
         trainer: Trainer of the run.

@@ -275,7 +275,7 @@ def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def check_optimization(module: pl.LightningModule) -> None:
-    """Check that Lightning's automatic optimization runs the module.
+    """Check that Lightning calls backward and the optimizer itself (automatic optimization).
 
     Raises:
         IncompatibleModelError: If the module has automatic_optimization=False.

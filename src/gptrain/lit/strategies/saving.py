@@ -242,13 +242,14 @@ class SavingStrategy(Strategy):
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer state, and set `fresh_options`.
+        """Load this rank's part of the optimizer state from a checkpoint.
 
-        All ranks must call this method. It adapts the states of the learning rate schedules in
-        `checkpoint` if the optimizer has another number of parameter groups here.
+        Before that, the options of the parameter groups, as the config gives them, are copied to
+        `fresh_options`. All ranks must call this method. It adapts the states of the learning rate
+        schedules in `checkpoint` if the optimizer has another number of parameter groups here.
 
         Args:
-            checkpoint: Result of `load_checkpoint`.
+            checkpoint: Dict that `load_checkpoint` returned.
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
