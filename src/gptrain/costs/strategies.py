@@ -237,7 +237,7 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
     @property
     def extra_per_parameter(self) -> float:
-        """Values per parameter: the weights at the last synchronization, and the outer momentum."""
+        """Number of values per parameter: the weight at the last synchronization and outer momentum."""
         return 2 if self.options.outer_momentum else 1
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
@@ -425,7 +425,7 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches of a micro-step."""
+        """Number of microbatches into which the pipeline divides a micro-step."""
         if self.dims.pipeline == 1:
             return 1
         return strategies.count_microbatches(self.options.microbatches, self.dims.pipeline)

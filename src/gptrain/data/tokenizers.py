@@ -60,7 +60,13 @@ class ByteTokenizer:
         return {}
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a control token or of a character of one byte, or None."""
+        """Return the id of a token by its name, or None if there is no such token.
+
+        Names are those of control tokens, and ASCII characters for the bytes 0 to 127.
+
+        Args:
+            token: Name of the token.
+        """
         if token in self.control_tokens:
             return self.control_tokens[token]
         return ord(token) if len(token) == 1 and token.isascii() else None

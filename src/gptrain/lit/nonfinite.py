@@ -49,7 +49,13 @@ class NonFiniteRule:
         self.n_skipped = 0  # number of consecutive skipped steps
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
-        """Return 1 if the gradient norm of the step is not finite, else 0."""
+        """Return whether the gradient norm of the step is not finite, as a scalar tensor on the device.
+
+        The norm, and so the result, is identical on all ranks that take the step together.
+
+        Args:
+            strategy: Strategy of the run, whose `clip` has measured the norm.
+        """
         assert strategy.grad_norm is not None  # `clip` has measured it
         return strategy.grad_norm.isfinite().logical_not()
 

@@ -10,9 +10,20 @@ from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, s
 
 
 class Net(nn.Module):
-    """Declare, for the type checker, the optional attributes of a net (see `gptrain.models`).
+    """Declare, for the type checker, the optional attributes of a net.
 
-    A net need not be an instance of this class: `check_fit` looks for the attributes.
+    A net need not be an instance of this class: `check_fit` looks for the attributes that the
+    options of a run need.
+
+    Attributes:
+        blocks: Blocks of the net, in their order.
+        embed: Method from tokens (B, T) to the input (B, T, D) of the first block.
+        hidden: Method from tokens (B, T) to hidden states (B, T, D) after the final norm.
+        norm: Final norm.
+        head: Linear layer from hidden states to logits.
+        n_heads: Number of attention heads of q.
+        tensor_plan: Pattern of layer names -> role of the layers under tensor parallelism.
+        context_plan: Patterns of names of modules whose outputs depend on other positions.
     """
 
     blocks: nn.ModuleList

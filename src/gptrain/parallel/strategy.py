@@ -468,7 +468,10 @@ class ParallelStrategy(Generic[OptionsT]):
 
 
 def supports_chunked_loss(net: nn.Module) -> bool:
-    """Return whether the net has `hidden`, and a linear `head` without bias."""
+    """Return whether the loss can be computed in chunks: the net has `hidden` and `head`.
+
+    `head` must be an nn.Linear without bias.
+    """
     head = getattr(net, "head", None)
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 

@@ -344,7 +344,7 @@ class TrainingMonitor(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses and norms of the last steps that the spike guard keeps, for a checkpoint.
+        """Return the losses and norms of the last steps, which the spike guard keeps.
 
         The dict is empty if the run has no spike guard.
         """

@@ -92,7 +92,10 @@ class LightningStrategy(SavingStrategy):
 
     @property
     def n_saved(self) -> int:
-        """Number of parameters of the net in a checkpoint."""
+        """Number of parameters of the net in a checkpoint.
+
+        Frozen parameters are not counted if checkpoints leave them out and refer to a base instead.
+        """
         return self.info.n_parameters if self.base is None else self.info.n_trained
 
     def setup_optimizers(self, trainer: Any) -> None:

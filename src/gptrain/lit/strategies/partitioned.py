@@ -47,6 +47,9 @@ class LightningPartitioned(LightningMultiRank):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without communication inside the block."""
+        """Accumulate gradients without communication inside the block.
+
+        Lightning enters the block in all micro-steps of a step except the last one.
+        """
         with self.parallel.without_gradient_sync():
             yield

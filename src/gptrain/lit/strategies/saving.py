@@ -162,7 +162,8 @@ class SavingStrategy(Strategy):
         """Return the state that only this rank saves: its shards of the net and the optimizer.
 
         Returns:
-            An empty dict if the net is not partitioned.
+            `net` (name -> tensor) and `optimizer` (name -> kind -> value) of this rank. An empty
+            dict if the net is not partitioned.
         """
         if not self.parallel.is_partitioned:
             return {}
