@@ -237,7 +237,10 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
     @property
     def extra_per_parameter(self) -> float:
-        """Number of values per parameter: the weight at the last synchronization and outer momentum."""
+        """Number of values per parameter for the outer optimizer: the last weight, and momentum.
+
+        The last weight is the one after the last synchronization.
+        """
         return 2 if self.options.outer_momentum else 1
 
     def traffic(self, work: Work) -> Iterator[Traffic]:

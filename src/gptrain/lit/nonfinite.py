@@ -49,9 +49,10 @@ class NonFiniteRule:
         self.n_skipped = 0  # number of consecutive skipped steps
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
-        """Return whether the gradient norm of the step is not finite, as a scalar tensor on the device.
+        """Return whether the gradient norm of the step is not finite.
 
-        The norm, and so the result, is identical on all ranks that take the step together.
+        The result is a scalar tensor on the device. The norm, and so the result, is identical on
+        all ranks that take the step together.
 
         Args:
             strategy: Strategy of the run, whose `clip` has measured the norm.
