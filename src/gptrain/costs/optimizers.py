@@ -86,7 +86,9 @@ class MuonFacts(OptimizerFacts):
     """
 
     def state_bytes(self, work: Work) -> float:
-        """Return the bytes of state: one value per weight of a hidden matrix, two for the rest.
+        """Return the bytes of state for the parameters of a rank, before FSDP shards them.
+
+        Muon stores one value per weight of a hidden matrix, AdamW two for each other parameter.
 
         Args:
             work: Step of the rank.

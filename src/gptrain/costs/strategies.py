@@ -247,7 +247,8 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
         """Yield the gradients of a replica, and the change of the replicas' weights.
 
         The change is all-reduced every `sync_every` steps without overlap. Each rank of a replica
-        all-reduces a part of the change, which it then broadcasts to the others.
+        all-reduces a part of the change, and then broadcasts this part to the other ranks of its
+        replica.
 
         Args:
             work: Step of the rank.

@@ -136,8 +136,8 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
 
     If the block raises, the folder is removed. Several processes may prepare the same target: the
     folder that is renamed first stays, and every process finds `target` complete. Folders that
-    killed processes of this machine have left in the same place are removed first. The lock of such
-    a folder is free.
+    killed processes of this machine have left in the same place are removed first: each folder has
+    a file lock, which a process loses when it ends.
 
     Args:
         target: Final path. Missing parent folders are created.

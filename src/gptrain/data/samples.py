@@ -177,8 +177,11 @@ def has_documents(batch: Any) -> bool:
 def count_batch_targets(batch: Any) -> int | None:
     """Return the number of targets of a batch that are not -100, or None if it is unknown.
 
-    The number is known if the batch is a pair whose second tensor has integers, such a pair with
-    documents, or a dict with integer `targets` or `labels`.
+    The number is known for a pair (tokens, targets) with integer targets, for a tuple (tokens,
+    targets, documents), and for a dict with integer `targets` or `labels`.
+
+    Args:
+        batch: Batch of a data loader.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets" if "targets" in batch else "labels")

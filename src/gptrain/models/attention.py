@@ -212,7 +212,9 @@ def attend(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return a boolean mask (B, 1, T, T): a token attends to its document up to itself.
+    """Return a boolean mask (B, 1, T, T) of the positions to which each token attends.
+
+    These are the positions of its own document up to and including the token.
 
     Args:
         documents: Number of the document of each token, (B, T).

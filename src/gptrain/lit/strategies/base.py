@@ -119,11 +119,12 @@ class LightningStrategy(SavingStrategy):
         self._buffer_places = find_saved_buffers(self.module)
 
     def synchronize_buffers(self, group: dist.ProcessGroup | None = None) -> None:
-        """Give all ranks of a group the buffers of the first of them.
+        """Give all ranks of a group the buffers of the group's first rank.
 
         Each rank updates the buffers with its own samples, for example the running averages of
-        BatchNorm. A checkpoint has those of one rank, so that without this method the other ranks
-        would evaluate and resume with other values. All ranks must call it after each step.
+        BatchNorm. A checkpoint holds the buffers of one rank only. Without this method the other
+        ranks would evaluate, and resume, with other values. All ranks of the group must call it
+        after each step.
 
         Args:
             group: Group of ranks. Defaults to the data-parallel ranks.
