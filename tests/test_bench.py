@@ -93,8 +93,9 @@ def test_a_turn_has_as_many_steps_as_it_was_given():
 
 @pytest.mark.slow
 def test_a_failed_loop_is_reported_with_its_last_output(tmp_path):
-    model = {"vocab_size": 9, "d_model": 4, "n_heads": 3}
-    spec = {"loop": "bare", "device": "cpu", "model": model, "compile": "none"}
+    model = {"vocab_size": 9, "d_model": 4, "n_heads": 3, "n_layers": 1, "max_seq_len": 4}
+    spec = {"loop": "bare", "device": "cpu", "compile": "none"}
+    spec |= {"net": "gptrain.models.SimpleGPT", "model": model}
     loop = Contestant("bare", spec, n_ranks=1, threads=1, log_dir=tmp_path)
     message = r"^the loop 'bare' ended by itself: ValueError: n_heads=3: .*; see .*bare-0\.log$"
     with pytest.raises(RuntimeError, match=message):
@@ -117,6 +118,10 @@ def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
     code, _, err = answer("size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
     assert code == 2
     assert "optimizer._target_=gptrain.optim.Muon: the other loops have" in err
+    code, _, err = answer(
+        "size=tiny", "model=llama_nano", "model.n_kv_heads=1", f"output_dir={tmp_path}"
+    )
+    assert code == 2 and "try: loops=[bare,ours]" in err
 
 
 def test_help_is_about_the_verb(answer):

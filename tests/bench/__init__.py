@@ -9,10 +9,12 @@
     python -m tests.bench target_loss=first                  GPT-2 and AdamW, Llama and Muon
     python -m tests.bench target_loss=1.9 configs="['experiment=a seed=7',experiment=b]"
 
-    size    tiny, cpu, simple_gpt or gpt2: model and batch, which every key of train.py can change
+    size    tiny, cpu, simple_gpt, gpt2 or llama_124m: model and batch, which every key of train.py
+            can change
     rounds  number of turns of each loop
     steps   number of steps in a turn
-    loops   [tutorial, bare, ours]
+    loops   [tutorial, bare, ours]. The tutorial's net is a GPT with learned positions, so that
+            llama_124m has [bare, ours]
     target_loss  compare complete runs instead: tokens, steps and seconds to this validation loss.
                  `first` is the loss that the first config has at the end of its budget
     configs      overrides of each config

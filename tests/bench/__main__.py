@@ -29,13 +29,15 @@ SIZES = {
     "cpu": "model=gpt_nano data.seq_len=129 data.batch_size=16 steps=5 rounds=8",
     "simple_gpt": "model=simple_gpt data.seq_len=128 data.batch_size=8 steps=1 rounds=5",
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
+    "llama_124m": "model=llama_124m data.seq_len=1025 data.batch_size=16 steps=10 rounds=5 "
+    "loops=[bare,ours]",
 }
 LOOPS = ("tutorial", "bare", "ours")
 DEFAULTS = {
     "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
     "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
 }  # fmt: skip
-SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
+SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
     "optimizer._target_": "torch.optim.AdamW",
@@ -125,18 +127,21 @@ def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
         ConfigError: If the other loops cannot do the same work.
     """
     values = cfg.plain()
-    model = values["model"]
     options = values["optimizer"]
-    missing = [key for key in SIZE_KEYS if key not in model]
+    model = cfg.model.arguments
+    # The tutorial's net has learned positions and dropout, as SimpleGPT has.
+    keys = (*SIZE_KEYS, "dropout") if "tutorial" in cfg.loops else SIZE_KEYS
+    missing = [key for key in keys if key not in model]
     if missing:
-        message = f"has no {', '.join(missing)}: the other loops need the sizes of a SimpleGPT"
-        raise ConfigError.of("model", model.get("_target_"), message)
+        message = f"has no {', '.join(missing)}, which the other loops need"
+        raise ConfigError.of("model", cfg.model.target, message, hint="loops=[bare,ours]")
     for key, known in COMPARED.items():
         value = cfg.value_of(key)
         if value != known:
             raise ConfigError.of(key, value, "the other loops have", allowed=known)
     return {
-        "model": {key: model[key] for key in SIZE_KEYS},
+        "net": cfg.model.target,
+        "model": model,
         "compile": cfg.model.compile,
         "batch_size": cfg.data.batch_size,
         "seq_len": values["data"]["seq_len"],

@@ -137,15 +137,16 @@ class TutorialGPT(nn.Module):
 
 
 class OurGPT(nn.Module):
-    """SimpleGPT and its loss in one module, which DistributedDataParallel wraps."""
+    """The net of the run and its loss in one module, which DistributedDataParallel wraps."""
 
     def __init__(self, spec: Spec):
         super().__init__()
+        from hydra.utils import get_class
+
         from gptrain.loss import chunked_next_token_loss
-        from gptrain.models import SimpleGPT
         from gptrain.parallel.activation import apply_compile
 
-        self.net = SimpleGPT(**spec["model"])
+        self.net: Any = get_class(spec["net"])(**spec["model"])
         apply_compile(self.net, spec["compile"])
         self.loss = chunked_next_token_loss
 

@@ -122,7 +122,7 @@ def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
 
 
 @pytest.mark.parametrize("compile", ["none", "blocks"])
-@pytest.mark.parametrize("size", ["gpt2"])
+@pytest.mark.parametrize("size", ["gpt2", "llama_124m"])
 def test_the_bench_prints_a_table_for_the_readme(tmp_path, capsys, size, compile):
     words = (f"size={size}", f"model.compile={compile}", "trainer.precision=bf16-mixed")
     command = [sys.executable, "-m", "tests.bench", *words, f"run_dir={tmp_path / 'run'}"]
