@@ -102,6 +102,8 @@ def fit(tmp_path, capfd, shared) -> Fit:
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
         if any(word.startswith("data=") for word in words):
             tiny = [word for word in tiny if "num_samples" not in word]
+        if "~data" in words:  # a LightningDataModule has keys of its own
+            tiny = [word for word in tiny if not word.startswith("data.")]
         ranks = tmp_path / f"{name}.txt"  # output of the ranks
         with forked_ranks(ranks, ranks):
             exit_code = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])

@@ -209,12 +209,65 @@ def test_a_stream_without_a_state_begins_again_with_one_warning(fit):
     assert "data.num_workers=2: a stream is read in the training process" in line
 
 
-def test_a_lightning_data_module_is_refused_in_one_line(refused):
-    message = "the data group has no class of its own, such as a LightningDataModule"
+# A LightningDataModule of the user
+
+DATA_MODULE = ("~data", f"+data._target_={DATA}.DataModule", "+data.num_samples=44")
+EPOCHS = ("trainer.max_steps=-1", "trainer.max_epochs=2", "checkpoint.every_n_steps=1")
+
+
+def read_by_ranks(run) -> list[dict]:
+    """Return what the DataModule of each rank has printed at its end."""
+    lines = [line for line in run.out.splitlines() if line.startswith("datamodule ")]
+    return [json.loads(line.removeprefix("datamodule ")) for line in lines]
+
+
+def test_a_lightning_data_module_trains_validates_and_resumes(fit):
+    run = fit(*DATA_MODULE, *EPOCHS, "checkpoint.keep=99", "+data.n_loaders=2")
+    (read,) = read_by_ranks(run)
+    epoch = sorted({*range(44)} - {*read["val"]})
+    assert len(epoch) == 35 and read["prepared"]
+    assert sorted(read["seen"][:35]) == sorted(read["seen"][35:]) == epoch
+    assert len(run.column("train/loss")) == 18 and len(run.column("val/loss")) == 2
+    assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
+    assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
+    assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
+    again = fit(*DATA_MODULE, *EPOCHS, "+data.n_loaders=2", "ckpt_path=last",
+                name=run.copy_until(5, "again"))  # fmt: skip
+    (read_again,) = read_by_ranks(again)
+    assert read_again["val"] == read["val"] and again.column("step")[-1] == 18
+    validated = fit(f"from_run={run.folder}", "task=validate", name="validated")
+    best = min(run.column("val/loss"))
+    assert validated.metrics["val/loss"] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
+    words = ("trainer.devices=2", f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
+    run = fit(*DATA_MODULE, *EPOCHS, *words)
+    ranks = read_by_ranks(run)
+    assert ranks[0]["val"] == ranks[1]["val"]  # the ranks split the samples in the same way
+    assert sorted(rank["prepared"] for rank in ranks) == [False, True]
+    # 35 samples are 18 for each rank, one of them twice: 5 batches, of which 4 fill steps.
+    assert [len(rank["seen"]) for rank in ranks] == [2 * 16, 2 * 16]
+    assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
+    assert run.column("step")[-1] == 4
+    fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", name=run.copy_until(1, "again"))
+
+
+def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refused):
     name = f"{DATA}.DataModule"
-    assert f"data._target_={name}: {message}" in refused(f"+data._target_={name}")
-    line = refused(f"data.train._target_={name}")
-    assert f"data.train._target_={name}: a LightningDataModule; needed: a torch" in line
+    assert f"data.train._target_={name}: a LightningDataModule, which is data._target_; needed" in (
+        refused(f"data.train._target_={name}")
+    )
+    assert "data._target_=tests" in refused("~data", f"+data._target_={DATA}.Points")
+    assert "strategy.name=fsdp: not with a LightningDataModule" in refused(
+        *DATA_MODULE, *TWO, "strategy=fsdp"
+    )
+    assert "max_tokens=1000.0: not with a LightningDataModule" in refused(
+        *DATA_MODULE, "max_tokens=1000.0"
+    )
+    (line,) = fit(*DATA_MODULE, "task=test", code=2, begun=True).errors
+    assert "data._target_" in line and "test_dataloader" in line
 
 
 @pytest.mark.parametrize("name", ["single", "ddp"])

@@ -11,6 +11,7 @@ from hydra.utils import get_method
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from torch.utils.data import Dataset
 
+from gptrain.assemble.lengths import batch_of
 from gptrain.assemble.load import build_target
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.assemble.schedule import warmup_of
@@ -142,7 +143,7 @@ def build_checkpoints(
         read_holder(cfg.run_dir)["run_id"],
         progress=guard.heartbeat.beat if guard is not None else None,
     )
-    facts = identity(cfg, lengths.batch.global_batch_size)
+    facts = identity(cfg, batch_of(cfg, lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
     optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
 from gptrain.assemble.module import module_class
+from gptrain.core.data_schema import DataModuleConfig
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
@@ -19,16 +20,43 @@ from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.samples import describe_sample, has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
+from gptrain.lit.lightning import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
+from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices
+from gptrain.runtime.process import this_process
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
+USER_PAIR = "batches (tokens (B, T), targets (B, T)), or a module._target_ that reads these"
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = (
     "a pair (tokens (T,), targets (T,)) of int64, with document numbers (T,) as a third item if "
     "documents must not see each other, or a dict of input_ids and labels"
 )
+
+
+def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
+    """Build a user's LightningDataModule, and prepare it to learn the number of its batches.
+
+    Lightning calls `prepare_data` and `setup` again, as in any further fit of a Trainer.
+
+    Raises:
+        ConfigError: If it is no LightningDataModule, or the number of its batches is not known.
+    """
+    key = "data._target_"
+    module = build_target(section.plain())
+    if not isinstance(module, pl.LightningDataModule):
+        message = f"made a {type(module).__name__}"
+        raise ConfigError.of(key, section.target, message, hint="a LightningDataModule")
+    with misconfiguration_as_config_error(key):
+        if this_process().local_rank == 0:
+            module.prepare_data()
+        module.setup(cfg.task)
+        loader = getattr(module, LOADERS[cfg.task])()
+    if isinstance(loader, list | tuple) and cfg.task != "fit":
+        loader = loader[0]
+    return UserData(module, loader, key, find_devices(cfg).world_size)
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
@@ -45,6 +73,9 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     Raises:
         ConfigError: If it is no dataset, or an iterable dataset that this run cannot read.
     """
+    if isinstance(cfg.data, DataModuleConfig):
+        message = "a LightningDataModule, of which only train.py knows the samples"
+        raise ConfigError.of("data._target_", cfg.data.target, message, hint="data.train._target_")
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
     n_samples = None  # all
@@ -88,6 +119,9 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
 
 def build_datasets(cfg: RunConfig) -> Datasets:
     """Build the training, validation and test set. The test set is None if the config has none."""
+    if isinstance(cfg.data, DataModuleConfig):
+        data = build_user_data(cfg, cfg.data)
+        return data, data, None
     train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
     if cfg.data.test is None:
         return train, val, None
@@ -129,7 +163,7 @@ def check_samples(
         if not is_read or getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue
         is_own = name not in read_as_pairs(module)
-        if name != "train":
+        if name != "train" and not isinstance(dataset, UserData):
             check_evaluation(f"data.{name}", dataset, world_size, is_own)
         if not is_own and len_of(dataset):
             check_pair(f"data.{name}", dataset)
@@ -165,7 +199,8 @@ def check_pair(key: str, dataset: Dataset) -> None:
     if len(types) == 2 and types[1] == torch.int64 and not types[0].is_floating_point:
         return
     message = f"sample 0 is {describe_sample(dataset[0])}"
-    raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)
+    hint = USER_PAIR if isinstance(dataset, UserData) else PAIR
+    raise ConfigError.of(key, None, message, hint=hint, code=BAD_DATA)
 
 
 def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) -> None:

@@ -45,9 +45,15 @@ from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.lightning import misconfiguration_as_config_error, quiet_lightning, use_checkpoint
+from gptrain.lit.lightning import (
+    callbacks_of,
+    misconfiguration_as_config_error,
+    quiet_lightning,
+    use_checkpoint,
+)
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
+from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_fit, check_layout
@@ -79,7 +85,7 @@ class TrainingRun:
 
     cfg: RunConfig
     module: pl.LightningModule
-    datamodule: TextDataModule
+    datamodule: pl.LightningDataModule
     trainer: pl.Trainer
     report: Report
     checkpoint: Path | None
@@ -87,7 +93,8 @@ class TrainingRun:
     def go(self) -> dict[str, float]:
         """Fit, validate or test, as `task` says, and return the final metrics.
 
-        All ranks must call it. fast_dev_run fits and then tests, if the module has a test_step.
+        All ranks must call it. fast_dev_run fits and then tests, if the module has a test_step and
+        the data a test loader.
 
         Raises:
             ConfigError: If Lightning or a part of the run refuses the config.
@@ -105,7 +112,11 @@ class TrainingRun:
                 trainer.fit(self.module, **parts)
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
-            is_tried = cfg.trainer.fast_dev_run and has_step(type(self.module), "test_step")
+            is_tried = (
+                cfg.trainer.fast_dev_run
+                and has_step(type(self.module), "test_step")
+                and has_loader(self.datamodule, "test")
+            )
             if cfg.task == "test" or is_tried:
                 # Keep the metrics of the fit under fast_dev_run.
                 fitted = dict(trainer.callback_metrics)
@@ -202,7 +213,10 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
     sample = train[0]
-    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
+    sized = cfg
+    if isinstance(train, UserData):  # the batch size is that of the user's loader
+        sized = cfg.changed({"data.batch_size": train.batch_size})
+    lengths = plan_lengths(sized, len_of(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         saved = read_manifest(checkpoint)["config"]
@@ -232,19 +246,25 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     with as_config_errors(cfg):
         module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, devices, strategy, lengths, guard, train)
-    datamodule = TextDataModule(
-        train,
-        val,
-        test,
-        lengths,
-        seed=cfg.seed,
-        rank=process.rank // dims.ranks_per_sample % dims.data,
-        world_size=dims.data,
-        ranks_per_sample=dims.ranks_per_sample,
-        equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
-        num_workers=cfg.data.num_workers,
-        pin_memory=devices.accelerator == "cuda",
-    )
+    if isinstance(train, UserData):
+        train.start(lengths)
+        datamodule = train.module
+        torch.manual_seed(cfg.seed)  # a random split in `setup` is the same on all ranks
+        callbacks_of(trainer).insert(0, SeedAfterSetup(cfg.seed + 1 + process.rank))
+    else:
+        datamodule = TextDataModule(
+            train,
+            val,
+            test,
+            lengths,
+            seed=cfg.seed,
+            rank=process.rank // dims.ranks_per_sample % dims.data,
+            world_size=dims.data,
+            ranks_per_sample=dims.ranks_per_sample,
+            equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
+            num_workers=cfg.data.num_workers,
+            pin_memory=devices.accelerator == "cuda",
+        )
     report = build_report(cfg, devices, lengths, trainer, train, module)
     return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
 

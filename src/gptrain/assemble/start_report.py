@@ -87,7 +87,9 @@ def build_report(
     planned = None
     is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
     if trainer.is_global_zero and is_planned:
-        precise = cfg.changed({"trainer.precision": str(trainer.precision)})
+        precise = cfg.changed(
+            {"trainer.precision": str(trainer.precision), "data.batch_size": batch.batch_size}
+        )
         try:
             lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, devices)
         except DamagedMeasurementError as error:

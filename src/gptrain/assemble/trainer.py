@@ -18,6 +18,7 @@ from gptrain.lit.lightning import (
     misconfiguration_as_config_error,
 )
 from gptrain.lit.loggers import JsonLinesLogger
+from gptrain.lit.user_data import UserData
 from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -45,7 +46,8 @@ def build_trainer(
         ConfigError: If Lightning refuses the combination of options and callbacks.
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
-    callbacks = build_callbacks(cfg, lengths, guard, train)
+    callbacks, accumulate = build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
+    is_users = isinstance(train, UserData)
     options |= {
         "accelerator": devices.accelerator,
         "devices": assign_devices(strategy, devices),
@@ -56,16 +58,17 @@ def build_trainer(
         # `lengths` has turned every limit of the run into optimizer steps.
         "max_epochs": lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
-        "accumulate_grad_batches": lengths.batch.accumulate,
-        "limit_train_batches": None,
+        "accumulate_grad_batches": accumulate,
+        # A user's loaders may have batches left that do not fill an optimizer step.
+        "limit_train_batches": lengths.epoch_steps * accumulate if is_users else None,
         "overfit_batches": 0.0,
-        "val_check_interval": lengths.validate_every * lengths.batch.accumulate,
+        "val_check_interval": lengths.validate_every * accumulate,
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
         "logger": build_loggers(cfg),
         "profiler": build_target(cfg.profiler.node()) if cfg.profiler else None,
-        "use_distributed_sampler": False,
+        "use_distributed_sampler": is_users,
         "default_root_dir": cfg.run_dir,
     }
     with misconfiguration_as_config_error("callbacks"):

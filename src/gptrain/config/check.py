@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from gptrain.config.values import read_config, walk
-from gptrain.core.data_schema import DATA, DummyTextConfig
+from gptrain.core.data_schema import DATA, DataModuleConfig, DummyTextConfig
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
 from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
@@ -36,6 +36,7 @@ from gptrain.runtime.process import count_devices, count_nodes, this_process
 # Schedules that need to know the last step of the run.
 DECAYING = {f"gptrain.optim.warmup_{name}" for name in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
+TOKEN_PHASES = tuple(f"scheduler.{name}_tokens" for name in ("warmup", "decay", "total"))
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
@@ -110,7 +111,7 @@ def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) ->
     run, problems = read_config(values, schema)
     checked = CheckedConfig(run, values, schema)
     checked.add(problems)
-    for rule in (check_sizes, check_length, check_strategy, check_start):
+    for rule in (check_sizes, check_data_module, check_length, check_strategy, check_start):
         checked.add(rule(checked))
     if (world_size := find_world_size(run)) is not None:
         checked.add(check_world(checked, world_size))
@@ -158,7 +159,7 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if n_heads and n_kv_heads and n_heads % n_kv_heads:
         message = f"does not divide model.n_heads={n_heads}"
         yield checked.error("model.n_kv_heads", message, allowed=divisors(n_heads))
-    if data.train.target not in DATA:
+    if isinstance(data, DataModuleConfig) or data.train.target not in DATA:
         return  # seq_len and tokenizer of a user's data group may have another meaning
     positions = data.sample_tokens or 0
     if model.max_seq_len and positions > model.max_seq_len:
@@ -169,6 +170,20 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if model.vocab_size and model.vocab_size < 256 and tokenizer in ("bytes", "bpe"):
         message = f"data.tokenizer={tokenizer} has at least 256 tokens, one per byte"
         yield checked.error("model.vocab_size", message, "model.vocab_size=256")
+
+
+def check_data_module(checked: CheckedConfig) -> Iterator[ConfigIssue]:
+    """Check that the run can be fed by a user's LightningDataModule, if the data group is one."""
+    run = checked.run
+    if not isinstance(run.data, DataModuleConfig):
+        return
+    message = "not with a LightningDataModule, whose order, samples and tokens are not known"
+    hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
+    if run.strategy.name not in ("auto", "single", "ddp"):
+        yield checked.error("strategy.name", message, "strategy=ddp")
+    for key in ("max_tokens", "data.global_batch_size", "trainer.overfit_batches", *TOKEN_PHASES):
+        if checked.flat.get(key):
+            yield checked.error(key, message, hint)
 
 
 def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from gptrain.config.suggest import find_alias, nearest, nearest_key
-from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig
+from gptrain.core.data_schema import DATA, DataModuleConfig, MixtureConfig
 from gptrain.core.errors import ConfigIssue, show
 from gptrain.core.schema import SHIPPED, RunConfig
 from gptrain.core.shell import command
@@ -92,13 +92,8 @@ def _find_wrong_values(
             own = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
             yield from _judge(section, own, place, values)
     problems = _judge(schema, values, "", values)
-    data = values.get("data")
-    if schema.reads_data and isinstance(data, dict) and "_target_" in data:
-        message = "the data group has no class of its own, such as a LightningDataModule"
-        hint = "data.train._target_ and data.val._target_, a dataset each"
-        yield ConfigIssue("data._target_", data["_target_"], message, hint=hint)
-        missing = {f"data.{name}" for name in DataConfig.model_fields if name not in data}
-        problems = (problem for problem in problems if problem.key not in missing)
+    if "data._target_" in flat:  # the loop has judged the group as a DataModuleConfig
+        problems = (problem for problem in problems if not problem.key.startswith("data."))
     yield from problems
 
 
@@ -197,6 +192,8 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
     if place == "strategy":
         return options_type(flat.get("strategy.name"))
     is_part = re.fullmatch(r"data\.parts\.[^.]+", place)
+    if place == "data" and "data._target_" in flat:
+        return DataModuleConfig
     if place == "data" or (is_part and _shipped_section("data", flat) is MixtureConfig):
         return DATA.get(show(flat.get(f"{place}.train._target_")))
     return SHIPPED.get(show(flat.get(f"{place}._target_")))

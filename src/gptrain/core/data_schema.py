@@ -63,6 +63,21 @@ class DataConfig(OpenSection):
         return self.extra.get("documents") == "masked"
 
 
+class DataModuleConfig(DataConfig):
+    """Data group whose `_target_` is a LightningDataModule. Its other keys are the arguments.
+
+    The fields of DataConfig are arguments like any other key, and none of them is required.
+    """
+
+    target: str = Field(alias="_target_")
+    batch_size: Count = 1
+    global_batch_size: Count | None = None
+    num_workers: Annotated[int, between(0, WORKERS_MAX)] = 0
+    train: Any = None
+    val: Any = None
+    test: Any = None
+
+
 class DummyTextConfig(DataConfig):
     """Keys of `data=dummy_text`, which generates samples.
 

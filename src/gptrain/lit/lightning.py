@@ -26,6 +26,7 @@ from lightning.pytorch.profilers import Profiler
 from gptrain.core.errors import ConfigError
 from gptrain.lit.datamodule import Loader, TextDataModule
 from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.lit.user_data import USER_DATA
 from gptrain.runtime.process import Process
 
 # Warnings of Lightning that a user of gptrain cannot act on, each by a part of its message.
@@ -92,21 +93,32 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def data_of(trainer: pl.Trainer) -> TextDataModule:
-    """Return the datamodule of the run, which is always a TextDataModule."""
-    return trainer.datamodule  # ty: ignore[missing-attribute]
+    """Return the datamodule of the run.
+
+    For a LightningDataModule of the user it is the UserData that stands for it, which has the
+    attributes of a TextDataModule that every run reads.
+    """
+    datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
+    return getattr(datamodule, USER_DATA, datamodule)
 
 
-def train_loader_of(trainer: pl.Trainer) -> Loader:
-    """Return the training data loader, which TextDataModule has made."""
-    return cast(Loader, trainer.train_dataloader)
+def train_loader_of(trainer: pl.Trainer) -> Loader | None:
+    """Return the training data loader, or None if a user's LightningDataModule has made it."""
+    loader = trainer.train_dataloader
+    return loader if isinstance(loader, Loader) else None
 
 
 def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
-    """Return the loader of the evaluation that is running, or None if none is running."""
+    """Return the loader of the evaluation that is running, or None if none is running.
+
+    A loader that a user's LightningDataModule has made is not returned.
+    """
+    loader = None
     if trainer.testing:
-        return cast(Loader, trainer.test_dataloaders)
-    is_validating = trainer.validating or trainer.sanity_checking
-    return cast(Loader, trainer.val_dataloaders) if is_validating else None
+        loader = trainer.test_dataloaders
+    elif trainer.validating or trainer.sanity_checking:
+        loader = trainer.val_dataloaders
+    return loader if isinstance(loader, Loader) else None
 
 
 def strategy_of(trainer: pl.Trainer) -> LightningStrategy:

@@ -128,13 +128,17 @@ class LanguageModel(pl.LightningModule):
         tokens, targets, *documents = batch
         return self.loss(tokens, targets, *documents)
 
-    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+    def validation_step(
+        self, batch: tuple[Tensor, ...], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Add a batch to the sums and metrics of the evaluation.
 
         Args:
             batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
                 other, the number of each token's document (B, T).
             batch_idx: Index of the batch, from which the part of a mixture follows.
+            dataloader_idx: Index of the loader. The batches of all loaders are added to one
+                evaluation.
         """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)

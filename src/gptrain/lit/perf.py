@@ -78,9 +78,9 @@ class Speed:
         Waits until the device has done the work that was queued.
         """
         wait_for(self.device)
-        self._begin = _Reading(
-            self.trainer.global_step, time.perf_counter(), train_loader_of(self.trainer).waited_s
-        )
+        loader = train_loader_of(self.trainer)
+        waited_s = loader.waited_s if loader else 0.0
+        self._begin = _Reading(self.trainer.global_step, time.perf_counter(), waited_s)
 
     def read(self) -> dict[str, float]:
         """Return the logged values of the interval that ends now, and begin a new interval.

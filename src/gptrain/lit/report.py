@@ -30,6 +30,7 @@ from gptrain.lit.lightning import (
 )
 from gptrain.lit.loggers.notes import STEP
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
+from gptrain.lit.user_data import has_loader
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,8 @@ class Report:
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
         """Return the commands that evaluate the best checkpoint, if any, and show the curves.
 
-        A module without `test_step` is offered a validation in place of a test.
+        A module without `test_step` is offered a validation in place of a test, and so is a data
+        module without `test_dataloader`.
 
         Args:
             trainer: Trainer of the run, after its end.
@@ -194,8 +196,10 @@ class Report:
         if best is None:
             return tensorboard
         module = trainer.lightning_module
-        tasks = [("test", "test_step"), ("validate", "validation_step")]
-        task = next((task for task, method in tasks if is_overridden(method, module)), None)
+        datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
+        steps = {"test": "test_step", "validate": "validation_step"}
+        offered = (task for task in steps if has_loader(datamodule, task))
+        task = next((task for task in offered if is_overridden(steps[task], module)), None)
         if task is None:
             return tensorboard
         words = [shell.override("from_run", self.run_dir), f"task={task}", *self.repeated_overrides]
@@ -239,9 +243,10 @@ def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
         speed: Measured training time, and the part of it in which training waited for batches.
     """
     fraction = speed.waited_s / speed.trained_s if speed.trained_s else 0.0
-    if fraction <= MAX_WAIT_FRACTION:
+    loader = train_loader_of(trainer)
+    if fraction <= MAX_WAIT_FRACTION or loader is None:
         return ""
-    n_workers = train_loader_of(trainer).num_workers
+    n_workers = loader.num_workers
     n_cpus = os.cpu_count() or 1
     line = f"{100 * fraction:.0f} % of the time waited for data"
     if n_workers >= n_cpus:

@@ -1,10 +1,11 @@
 """Datasets as a user writes them."""
 
 import copy
+import json
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from gptrain.data import DummyTextDataset
 
@@ -158,11 +159,46 @@ class Resumable(Endless):
 
 
 class DataModule(pl.LightningDataModule):
-    """A LightningDataModule, which gptrain does not support."""
+    """A LightningDataModule as people write them: a random split in `setup`, batches of pairs.
 
-    def __init__(self, batch_size=4):
+    The first token of a sample is its number. `teardown` prints what this rank has read.
+
+    Args:
+        n_loaders: Number of validation loaders.
+    """
+
+    def __init__(self, num_samples, batch_size=4, n_loaders=1):
         super().__init__()
-        self.batch_size = batch_size
+        self.save_hyperparameters()
+        self.seen = []
+
+    def prepare_data(self):
+        self.is_prepared = True  # Lightning calls this method on the first rank of a node only
+
+    def setup(self, stage):
+        n_samples = self.hparams.num_samples
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(256, (n_samples, 17), generator=generator)
+        tokens[:, 0] = torch.arange(n_samples)
+        samples = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+        self.train, self.val = random_split(samples, [n_samples - 9, 9])
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        loaders = [DataLoader(self.val, 2) for _ in range(self.hparams.n_loaders)]
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if self.trainer.training:
+            self.seen += batch[0][:, 0].tolist()
+        return batch
+
+    def teardown(self, stage):
+        facts = {"val": sorted(self.val.indices), "seen": self.seen}
+        facts["prepared"] = hasattr(self, "is_prepared")
+        print("\ndatamodule", json.dumps(facts), flush=True)
 
 
 def make_endless(num_samples, seq_len, vocab_size, seed):

@@ -32,6 +32,7 @@ BASE_CLASSES = {
     "module": "lightning.pytorch.LightningModule",
     "optimizer": "torch.optim.Optimizer",
     "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "data._target_": "lightning.pytorch.LightningDataModule",
     "trainer": "lightning.pytorch.Trainer",
     "callbacks": "lightning.pytorch.Callback",
     "logger": "lightning.pytorch.loggers.Logger",
@@ -66,6 +67,9 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         group, *below = place.split(".")
         depth = 1 if group in ("callbacks", "logger") else 0
         is_part = bool(re.fullmatch(DATASET, place)) if group == "data" else len(below) == depth
+        if place == "data":
+            group = "data._target_"
+            is_part = True
         if message := type_mismatch(target_object, group) if is_part else "":
             yield ConfigIssue(f"{place}._target_", target, message)
         else:
@@ -158,5 +162,5 @@ def indexing_problem(owner: Any) -> str:
     if not inspect.isclass(owner):
         return ""
     if issubclass(owner, get_class("lightning.pytorch.LightningDataModule")):
-        return f"a LightningDataModule; {needed}, one for data.train and one for data.val"
+        return f"a LightningDataModule, which is data._target_; {needed}"
     return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptrain.config.check import CheckedConfig
-from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig, PartConfig
+from gptrain.core.data_schema import DATA, DataConfig, DataModuleConfig, MixtureConfig, PartConfig
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigIssue, first_line
 from gptrain.core.schema import RunConfig
 
@@ -50,7 +50,8 @@ def check_files(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         groups |= {f"data.parts.{name}": part for name, part in (run.data.parts or {}).items()}
     named = {"ckpt_path": run.ckpt_path, "init_from": run.init_from}
     for group, section in groups.items():
-        if checked.schema is RunConfig and section.train.target in DATA:
+        is_shipped = not isinstance(section, DataModuleConfig) and section.train.target in DATA
+        if checked.schema is RunConfig and is_shipped:
             given = section.plain()
             named |= {f"{group}.{name}": given.get(name) for name in DATA_FILES}
     if mirror := checked.run.checkpoint.mirror:

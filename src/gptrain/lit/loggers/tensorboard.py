@@ -61,7 +61,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
         """Write the overrides of the run and the metric columns into the HPARAMS tab.
 
-        The full configuration is kept until `discard_after` writes it into the TEXT tab.
+        The full configuration is kept until `discard_after` writes it into the TEXT tab. Does
+        nothing with other values: those that Lightning logs for a module or a data module with
+        `save_hyperparameters()` are keys of the configuration.
 
         Args:
             params: Configuration of the run as nested dicts. `params["typed"]` holds the
@@ -70,6 +72,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
             *_: Positional arguments of Lightning's method, ignored.
             **__: Keyword arguments of Lightning's method, ignored.
         """
+        if "typed" not in params:
+            return
         self._config = yaml.safe_dump(params, sort_keys=False)
         names = (params["objective"], *COMPARED)
         # These values only name the columns. Without a step they draw no point.

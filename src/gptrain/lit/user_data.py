@@ -1,0 +1,117 @@
+"""UserData: what a run knows about a LightningDataModule that a user wrote."""
+
+from collections.abc import Sized
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import RunLengths
+
+USER_DATA = "gptrain_data"  # attribute of a user's module: its UserData
+# Method of a data module whose batches a task reads first.
+LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader"}
+
+
+class UserData(Dataset):
+    """Stands for the batches of a user's LightningDataModule where gptrain needs facts about them.
+
+    Lightning uses the module itself. This object has the attributes of a TextDataModule that
+    callbacks read. As a dataset it has the length of an epoch, and only its first sample.
+
+    Args:
+        module: Module of the user, after its `setup`.
+        loader: Loader of the batches that the run reads first.
+        key: Config key of the module, for error messages.
+        world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
+
+    Attributes:
+        batch_size: Samples of a batch of one rank.
+        epoch_batches: Batches of one epoch on each rank.
+
+    Raises:
+        ConfigError: If the number of batches is not known.
+    """
+
+    train = val = None
+    epoch_steps: int
+    validate_every: int
+    step_tokens: int
+
+    def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
+        self.module = module
+        self.world_size = world_size
+        sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if not isinstance(loader, DataLoader) or size is None or not sized_len(loader):
+            message = "its loader is no DataLoader with a length and a batch size"
+            hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
+            raise ConfigError.of(key, type(module).__name__, message, hint=hint)
+        self.loader = loader
+        self.batch_size = size
+        self.epoch_batches = len(loader)
+        if world_size > 1 and not isinstance(loader.sampler, DistributedSampler):
+            # Lightning gives all ranks equally many samples: it repeats the first ones.
+            n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
+            is_cut = getattr(sampler, "drop_last", False)
+            self.epoch_batches = n_samples // size if is_cut else -(-n_samples // size)
+
+    def __len__(self) -> int:
+        """Return the number of samples of an epoch, in which each batch counts as a full one."""
+        return self.epoch_batches * self.batch_size * self.world_size
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the first sample of the first batch."""
+        batch = next(iter(self.loader))
+        if isinstance(batch, list):  # torch's collation makes a list of a tuple
+            batch = tuple(batch)
+        return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
+
+    def describe(self, n_samples: int) -> str:
+        """Return the text of the line `data`, which says what does not hold for the run."""
+        twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
+        return (
+            f"{type(self.module).__name__} · {self.epoch_batches} batches per rank and epoch · "
+            "not exact on a resume within an epoch: its order starts again, so that samples "
+            f"repeat and others are left out{twice}"
+        )
+
+    def start(self, lengths: RunLengths) -> None:
+        """Give the object the lengths of the run, and the module a reference to the object."""
+        self.epoch_steps = lengths.epoch_steps
+        self.validate_every = lengths.validate_every
+        self.step_tokens = lengths.step_tokens
+        setattr(self.module, USER_DATA, self)
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions that the run has trained on, if all batches are full."""
+        return cast(pl.Trainer, self.module.trainer).global_step * self.step_tokens
+
+    def step_samples(self, step: int, rank: int | None = None) -> list[int]:
+        """Return an empty list: the indices of a step's samples are not known."""
+        return []
+
+
+class SeedAfterSetup(pl.Callback):
+    """Sets the random seed of a rank after the `setup` of a user's data module.
+
+    The module's `setup` sees one seed on all ranks: a random split is the same on each of them.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Set the seed. Lightning has called the data module's `setup` before."""
+        torch.manual_seed(self.seed)
+
+
+def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
+    """Return whether a data module has the loader that a task reads."""
+    return is_overridden(LOADERS[task], datamodule)
