@@ -67,7 +67,8 @@ def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, tmp_path):
     def run(*words: str) -> str:
         return subprocess.run(words, cwd=ROOT, check=True, text=True, capture_output=True).stdout
 
-    run(*train, "experiment=quickstart", f"run_dir={base}", f"data.path={ROOT}/src/recipes")
+    text = ["data.tokenizer=bpe", "model.vocab_size=512", f"data.path={ROOT}/src"]
+    run(*train, "experiment=quickstart", f"run_dir={base}", *text)
     run(*train, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files, scores)
     module = (sys.executable, "-m")
     scored = run(*module, "gptrain.evaluate", f"from_run={chat}")
