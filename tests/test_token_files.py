@@ -115,7 +115,7 @@ def test_windows_follow_each_other_and_never_cross_a_file(tmp_path):
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous() and targets.is_contiguous()
     assert torch.equal(dataset[-1][0], tokens[1])
-    with pytest.raises(IndexError, match="there are 4"):
+    with pytest.raises(IndexError, match="the dataset has only 4 samples"):
         dataset[4]
 
 

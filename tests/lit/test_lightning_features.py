@@ -427,6 +427,7 @@ def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes):
     assert "init_strict=false: left as initialized: " in fresh
     assert "blocks.0.mlp.up_proj.down.weight only in the net" in fresh
     assert "not used: blocks.0.mlp.up_proj.weight only in the checkpoint" in unused
-    weights, base_weights = run.state(6)["state_dict"], base.state(6)["state_dict"]
-    assert torch.equal(weights["token_embedding.weight"], base_weights["token_embedding.weight"])
+    weights = run.state(6)["state_dict"]
+    assert "token_embedding.weight" not in weights  # frozen: its values are those of init_from
+    assert "blocks.0.mlp.up_proj.base.weight" in weights  # frozen, but not in init_from
     assert weights["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -232,7 +233,11 @@ def submit(cfg: LaunchRun, script: str) -> str:
     if not shutil.which("sbatch"):
         raise ConfigError.of("--submit", None, "sbatch is not installed on this machine")
     sbatch = ["sbatch", "--parsable"]
-    done = subprocess.run(sbatch, input=script, text=True, capture_output=True)
+    # A pipe would end this process with SIGPIPE if sbatch left before it has read the script.
+    with tempfile.TemporaryFile("w+") as file:
+        file.write(script)
+        file.seek(0)
+        done = subprocess.run(sbatch, stdin=file, text=True, capture_output=True)
     if done.returncode:
         raise ConfigError.of("--submit", None, " ".join(done.stderr.split()))
     job = done.stdout.strip().partition(";")[0]  # sbatch prints JOB;CLUSTER
