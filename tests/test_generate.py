@@ -115,7 +115,7 @@ def test_lists_and_quoted_texts_are_hydras():
     [
         (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
         (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
-        (["model=gpt2"], "error: model: has no effect: the net of from_run is used as it was trained"),
+        (["model=gpt2"], "error: model: has no effect: the net of from_run is used"),
         (["prompt=[]"], "error: prompt=[]: must be a text or a list of texts"),
         (["stop="], "error: stop="),
         (["n_token=3"], "error: n_token=3: unknown key, did you mean n_tokens?"),
