@@ -42,6 +42,12 @@ for name in ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"):
             r"cu(FFT|BLAS|DNN|DSS|SPARSE|SOLVER|File)", text
         ):
             driver.add(text)
+# Functions that Triton's launcher needs, so that the code of model.compile is built and launched.
+driver |= {
+    "cuCtxGetLimit", "cuCtxSetLimit", "cuFuncSetAttribute", "cuFuncSetCacheConfig",
+    "cuLaunchKernelEx", "cuModuleGetFunction", "cuModuleLoadData", "cuOccupancyMaxActiveClusters",
+    "cuTensorMapEncodeTiled",
+}  # fmt: skip
 special = """
 #include <stdlib.h>
 #define X __attribute__((visibility("default")))
@@ -52,6 +58,10 @@ X int cuDeviceGetCount(int*n){*n=getenv("STUB_GPUS")?atoi(getenv("STUB_GPUS")):1
 X int cuDevicePrimaryCtxGetState(int d,unsigned*f,int*a){*f=0;*a=(stub_touched()>>d)&1;return 0;}
 X int cuCtxGetCurrent(void**c){*c=(void*)1;return 0;}
 X int cuGetErrorString(int e,const char**s){*s="stub";return 0;}
+X int cuPointerGetAttribute(void*v,int a,unsigned long p){*(unsigned long*)v=p;return 0;}
+X int cuFuncGetAttribute(int*v,int a,void*f){*v=a==0?1024:0;return 0;}
+X int cuDeviceGetAttribute(int*v,int a,int d){
+  *v=a==10?32:a==16?132:a==12||a==82?65536:a==8||a==97?232448:a==75?9:0;return 0;}
 """
 (out / "cuda.c").write_text(
     special
