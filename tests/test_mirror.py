@@ -247,6 +247,7 @@ class StopsOneRank(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
     train, tmp_path, monkeypatch
 ):

@@ -18,11 +18,11 @@ CONFIGS = {
     "selective": "model.activation_checkpointing=selective",
     "wide vocabulary": "model.vocab_size=4000",
     "llama": "model=llama_nano",
-    "ddp, muon": f"{TWO} {MUON}",
     "fsdp": f"{TWO} strategy=fsdp",
     "pipeline": f"{TWO} strategy=pipeline",
 }
 SLOW = {
+    "ddp, muon": f"{TWO} {MUON}",
     "fsdp, muon": f"{TWO} {MUON} strategy=fsdp",
     "tensor parallel": f"{TWO} strategy=tensor_parallel model.d_model=128 model.n_layers=4 "
     "data.seq_len=129 data.batch_size=8",

@@ -129,6 +129,7 @@ def test_a_sample_that_raises_in_a_validation_is_named_by_key_and_index(fit, n_w
     assert failed.steps() == [1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):
     options = "hook: on_train_batch_start, step: 3, rank: 1"
     kill = f"+callbacks.fails={{_target_: {CALLBACKS}.FailsInHook, {options}}}"

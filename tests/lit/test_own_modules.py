@@ -74,7 +74,14 @@ def test_a_task_whose_method_the_module_lacks_is_refused_and_a_validation_is_off
 # Two ranks
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "fsdp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensor_parallel", "pipeline")),
+    ],
+)
 def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, strategy):
     words = (
         f"{MODULES}.WithExtraParameters", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,

@@ -122,6 +122,7 @@ def test_a_validation_between_synchronizations_evaluates_the_synchronized_net(ru
         assert not helpers.differences(first, second["state_dict"]), step
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_a_validation_between_synchronizations_resumes_bit_for_bit(runs):
     """The validation is repeated, but the synchronization for the validation is not."""
     begun = runs(*ROUNDS, *STOP, "+callbacks.stop.step=2", code=75)
@@ -152,6 +153,7 @@ def test_callbacks_that_need_the_synchronized_weights_of_every_step_are_refused(
     assert "averages the full net" in runs(*TWO, "callbacks=ema", code=2).output
 
 
+@pytest.mark.slow
 def test_ranks_of_one_replica_take_each_step_together(runs):
     """Two replicas of two ranks resume bit for bit between synchronizations, also with Muon."""
     words = (
@@ -166,6 +168,7 @@ def test_ranks_of_one_replica_take_each_step_together(runs):
     check_same_replicas(runs(*words, f"ckpt_path={whole.checkpoint(3)}"), whole)
 
 
+@pytest.mark.slow
 def test_a_replica_that_stops_at_a_nonfinite_step_ends_the_run(runs):
     run = runs(*TWO, *INFINITE, code=79)
     assert "at step 2 are not finite" in run.output

@@ -41,10 +41,13 @@ def test_copies_exchange_only_the_gradients_of_their_shards(runs):
     assert sent["allreduce"] == sent["reducescatter"] + 12
 
 
+@pytest.mark.slow
 def test_a_combined_strategy_starts_from_weights_of_one_process(runs):
     helpers.check_starts_from_weights_of(runs, "fsdp_tensor_parallel", "single")
 
 
-@pytest.mark.parametrize("name", ["fsdp_tensor_parallel", "ddp_pipeline"])
+@pytest.mark.parametrize(
+    "name", ["ddp_pipeline", pytest.param("fsdp_tensor_parallel", marks=pytest.mark.slow)]
+)
 def test_muon_with_sharded_or_replicated_matrices_equals_one_process(name, runs):
     helpers.check_muon(runs, name)

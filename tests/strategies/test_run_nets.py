@@ -35,6 +35,7 @@ def test_a_number_of_heads_that_ranks_cannot_divide_is_refused(runs):
     assert "strategy.tensor_parallel_size=null: does not divide model.n_kv_heads=1" in output
 
 
+@pytest.mark.slow
 def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(runs, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -172,6 +172,7 @@ def test_a_run_that_always_fails_is_restarted_max_restarts_times(runs):
     assert len([word for word in typed if word.startswith("run_dir=")]) == 1
 
 
+@pytest.mark.slow
 def test_a_collective_that_times_out_ends_with_76(runs):
     run = runs(
         *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",

@@ -7,6 +7,10 @@ import runs as helpers
 class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "pipeline", [0, 0]
 
+    @pytest.mark.slow  # ddp and fsdp resume in the fast tests
+    def test_a_run_with_dropout_resumes_bit_for_bit(self, runs):
+        super().test_a_run_with_dropout_resumes_bit_for_bit(runs)
+
 
 def test_checkpoints_with_sharded_weights_can_be_resumed(runs):
     helpers.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")

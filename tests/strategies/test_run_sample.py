@@ -39,6 +39,7 @@ def test_a_validation_samples_nothing_if_no_logger_accepts_text():
     SampleText("ab").on_validation_epoch_end(trainer, None)  # the trainer has no net to sample from
 
 
+@pytest.mark.slow
 def test_a_sharded_net_samples_the_same_text_as_one_process(runs, tmp_path_factory):
     path = helpers.shared_folder(tmp_path_factory) / "text.txt"
     path.write_text("to be or not to be " * 400)
