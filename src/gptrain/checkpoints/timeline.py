@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,13 @@ UPDATE_S = 0.5  # interval at which the last line is updated, in seconds
 Phase = Literal["starting", "steps", "validation", "saves"]
 TIMES = ("steps", "validation", "saves", "starting", "redone", "between_starts")
 # Value of `time.time()` when the command or the job of a sweep began, until its start is recorded.
-COMMAND_TIME_S: ContextVar[float | None] = ContextVar("COMMAND_TIME_S", default=None)
+_command_time_s: float | None = None
+
+
+def begin_command() -> None:
+    """Note that the command, or a job of a sweep, begins now."""
+    global _command_time_s
+    _command_time_s = time.time()
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
@@ -50,8 +55,9 @@ def add_start(run_dir: str | Path, step: int) -> None:
         run_dir: Folder of the run.
         step: Step of the checkpoint from which the run starts.
     """
-    begin_s = round(COMMAND_TIME_S.get() or time.time(), 3)
-    COMMAND_TIME_S.set(None)  # a restart by the supervisor begins when it is recorded
+    global _command_time_s
+    begin_s = round(_command_time_s or time.time(), 3)
+    _command_time_s = None  # a restart by the supervisor begins when it is recorded
     path = Path(run_dir) / TIMELINE_NAME
     JsonLines(path, [*read_json_lines(path), {"start": step, "time": begin_s}])
 

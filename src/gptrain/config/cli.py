@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gptrain.checkpoints.status import write_status
-from gptrain.checkpoints.timeline import COMMAND_TIME_S
+from gptrain.checkpoints.timeline import begin_command
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, open_hydra, plain, resolved
 from gptrain.config.from_run import expand
@@ -114,7 +114,7 @@ def run_command(
         defaults: Default values of the additional keys.
         usage: Text with which `--help` begins.
     """
-    COMMAND_TIME_S.set(time.time())
+    begin_command()
     try:
         args = parse_command(argv)
         if args.help:
@@ -366,7 +366,7 @@ def _run(
         words: Any = OmegaConf.to_container(node.overrides.task)
         try:
             if sweep:
-                COMMAND_TIME_S.set(time.time())
+                begin_command()
                 gc.collect()  # frees the net of the previous job, which is part of cycles
                 locations.enter()  # the job may run in a process on another machine
                 print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
