@@ -46,9 +46,7 @@ train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "strategy", ["single", pytest.param("ddp", marks=SLOW), pytest.param("fsdp", marks=SLOW)]
-)
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=SLOW)])
 def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(
     strategy, run, tmp_path
 ):
