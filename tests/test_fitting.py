@@ -98,6 +98,7 @@ def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_script_that_is_terminated_lets_its_run_save(tmp_path):
     steps = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
     script = started(tmp_path, ROOT / "conf", *steps, f"run_dir={tmp_path / 'run'}")

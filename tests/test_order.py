@@ -278,7 +278,6 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
     assert (targets == -100).all() and targets.shape == (1, 4)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
@@ -291,7 +290,16 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
         (lambda x: None, "sample 0 is NoneType, but torch cannot stack it"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named(sample, message, num_workers):
+def test_a_sample_that_does_not_fit_is_named(sample, message):
+    check_named(sample, message, num_workers=0)
+
+
+@pytest.mark.slow  # torch waits seconds for the worker process
+def test_a_sample_of_a_data_worker_that_does_not_fit_is_named():
+    check_named(lambda x: None, "sample 0 is NoneType, but torch cannot stack it", num_workers=1)
+
+
+def check_named(sample, message, num_workers):
     data = Samples(sample)
     lengths = RunLengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
     module = TextDataModule(data, data, None, lengths, seed=0, num_workers=num_workers)

@@ -18,10 +18,10 @@ CONFIGS = {
     "selective": "model.activation_checkpointing=selective",
     "wide vocabulary": "model.vocab_size=4000",
     "llama": "model=llama_nano",
-    "fsdp": f"{TWO} strategy=fsdp",
     "pipeline": f"{TWO} strategy=pipeline",
 }
 SLOW = {
+    "fsdp": f"{TWO} strategy=fsdp",
     "ddp, muon": f"{TWO} {MUON}",
     "fsdp, muon": f"{TWO} {MUON} strategy=fsdp",
     "tensor parallel": f"{TWO} strategy=tensor_parallel model.d_model=128 model.n_layers=4 "

@@ -30,7 +30,12 @@ WORDS = (
 
 @pytest.mark.parametrize(
     "ranks",
-    [(), TWO, (*TWO, "strategy=fsdp"), (*TWO, "strategy=diloco", "strategy.sync_every=3")],
+    [
+        (),
+        TWO,
+        pytest.param((*TWO, "strategy=fsdp"), marks=pytest.mark.slow),
+        pytest.param((*TWO, "strategy=diloco", "strategy.sync_every=3"), marks=pytest.mark.slow),
+    ],
     ids=["one", "ddp", "fsdp", "diloco"],
 )
 def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
@@ -138,6 +143,7 @@ def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):
     assert failed.steps() == [2]
 
 
+@pytest.mark.slow
 def test_a_failure_inside_the_optimizer_update_is_not_saved(fit, monkeypatch):
     step = torch.optim.AdamW.step
 

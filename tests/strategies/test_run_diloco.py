@@ -100,6 +100,7 @@ def test_replicas_are_bit_identical_after_a_synchronization_and_only_then(words,
     assert equal == [False, True, False, True, True]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_between_synchronizations_resumes_bit_for_bit(runs):
     whole = runs(*TWO, *SHORT)
     resumed = runs(*TWO, *SHORT, "ckpt_path=last", begun=stopped(runs))

@@ -16,6 +16,7 @@ def test_checkpoints_with_sharded_weights_can_be_resumed(runs):
     helpers.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")
 
 
+@pytest.mark.slow
 def test_a_pipeline_starts_from_sharded_weights(runs):
     helpers.check_starts_from_weights_of(runs, "pipeline", "fsdp")
 
