@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra.errors import InstantiationException
@@ -10,13 +10,14 @@ from hydra.utils import instantiate
 from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, read_ends
-from gptrain.assemble.weights import BestBy, find_weights, load_weights
+from gptrain.assemble.weights import BestBy, find_weights, load_weights, named_source
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.config.from_run import check_values
 from gptrain.core.errors import BAD_DATA, ConfigError
-from gptrain.core.schema import ModelConfig
+from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.small_files import read_facts, read_yaml
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
+from gptrain.runtime.devices import accelerator_of, set_threads
 
 CHOICES = ("best", "last")
 _MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's file
@@ -74,6 +75,31 @@ def load(
         raise ConfigError.of("model", model["model"]["_target_"], message, code=BAD_DATA) from error
     load_weights(net, weights)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
+
+
+def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
+    """Return the net of `from_run`, its tokenizer and the device of a command.
+
+    The net is on the CPU and in evaluation mode. Sets the number of threads of torch.
+
+    Args:
+        cfg: Configuration of the command, which reads `from_run`, `ckpt_path`,
+            `allowed_targets` and `trainer.accelerator`.
+
+    Raises:
+        ConfigError: If this machine does not have the device, or if `from_run` is damaged (exit
+            code 65) or missing (exit code 66).
+    """
+    device = accelerator_of(cfg.trainer.accelerator)
+    if device is None:
+        raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
+    set_threads(1)
+    source = cast(str, cfg.from_run)
+    with named_source("from_run", source):
+        checkpoint = cfg.ckpt_path or "best"
+        loaded = load(source, checkpoint, cfg.allowed_targets, with_tokenizer=True)
+        net, tokenizer = cast(Any, loaded)
+    return net, tokenizer, device
 
 
 def build_target(node: Mapping[str, Any]) -> Any:

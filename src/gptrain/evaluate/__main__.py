@@ -10,7 +10,7 @@ Each score is printed on a line of its own: its name, a tab, its value. For the 
 set, type: python train.py from_run=outputs/a task=test
 """
 
-from typing import Any, Literal, cast
+from typing import Literal
 
 from gptrain import config
 from gptrain.core.errors import ConfigError
@@ -52,23 +52,14 @@ def evaluate(cfg: EvaluateRun) -> None:
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from hydra.utils import get_method
 
-    from gptrain.assemble.load import build_target, load
-    from gptrain.assemble.weights import named_source
-    from gptrain.runtime.devices import accelerator_of, set_threads
+    from gptrain.assemble.load import build_target, load_for_command
 
     nodes = [node for node in cfg.callbacks.values() if node]
     nodes = [node for node in nodes if hasattr(get_method(node.target), "evaluate")]
     if not nodes:
         message = "no callback of the run has a method evaluate(net, tokenizer)"
         raise ConfigError.of("callbacks", None, message, hint="callbacks=scores")
-    device = accelerator_of(cfg.trainer.accelerator)
-    if device is None:
-        raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
-    set_threads(1)
-    with named_source("from_run", cfg.from_run):
-        checkpoint = cfg.ckpt_path or "best"
-        loaded = load(cfg.from_run, checkpoint, cfg.allowed_targets, with_tokenizer=True)
-    net, tokenizer = cast(Any, loaded)
+    net, tokenizer, device = load_for_command(cfg)
     if tokenizer is None:
         raise ConfigError.of("from_run", cfg.from_run, "the folder has no tokenizer")
     for node in nodes:

@@ -23,7 +23,7 @@ continuations are token ids.
 """
 
 import sys
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from pydantic import Field, NonNegativeFloat
@@ -117,19 +117,10 @@ def generate(cfg: GenerateRun) -> None:
     """
     check_effects()
     # Import torch only now, so that an invalid option is reported without waiting for the import.
-    from gptrain.assemble.load import load
-    from gptrain.assemble.weights import named_source
-    from gptrain.runtime.devices import accelerator_of, set_threads
+    from gptrain.assemble.load import load_for_command
     from gptrain.text.writing import Writer
 
-    device = accelerator_of(cfg.trainer.accelerator)
-    if device is None:
-        raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
-    set_threads(1)
-    with named_source("from_run", cfg.from_run):
-        checkpoint = cfg.ckpt_path or "best"
-        loaded = load(cfg.from_run, checkpoint, cfg.allowed_targets, with_tokenizer=True)
-        net, tokenizer = cast(Any, loaded)
+    net, tokenizer, device = load_for_command(cfg)
     if cfg.prompt is None:
         prompts = [] if cfg.interactive else ["\n"]
     else:
