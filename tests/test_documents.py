@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -232,7 +233,9 @@ def test_records_under_other_keys_of_a_json_object_are_refused_with_a_command(
     with pytest.raises(DataError, match=r"records .* of a JSON object.*try: python") as error:
         read(path)
     command = str(error.value).partition("; try: ")[2].rpartition(", or data.format=text")[0]
-    subprocess.run(["bash", "-c", command.replace("python", sys.executable, 1)], check=True)
+    subprocess.run(
+        ["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True
+    )
     lines = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
     expected = list(records.values()) if isinstance(records, dict) else records
     assert list(lines) == [{"text": e} if isinstance(e, str) else e for e in expected]

@@ -22,7 +22,8 @@ ODD = [
 
 def read_by_a_shell(line: str) -> list[str]:
     """Return the words that bash makes of a pasted line, without running the program."""
-    print_words = f"{sys.executable} -c 'import sys; print(*sys.argv[1:], sep=chr(0), end=\"\")' "
+    python = shlex.quote(sys.executable)
+    print_words = f"{python} -c 'import sys; print(*sys.argv[1:], sep=chr(0), end=\"\")' "
     done = subprocess.run(
         ["bash", "-c", print_words + line], capture_output=True, text=True, check=True
     )

@@ -92,7 +92,9 @@ def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_aga
     (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
     best = min((first, other), key=lambda job: result(job)["metrics"]["val/loss"])
     assert f"from_run={best} run_dir={best} ckpt_path=last" in line
-    more = train(*shlex.split(line.partition("train.py ")[2]), tiny=False)
+    words = shlex.split(line)
+    (script,) = (number for number, word in enumerate(words) if word.endswith("train.py"))
+    more = train(*words[script + 1 :], tiny=False)
     assert more.code == 0, more.err
     assert result(best)["steps"] == 4
     # The same command again finds both jobs finished, also the one that was continued.

@@ -144,16 +144,20 @@ def check(cfg: RunConfig) -> None:
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
-        compile = cfg.model.compile
-        if (
+        compile = choose_compile(cfg, devices)
+        reason = ""
+        if compile != cfg.model.compile:
+            reason = f"a CPU compiles only what is typed; try model.compile={cfg.model.compile}"
+        elif (
             compile == "blocks"
             and not hasattr(net, "blocks")
             and "model.compile" not in typed_keys()
         ):
             # The default of trainer=gpu. apply_compile compiles nothing of such a net.
             compile = "none"
-            message = f"none: {type(net).__name__} has no `blocks`; try model.compile=model"
-            log.info(labels.line("compile", message))
+            reason = f"{type(net).__name__} has no `blocks`; try model.compile=model"
+        if reason:
+            log.info(labels.line("compile", f"none: {reason}"))
         check_fit(
             net,
             cfg.strategy,
@@ -166,6 +170,20 @@ def check(cfg: RunConfig) -> None:
         # Some optimizers need weights with values. They raise these errors on the meta device.
         with suppress(RuntimeError, AssertionError):
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
+
+
+def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
+    """Return what `torch.compile` compiles: `model.compile`, or "none" on a CPU.
+
+    `trainer=gpu` and some experiments compile blocks, which pays on a GPU. On a CPU only a typed
+    `model.compile` is used.
+
+    Args:
+        cfg: Configuration of the run.
+        devices: Devices of the run.
+    """
+    is_default = "model.compile" not in typed_keys()
+    return "none" if is_default and devices.accelerator == "cpu" else cfg.model.compile
 
 
 def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
@@ -224,7 +242,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     precision = resolve_precision(cfg, devices)
-    cfg = cfg.changed({"trainer.precision": precision})
+    compile = choose_compile(cfg, devices)
+    cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(

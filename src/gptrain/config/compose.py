@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gptrain.config.overrides import REFUSALS, explain, line_of, parse
-from gptrain.config.vocabulary import with_vocab_size
+from gptrain.config.vocabulary import AUTO, vocabulary_size
 from gptrain.core import locations
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line
 from gptrain.runtime.process import run_stamp
@@ -141,9 +141,13 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     """
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)
-    cfg = with_vocab_size(cfg) if resolve else cfg
     values = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=resolve)
-    return cast(dict[str, Any], values)
+    values = cast(dict[str, Any], values)
+    model = values.get("model")
+    if resolve and isinstance(model, dict) and model.get("vocab_size") == AUTO:
+        cfg.model.vocab_size = vocabulary_size(values)  # other keys may refer to it
+        return plain(cfg, resolve=True)
+    return values
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from gptrain.config.values import walk
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.small_files import read_facts
@@ -16,40 +14,37 @@ AUTO = "auto"
 KEY = "model.vocab_size"
 
 
-def with_vocab_size(cfg: DictConfig) -> DictConfig:
-    """Return the config with a number in place of `model.vocab_size=auto`.
+def vocabulary_size(values: dict[str, Any]) -> int:
+    """Return the number that stands for `model.vocab_size=auto`.
 
     The size is that of the model in `model.path` or else of the largest tokenizer in the data
-    group, rounded up to a multiple of `model.vocab_multiple`. A config with another value is
-    returned unchanged.
+    group, rounded up to a multiple of `model.vocab_multiple`.
 
     Args:
-        cfg: Composed config, which is not changed.
+        values: Composed config as nested dicts, in which references are resolved.
 
     Raises:
         ConfigError: If no file gives the size.
     """
-    if OmegaConf.select(cfg, KEY, throw_on_resolution_failure=False) != AUTO:
-        return cfg
-    sizes = list(_find_sizes(cfg))
+    model = values["model"]
+    sizes = list(_find_sizes(model.get("path"), values.get("data")))
     if not sizes:
         message = "neither data.tokenizer nor model.path has a vocabulary"
         raise ConfigError.of(KEY, AUTO, message, hint=f"{KEY}=50304")
-    multiple = OmegaConf.select(cfg, "model.vocab_multiple") or 1
-    cfg = cfg.copy()
-    cfg.model.vocab_size = -(-max(sizes) // multiple) * multiple
-    return cfg
+    multiple = model.get("vocab_multiple") or 1
+    return -(-max(sizes) // multiple) * multiple
 
 
-def _find_sizes(cfg: DictConfig) -> Iterator[int]:
-    """Yield the vocabulary size of the model in `model.path`, or of each tokenizer of the data.
+def _find_sizes(path: Any, data: Any) -> Iterator[int]:
+    """Yield the vocabulary size of a model's folder, or of each tokenizer of the data.
 
-    The tokenizers of the data group count only if `model.path` is not given.
+    Args:
+        path: Value of `model.path`. If it is a string, the tokenizers do not count.
+        data: Node `data` of the config.
 
     Raises:
         ConfigError: If the model's or a tokenizer's file does not give its size.
     """
-    path = OmegaConf.select(cfg, "model.path", throw_on_resolution_failure=False)
     if isinstance(path, str):
         facts = read_facts(Path(path).expanduser() / "config.json")
         text_config = facts.get("text_config")  # of a model that also reads images
@@ -59,12 +54,10 @@ def _find_sizes(cfg: DictConfig) -> Iterator[int]:
             raise ConfigError.of("model.path", path, message, code=INPUT_NOT_FOUND)
         yield size
         return
-    data = OmegaConf.to_container(cfg.data) if "data" in cfg else {}
-    for place, _ in walk(data, "data"):
-        if place.endswith(".tokenizer") and ".train." not in place and ".val." not in place:
-            tokenizer = OmegaConf.select(cfg, place, throw_on_missing=False)
-            if tokenizer is not None:
-                yield _count_tokens(place, str(tokenizer))
+    for place, tokenizer in walk(data, "data"):
+        is_of_part = ".train." in place or ".val." in place
+        if place.endswith(".tokenizer") and tokenizer is not None and not is_of_part:
+            yield _count_tokens(place, str(tokenizer))
 
 
 def _count_tokens(key: str, tokenizer: str) -> int:
