@@ -41,9 +41,11 @@ UNCHECKED = {"hydra", "hparams_search", "local"}  # groups that --check does not
 
 
 def main() -> NoReturn:
-    """Run the command `python -m gptrain.adopt` with the words in `sys.argv`, and exit.
+    """Run `python -m gptrain.adopt` with the words in `sys.argv`, and exit the process.
 
-    The command makes, upgrades or checks a project.
+    The command makes a project, upgrades its library (`--upgrade`) or checks its conf/ (`--check`).
+    The exit code is 0, that of the error, which is printed on stderr, or 2 if `--check` has found
+    a mistake.
     """
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}

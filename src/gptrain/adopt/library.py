@@ -21,7 +21,11 @@ def requirement(library: str) -> str | None:
     """Return the requirement for pip, or None for a copy of the library in the project.
 
     Args:
-        library: "vendored", a folder with a checkout, a wheel, or an address.
+        library: "vendored", a folder with a checkout, a wheel, or an address that begins with
+            `https://`, `git+https://` or `git+ssh://`.
+
+    Returns:
+        A requirement such as `gptrain @ git+https://…`, or None for "vendored".
 
     Raises:
         ConfigError: If `library` is none of these.
@@ -59,9 +63,11 @@ def package_in(library: str, temporary: Path) -> Path:
 
 
 def restore(project: Path) -> None:
-    """Move the package of a project back if an upgrade was killed between its two renames.
+    """Undo an upgrade of the library in a project that was killed half-way.
 
-    Does nothing in any other case.
+    An upgrade (`copy_library`) renames `src/gptrain` to `src/.gptrain-old`, and then the new
+    package to `src/gptrain`. If only the first was done, it is reversed. Does nothing in any other
+    case.
 
     Args:
         project: Folder of the project.
@@ -73,7 +79,11 @@ def restore(project: Path) -> None:
 
 
 def copy_library(library: Path, project: Path) -> None:
-    """Copy the package gptrain into a project, in place of the copy that the project has.
+    """Copy the package gptrain into a project, in place of the copy that the project has, if any.
+
+    The new package is copied next to the old one, and the two are exchanged by two renames:
+    `restore` repairs a project if the process is killed between them. Names that begin with a
+    dot, `__pycache__` and `local` are left out.
 
     Args:
         library: Folder of the package.

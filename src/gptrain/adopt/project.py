@@ -34,9 +34,9 @@ def make(
 
     Args:
         source: Folder of the project whose files are copied.
-        to: Folder of the new project.
+        to: Folder of the new project, which must not exist.
         name: Name of the new project's package.
-        needed: Requirement for pip. None if the library is copied into the project.
+        needed: Requirement for pip. None if the caller copies the library into the project.
         recipes: Names of the recipes to copy into the new project's package.
 
     Raises:
@@ -84,7 +84,8 @@ def make(
 def recipe_files(origin: Path, recipes: Collection[str]) -> list[Path]:
     """Return the files of some recipes, relative to `origin`: code, test and yaml files.
 
-    A yaml file belongs to the recipes whose classes it names. It is copied with all of them only.
+    A yaml file belongs to the recipes whose classes it names. It is returned only if all of them
+    are chosen. The list is empty without recipes.
 
     Args:
         origin: Folder with `src/recipes`.

@@ -129,7 +129,8 @@ def build_checkpoints(
 ) -> Checkpoints:
     """Build the callback that saves checkpoints.
 
-    A save reports progress to the watchdog, so that a long save is not taken for a hang.
+    The run folder must have been locked: the identity of the run is read from the record of its
+    lock. A save reports progress to the watchdog, so that a long save is not taken for a hang.
 
     Args:
         cfg: Configuration of the run.

@@ -116,4 +116,5 @@ def copy_existing_files(folder: Path, to: Path, names: Iterable[str] = COMPANION
 
 
 def _content(file: Path) -> bytes | None:
+    """Return the content of a file, or None if it is missing or no file."""
     return file.read_bytes() if file.is_file() else None

@@ -39,7 +39,12 @@ PAIR = (
 def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and prepare it to learn the number of its batches.
 
-    Lightning calls `prepare_data` and `setup` again, as in any further fit of a Trainer.
+    `prepare_data` is called on the first rank of each node, `setup` on every rank. Lightning calls
+    both again, as in any further fit of a Trainer.
+
+    Args:
+        cfg: Configuration of the run.
+        section: The data group, whose `_target_` is the module.
 
     Raises:
         ConfigError: If it is no LightningDataModule, or the number of its batches is not known.
@@ -118,7 +123,18 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
-    """Build the training, validation and test set. The test set is None if the config has none."""
+    """Build the training, validation and test set.
+
+    Args:
+        cfg: Configuration of the run.
+
+    Returns:
+        The three datasets. The test set is None if the config has none. For a user's
+        LightningDataModule the first two are the same UserData, and the test set is None.
+
+    Raises:
+        ConfigError: If one of them cannot be used.
+    """
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None
@@ -283,6 +299,7 @@ def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | No
 
 
 def _is_sequence(tensor: Tensor) -> bool:
+    """Return whether a tensor can be a sequence of tokens: it has one dimension and no floats."""
     return tensor.ndim == 1 and not tensor.dtype.is_floating_point
 
 

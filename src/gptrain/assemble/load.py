@@ -86,6 +86,10 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
         cfg: Configuration of the command, which reads `from_run`, `ckpt_path`,
             `allowed_targets` and `trainer.accelerator`.
 
+    Returns:
+        The net, its tokenizer (None if the run's data had none), and the name of the device, such
+        as "cuda".
+
     Raises:
         ConfigError: If this machine does not have the device, or if `from_run` is damaged (exit
             code 65) or missing (exit code 66).
@@ -108,8 +112,11 @@ def build_target(node: Mapping[str, Any]) -> Any:
     An exception that the class raises is raised again with its own type, without Hydra's
     InstantiationException around it. The exit code depends on the type: a DataError ends with 65.
 
+    Lists and dicts among the arguments are plain Python objects.
+
     Args:
-        node: `_target_` and keyword arguments, which may contain further nodes.
+        node: `_target_` and keyword arguments, which may contain further nodes. With
+            `_partial_: true` the result is a functools.partial of the class.
     """
     try:
         return instantiate(node, _convert_="all")
@@ -120,7 +127,11 @@ def build_target(node: Mapping[str, Any]) -> Any:
 def build_net(model: ModelConfig) -> nn.Module:
     """Build the net of a model group with its initial weights.
 
-    The weights depend on the state of torch's random generator, which the caller seeds.
+    The weights depend on the state of torch's random generator, which the caller seeds. They are on
+    torch's default device, which `torch.device("meta")` changes.
+
+    Args:
+        model: Model group of the config.
     """
     return build_target(model.node())
 

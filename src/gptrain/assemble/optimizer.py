@@ -85,11 +85,11 @@ def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float 
     Args:
         cfg: Configuration of the run.
         batch: Batch arithmetic, to which the learning rate is scaled.
-        lr: Learning rate of one parameter group. Defaults to `optimizer.lr`, or else to the
+        lr: Learning rate of one parameter group. None stands for `optimizer.lr`, or else for the
             default of the optimizer's class.
 
     Returns:
-        None for an optimizer without a learning rate.
+        The learning rate, or None for an optimizer without one.
     """
     options = cfg.optimizer
     lr = lr or options.lr

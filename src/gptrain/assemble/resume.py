@@ -150,6 +150,9 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
     `ckpt_path` names them. `best` and `last` are looked up in the folder of `from_run`, or in the
     run's own folder. Without `ckpt_path` they are the best checkpoint.
 
+    Args:
+        cfg: Configuration of the evaluation or of the export.
+
     Raises:
         ConfigError: If they are damaged (exit code 65) or do not exist (66).
     """
@@ -276,6 +279,9 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
     """Return the optimizer options named by allow_changes, which get their new values on resume.
 
     The names are those of keys in a parameter group: `lr` stands for every key that ends in `_lr`.
+
+    Args:
+        cfg: Configuration of the run.
     """
     changed = (
         key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
@@ -295,11 +301,25 @@ def covers(names: Iterable[str], key: str) -> bool:
 
 
 def _changed(key: str, saved: object, now: object) -> ConfigIssue:
+    """Return the issue about a key whose value is not that of the checkpoint.
+
+    Args:
+        key: Dotted key.
+        saved: Value in the checkpoint's manifest.
+        now: Value in this run.
+    """
     hint = f"that value, or {command(f'allow_changes=[{key}]')}"
     return ConfigIssue(key, now, f"the checkpoint was made with {saved}", hint=hint)
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
+    """Return whether a key of a dataset only repeats another key, such as `data.seq_len`.
+
+    Args:
+        key: Dotted key, such as `data.train.seq_len`.
+        value: Value of the key.
+        facts: All keys and values that are compared.
+    """
     if key.startswith(REPEATED_PARTS):
         return any(other.startswith("data.parts.") for other in facts)
     part, _, name = key.rpartition(".")

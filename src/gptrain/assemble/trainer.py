@@ -81,6 +81,9 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
     such as LearningRateMonitor, refuse a Trainer without a logger. The list is then empty if the
     group is.
+
+    Args:
+        cfg: Configuration of the run.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []

@@ -325,6 +325,15 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
+    """Return the safetensors files that an index names, sorted by name.
+
+    Args:
+        index: Path of a model.safetensors.index.json.
+
+    Raises:
+        DamagedCheckpointError: If it is no index, or names a file outside its own folder.
+        UnreadableFileError: If it is no JSON.
+    """
     content: Any = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:

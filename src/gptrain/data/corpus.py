@@ -66,7 +66,7 @@ class Source:
 
         Args:
             file: File of a corpus.
-            format: Format of the file, or None to derive it from the file.
+            format: Format of the file: text, jsonl, json or parquet. None calls `format_of`.
         """
         path = file.path if file.path.suffix else Path(file.real_path)
         status = path.stat()
@@ -149,7 +149,8 @@ def find_sources(
         pattern: Pattern that the names of files within folders must match, for example `*.py`. A
             pattern with a slash is matched with the path below the folder. Hidden files and folders
             are left out.
-        format: Format of all files. None derives the format of each file from the file.
+        format: Format of all files: text, jsonl, json or parquet. None takes the format of each
+            file from its suffix, and from its content for .json.
         cache_dir: Folder whose files are not part of a corpus.
 
     Raises:
@@ -256,6 +257,9 @@ def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
 
     Returns:
         The parts of all files, without empty parts. The parts of a file are in order.
+
+    Raises:
+        ValueError: If `val_fraction` is not between 0 and 1.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
@@ -500,8 +504,15 @@ def _cut_before(source: Source, position: int) -> int:
 
 
 def _with_newline(text: bytes) -> bytes:
+    """Return a text with a newline at its end, which is added if it is missing."""
     return text if text.endswith(b"\n") else text + b"\n"
 
 
 def _matches(name: str, pattern: str) -> bool:
+    """Return whether a file matches a pattern of fnmatch.
+
+    Args:
+        name: Path of the file below the folder of the corpus, with slashes.
+        pattern: Pattern of the file's name, or of the full `name` if the pattern has a slash.
+    """
     return fnmatch(name if "/" in pattern else name.rpartition("/")[2], pattern)

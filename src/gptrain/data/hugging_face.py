@@ -62,6 +62,11 @@ class HuggingFacePairs(Dataset):
         return [self._to_pair(i, sample) for i, sample in zip(indices, samples, strict=True)]
 
     def _to_pair(self, index: int, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return `pair_of(sample)`.
+
+        Raises:
+            DataError: If the sample cannot be converted. The message has `index`.
+        """
         try:
             return pair_of(sample)
         except ValueError as error:
@@ -71,8 +76,8 @@ class HuggingFacePairs(Dataset):
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
     """Return a dataset of pairs if the first sample is a dict of `input_ids` and `labels`.
 
-    Any other dataset is returned unchanged, also an empty one. Warns about the keys of the first
-    sample that are not used.
+    Any other dataset is returned unchanged, also an empty one. Only the first sample is read. Warns
+    about the keys of this sample that are not used.
 
     Args:
         dataset: Dataset of dicts or of any other samples.

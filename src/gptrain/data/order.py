@@ -198,6 +198,7 @@ class TrainBatches:
         return permutation + 1 + n_further, done_steps * self.global_batch_size
 
     def _micro_batch(self, number: int) -> list[int]:
+        """Return the sample indices of this rank's micro-batch `number`, counted over the run."""
         step, micro_step = divmod(number, self.accumulate)
         return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
 
@@ -254,18 +255,18 @@ class EvalBatches:
         return (list(samples) for _, _, samples in self._batches)
 
     def part_of(self, number: int) -> int:
-        """Return the number of the part to which batch `number` belongs."""
+        """Return the number of the part to which this rank's batch `number`, from 0, belongs."""
         return self._batches[number][1]
 
     def samples_of(self, number: int) -> list[int]:
-        """Return the indices of the samples of batch `number`, [] if there is no such batch."""
+        """Return the sample indices of this rank's batch `number`, [] if there is no such batch."""
         return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
 
 
 def batch_bounds(
     n_samples: int, batch_size: int, rank: int, world_size: int
 ) -> list[tuple[int, int]]:
-    """Return the start and the end of each batch of one rank; all ranks have as many batches.
+    """Return the start and the end of each batch of one rank. All ranks get equally many batches.
 
     In each round every rank has one batch. The samples after the last round of full batches are
     divided evenly into one more round. If fewer samples than ranks are left, they are divided

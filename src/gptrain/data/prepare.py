@@ -96,7 +96,7 @@ def write_tokens(
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces in lists of about 1 MiB of text."""
+    """Yield the pieces in lists of at least 1 MiB of text; the last list may have less."""
     batch = []
     n_bytes = 0
     for piece in pieces:
@@ -141,6 +141,9 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
 
     Args:
         target: Final path. Missing parent folders are created.
+
+    Yields:
+        The empty folder, next to `target`, with a hidden name.
 
     Raises:
         OSError: If the folder cannot be created or renamed.

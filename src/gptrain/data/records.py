@@ -32,6 +32,12 @@ def format_of(path: Path) -> str:
     The suffix of the name decides, and for .json, .json.gz and .json.zst also the beginning of the
     content. A plain .json file that is not an array of records is text: package.json, for example,
     is one document. `corpus.scan_source` refuses one that holds records under other keys.
+
+    Args:
+        path: Path of an existing file.
+
+    Raises:
+        OSError: If the beginning of a .json file cannot be read.
     """
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
@@ -77,7 +83,10 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Args:
         path: File of JSON lines, plain or compressed.
-        text_key: Not used.
+        text_key: Not used. All readers of `read_records` have this argument.
+
+    Raises:
+        DataError: If the compressed file is damaged.
     """
     before = 0
     with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as lines:
@@ -97,7 +106,10 @@ def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Args:
         path: JSON file with an array, plain or compressed.
-        text_key: Not used.
+        text_key: Not used. All readers of `read_records` have this argument.
+
+    Raises:
+        DataError: If the file is damaged or has no array.
     """
     before = 0
     with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as stream:

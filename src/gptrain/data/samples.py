@@ -40,7 +40,11 @@ class BatchDataset(Dataset):
         """
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """Return one sample, the items of a batch without B. A negative index is allowed."""
+        """Return one sample, the items of a batch without B. A negative index is allowed.
+
+        Raises:
+            IndexError: If the dataset has no such sample.
+        """
         n_samples = len_of(self)
         if not -n_samples <= index < n_samples:
             raise IndexError(f"sample {index}: the dataset has only {n_samples} samples")
@@ -105,6 +109,13 @@ class BatchReader(Dataset):
         return batch
 
     def _stacking_error(self, index: int, sample: Any, reason: str) -> DataError:
+        """Return the error about a sample that cannot be stacked with the others of its batch.
+
+        Args:
+            index: Index of the sample in the dataset.
+            sample: The sample, whose types and shapes the message shows.
+            reason: Reason, which follows "but" in the message.
+        """
         return DataError(
             f"{self.name}: sample {index} is {describe_sample(sample)}, but {reason}; needed: "
             "tensors of equal shape in all samples, for example padded, with targets of -100 in "
@@ -135,6 +146,10 @@ def collate(batch: Any) -> Any:
 
     Args:
         batch: List of samples, or a batch that the dataset has stacked itself.
+
+    Raises:
+        RuntimeError, TypeError, KeyError: If torch cannot stack the samples, for example because
+            their shapes differ.
     """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch

@@ -85,6 +85,12 @@ class StreamDataset(Dataset):
 
         Before `start` was called, each item is the first sample of the stream: checks of the data
         read samples without a change of the position.
+
+        Args:
+            indices: List of the wanted length. Its values are not used.
+
+        Raises:
+            DataError: If a new pass over the stream has no sample.
         """
         if not self._is_started:
             return [self[0] for _ in indices]
@@ -166,14 +172,17 @@ class StreamDataset(Dataset):
         self._samples = None
 
     def _has_state(self) -> bool:
+        """Return whether this rank's part of the stream can save and load its position."""
         return hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
 
     def _state(self) -> dict[str, Any] | None:
+        """Return `epoch` and a copy of the part's state, or None if it cannot save its position."""
         if not self._has_state():
             return None
         return {"epoch": self.epoch, "state": copy.deepcopy(self.part.state_dict())}
 
     def _set_epoch(self) -> None:
+        """Pass the number of the pass that begins to `set_epoch`, if the stream has this method."""
         if hasattr(self.part, "set_epoch"):
             self.part.set_epoch(self.epoch)
 
@@ -233,7 +242,7 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
     """Return a dataset with an index: a stream is wrapped, any other dataset is returned unchanged.
 
     The training stream becomes a StreamDataset, which reads it batch by batch. The samples of any
-    other stream are read into memory at once.
+    other stream are read into memory at once. An object that is no dataset at all is returned, too.
 
     Args:
         dataset: Dataset or stream.

@@ -89,7 +89,14 @@ class TextDataset(TokenDataset):
             self._firsts = self._samples[[0, -1]]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64."""
+        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64.
+
+        Args:
+            indices: Numbers of windows, (B,).
+
+        Raises:
+            DataError: If a token id is not below the size of the vocabulary.
+        """
         tokens, targets = super().__getitems__(indices)
         if self.documents != "masked":
             return tokens, targets

@@ -356,7 +356,10 @@ def read_chat_template(folder: Path) -> str | None:
     """Return the chat template in the folder of a tokenizer or a run, or None if there is none.
 
     A file chat_template.jinja takes precedence over the template in tokenizer_config.json. If that
-    has several templates, the one with the name `default` is returned.
+    has several templates, the one with the name `default` is returned. Links are ignored.
+
+    Args:
+        folder: Folder of a tokenizer, a run or an export.
     """
     file = folder / TEMPLATE_NAME
     if file.is_file() and not file.is_symlink():
@@ -374,11 +377,19 @@ def _read_companion(file: Path) -> dict:
 
 
 def _write_template(folder: Path, template: str | None) -> None:
+    """Write a chat template to chat_template.jinja in a folder. Does nothing if it is None."""
     if template is not None:
         _write(folder, template.encode(), TEMPLATE_NAME)
 
 
 def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:
+    """Write a file in a folder and return its path. A link of this name is replaced, not followed.
+
+    Args:
+        folder: Existing folder.
+        content: Content of the file.
+        name: Name of the file.
+    """
     path = Path(folder) / name
     path.unlink(missing_ok=True)  # the path may be a link to any file if the folder is untrusted
     path.write_bytes(content)
@@ -386,6 +397,11 @@ def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:
 
 
 def _import_tokenizers() -> ModuleType:
+    """Import and return the package `tokenizers`.
+
+    Raises:
+        ModuleNotFoundError: If it is missing. The message has the pip command.
+    """
     # The package prints a warning after a fork, because its threads do not survive a fork, unless
     # this variable is set. Forked DataLoader workers never tokenize, so the warning is not needed.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -43,9 +43,11 @@ OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
 
 def main() -> None:
-    """Run the command `python -m gptrain.ladder` with the words in `sys.argv`, and exit.
+    """Run `python -m gptrain.ladder` with the words in `sys.argv`, and exit the process.
 
-    `hardware=…` stands for `hardware.name=…`.
+    The command trains small models, fits a scaling law to their losses and predicts the loss of the
+    target (see the docstring of this file). With the flag `--plan` it prints the cost only. The
+    word `hardware=…` stands for `hardware.name=…`. The exit codes are those of train.py.
     """
     only_plan = "--plan" in sys.argv
     words = expand_hardware(word for word in sys.argv[1:] if word != "--plan")
@@ -57,9 +59,11 @@ def main() -> None:
 def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     """Print the cost of the sweep, train the missing runs, and write the report.
 
+    The runs, ladder.json and ladder.png are written below `cfg.run_dir`.
+
     Args:
         cfg: Configuration of the target and of the sweep.
-        typed: Overrides for train.py that the user typed.
+        typed: Overrides for train.py that the user typed, without the words of this command (OWN).
         only_plan: True to print the cost and stop.
 
     Raises:

@@ -136,16 +136,18 @@ def count_constants(n: Any, d: Any) -> int:
 
 
 def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarray:
-    """Return the constants with the smallest Huber loss of the log residuals.
+    """Fit the constants of the scaling law to runs.
 
-    There are five constants, or two if the runs are too few. Two constants are fitted by least
-    squares.
+    If `count_constants(n, d)` is 5, the constants minimize the Huber loss of the log residuals,
+    with exponents from 0 to STEEPEST. If it is 2, they minimize the squared log residuals.
 
     Args:
         n: Number of parameters of each run, shape (P,).
         d: Number of tokens of each run, shape (P,).
         loss: Loss of each run, shape (P,).
-        start: Constants at which the search begins. None for the best starting points of GRID.
+        start: Five constants at which the search for five constants begins, for example those of a
+            fit to nearly the same runs. None tries the N_STARTS best points of GRID. Ignored for
+            two constants.
 
     Returns:
         The constants in the order of NAMES, shape (5,) or (2,).
@@ -190,7 +192,8 @@ def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarra
 def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
     """Fit a scaling law to runs, and draw the bootstrap samples for its confidence interval.
 
-    The samples are the same in each call with the same runs.
+    A bootstrap sample is a fit to runs that are drawn with replacement. The samples are the same in
+    each call with the same runs. There are N_BOOTSTRAP of them, so that a call takes seconds.
 
     Args:
         count: Key of COUNTS, the meaning of N.
@@ -226,10 +229,9 @@ def predict_largest(n: Any, d: Any, loss: Any) -> dict[str, float]:
         loss: Loss of each run, shape (P,).
 
     Returns:
-        predicted: Predicted loss of the longest runs of the largest size.
-        measured: Mean loss of these runs.
-        error: Mean absolute log residual of all runs of the largest size.
-        constants: Number of constants of the fitted law.
+        A dict of `predicted` (predicted loss of the longest runs of the largest size), `measured`
+        (mean loss of these runs), `error` (mean absolute log residual of all runs of the largest
+        size) and `constants` (number of constants of the fitted law).
     """
     n, d, loss = (np.asarray(values, dtype=float) for values in (n, d, loss))
     is_smaller = n < n.max()
@@ -251,7 +253,7 @@ def find_best_size(
     """Return the N and D with the lowest predicted loss for a budget of FLOPs.
 
     The FLOPs per token of other sizes are interpolated linearly in logarithms. Beyond the known
-    sizes they are proportional to N.
+    sizes they are proportional to N. The search covers sizes from e^-5 of the smallest model on.
 
     Args:
         law: The scaling law, whose `count` is the meaning of N.

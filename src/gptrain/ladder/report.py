@@ -34,7 +34,7 @@ def plan_table(
         n_seeds: Number of runs of each size and length.
         target: The large model.
         tokens: Number of tokens on which the target trains.
-        place: Devices of the target, in words.
+        place: Devices of the target, such as `8 x h100_sxm`.
     """
     table = [["parameters", "steps", "time", "overrides"]]
     hours = flops = 0.0
@@ -78,12 +78,10 @@ def conclude(
         tokens: Number of tokens on which the target trains.
 
     Returns:
-        points: Argument `points`.
-        left_out: Prediction of the largest size from the other sizes, by what N counts. Empty for
-            fewer than three sizes.
-        law: The fitted Law.
-        target: Size, cost, predicted loss and interval of the target.
-        best: The same for the best size for `options.budget`, if there is a budget.
+        A dict of `points` (the argument), `left_out` (by what N counts: the result of
+        `predict_largest`; empty for fewer than three sizes), `law` (the fitted Law), `target`
+        (size, cost, predicted loss and interval of the target) and, if `options.budget` is given,
+        `best` (the budget, and the best size for it, with its predicted loss and interval).
     """
 
     def columns(count: str) -> list[np.ndarray]:
@@ -118,10 +116,10 @@ def conclude(
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Print the tables and write ladder.json and ladder.png.
+    """Print the table of runs and the law, and write ladder.json and ladder.png.
 
     Args:
-        folder: Folder of the sweep.
+        folder: Folder of the sweep, which exists. Earlier files are replaced.
         facts: Result of `conclude`, whose target also has the entries `place` and `command`.
     """
     print("\n".join([align_columns(table_rows(facts)), *summary_lines(facts)]))

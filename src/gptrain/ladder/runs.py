@@ -39,7 +39,8 @@ def train_size(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Train the missing runs of one size and seed, and return one point for each run.
 
-    The longest run comes first: the decay phases of the others start from its checkpoints.
+    The longest run comes first: the decay phases of the others start from its checkpoints. A run
+    that is done is only read, and one that was interrupted is resumed.
 
     Args:
         folder: Folder of the sweep.
@@ -132,7 +133,8 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
 def train(script: Path, words: list[str]) -> int:
     """Run `python train.py <words>` in this process and return its exit code.
 
-    `sys.argv` is restored afterwards.
+    A run on several devices starts its ranks as processes, as on the command line. `sys.argv` is
+    restored afterwards.
 
     Args:
         script: Path of train.py.

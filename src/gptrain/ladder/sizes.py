@@ -133,7 +133,11 @@ def make_size(
         words: Overrides of this model.
         options: The group `ladder`.
         width: The d_model that `optimizer.lr` belongs to. None if it is not known.
-        place: Values of `hardware` and `topology`: the machine on which the model trains.
+        place: Values of the keys `hardware` and `topology`: the machine on which the model trains.
+
+    Returns:
+        The size. Its datasets were built, and so prepared if they were not, to know the length of
+        an epoch.
 
     Raises:
         ConfigError: If the config is not valid, or if the net cannot be built.
@@ -174,8 +178,8 @@ def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | Non
     Args:
         cfg: Configuration of the net.
         words: Overrides of this net. A learning rate among them is not changed.
-        rule: Value of `ladder.lr_rule`.
-        width: The d_model that `optimizer.lr` belongs to.
+        rule: Value of `ladder.lr_rule`: `constant` or `sqrt_width`.
+        width: The d_model that `optimizer.lr` belongs to. None if it is not known.
 
     Returns:
         The learning rate, or None if `optimizer.lr` stays as it is.

@@ -191,12 +191,14 @@ class TextDataModule(pl.LightningDataModule):
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """Return the dataset indices of the samples of one optimizer step, for error messages.
 
+        The list is empty if the training data is a stream, whose samples have no index.
+
         Args:
             step: Number of the step, counted from 0.
             rank: Rank of the job whose samples are returned. None returns those of all ranks.
         """
         if self.stream is not None:
-            return []  # samples of a stream have no index
+            return []
         samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)
         if rank is not None:
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]

@@ -3,8 +3,9 @@
 A step is refused if a `StepRule` flags it, for example because a gradient is not finite. If the
 host read the flag before the optimizer's update, the GPU would run out of work once per step.
 Instead, the flag stays on the device, and the optimizer itself skips its update: the fused
-optimizers of torch and `gptrain.optim.Muon` have an attribute `found_inf` for this, which torch's
-GradScaler uses, too. The host reads the flag later, at a moment that is the same on all ranks:
+optimizers of torch and `gptrain.optim.Muon` read the flag from their attribute `found_inf`, which
+torch's GradScaler sets, too (see `skips_on_device`). The host reads the flag later, at a moment
+that is the same on all ranks:
 
     decide    after the gradient norm: ask the rules, give the flag to the optimizer, start a copy
               of the flag to the host, and conclude the step before
@@ -205,8 +206,11 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether an optimizer skips its update if its attribute `found_inf` is 1.
 
-    torch's fused optimizers do, and any optimizer with a true attribute `skips_on_device`. A group
-    whose option `fused` was switched off does not.
+    torch's fused optimizers do, and any optimizer with a true attribute `skips_on_device`. The
+    result is False if one of its parameter groups has the option `fused` switched off.
+
+    Args:
+        optimizer: Optimizer of the run.
     """
     names = ("_step_supports_amp_scaling", "skips_on_device")
     can_skip = any(getattr(optimizer, name, False) for name in names)

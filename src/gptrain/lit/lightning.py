@@ -218,7 +218,7 @@ def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[st
 
 
 def forget_last_step(trainer: pl.Trainer) -> None:
-    """Subtract one from the number of optimizer steps, after a step that was not taken."""
+    """Subtract one from `trainer.global_step`, after an optimizer step that was not taken."""
     counter = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     counter.total.completed -= 1
     counter.current.completed -= 1
@@ -232,7 +232,8 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """Return whether a validation is due right after an optimizer step.
 
-    It is due at the validation interval, and also when training is about to stop.
+    It is due at the validation interval, and also when training is about to stop. A run without
+    validations, such as trainer.limit_val_batches=0, always gives False.
 
     Args:
         trainer: Trainer of the run.

@@ -348,12 +348,25 @@ class LanguageModel(pl.LightningModule):
 
 
 def is_partial_check(trainer: pl.Trainer) -> bool:
-    """Return whether a sanity check is running that has fewer batches than the validation."""
+    """Return whether a sanity check is running that has fewer batches than the validation.
+
+    The first batches may have no target, although the validation has some.
+
+    Args:
+        trainer: Trainer of the run.
+    """
     return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 
 def has_own_optimizer(module: pl.LightningModule) -> bool:
-    """Return whether a module's class has a configure_optimizers of its own."""
+    """Return whether a module's class has a configure_optimizers of its own.
+
+    True for every plain LightningModule, and for a subclass of LanguageModel that overrides it. The
+    `optimizer` group of the config is then used only as far as this method reads it.
+
+    Args:
+        module: LightningModule of the run.
+    """
     return type(module).configure_optimizers is not LanguageModel.configure_optimizers
 
 

@@ -85,8 +85,13 @@ class Speed:
     def read(self) -> dict[str, float]:
         """Return the logged values of the interval that ends now, and begin a new interval.
 
-        `tokens` is the number of tokens since the run began. The perf/* values are means over the
-        steps of the interval; perf/gpu_mem_peak_gib is the maximum since the run began.
+        Waits until the device has done its queued work.
+
+        Returns:
+            `tokens`, the number of tokens since the run began; `perf/tokens_per_s`, `perf/step_s`
+            and `perf/data_wait_s` (seconds per step), means over the steps of the interval;
+            `perf/mfu`, the same, on rank 0 only and if `token_flops` is known; and on a GPU
+            `perf/gpu_mem_peak_gib`, the maximum since the run began.
         """
         begin = self._begin
         self.start()
@@ -131,6 +136,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
     A sweep runs its jobs in one process. Does nothing on a CPU where the operating system has no
     way to reset the peak of a process (only Linux has one, and a container may forbid it).
+
+    Args:
+        device: Device of this rank.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -207,9 +207,14 @@ class Report:
 
 
 def metric_parts(metrics: dict[str, float]) -> list[str]:
-    """Return the losses and metrics of the result line, such as `val/loss 1.2345`.
+    """Return the parts of the result line about losses and metrics, such as `val/loss 1.2345`.
 
-    A metric with more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, is one part.
+    Only names that begin with `train/loss`, `val/`, `test/` or `eval/` are shown. A metric with
+    more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, becomes one part without
+    its values: `val/f1 64 values in result.json`.
+
+    Args:
+        metrics: Final value of each logged metric by its logged name.
     """
     names = [name for name in metrics if name.startswith(("train/loss", "val/", "test/", "eval/"))]
     groups: dict[str, list[str]] = {}
@@ -225,7 +230,14 @@ def metric_parts(metrics: dict[str, float]) -> list[str]:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """Return the best checkpoint of a fit by checkpoint.monitor, else the newest one, else None."""
+    """Return the folder of a run's best checkpoint by checkpoint.monitor, or None.
+
+    It is the newest checkpoint if none has the monitored metric. None if the run saves no
+    checkpoints, as an evaluation, or has none.
+
+    Args:
+        trainer: Trainer of the run.
+    """
     checkpoints = find_callback(trainer, Checkpoints)
     if checkpoints is None:
         return None
@@ -236,7 +248,8 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
 def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
     """Return advice on data.num_workers if training waited for data too long, else an empty string.
 
-    The limit is MAX_WAIT_FRACTION of the training time.
+    The limit is MAX_WAIT_FRACTION of the training time. The waits of a user's data loader are not
+    measured, so the result is empty for a user's LightningDataModule.
 
     Args:
         trainer: Trainer of the run, after a fit.
@@ -256,6 +269,8 @@ def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
 
 def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
     """Return the files that the run's profiler has written, its text report before its traces.
+
+    The list is empty without a profiler, and for one that has no `dirpath` and `filename`.
 
     Args:
         trainer: Trainer of the run, with or without a profiler.

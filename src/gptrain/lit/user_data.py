@@ -73,7 +73,12 @@ class UserData(Dataset):
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
     def describe(self, n_samples: int) -> str:
-        """Return the text of the line `data`, which says what does not hold for the run."""
+        """Return the text of the start line `data`, which says what does not hold for the run.
+
+        Args:
+            n_samples: Number of samples that the run reads. Not used: the number of epochs is not
+                shown.
+        """
         twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
         return (
             f"{type(self.module).__name__} · {self.epoch_batches} batches per rank and epoch · "
@@ -82,7 +87,13 @@ class UserData(Dataset):
         )
 
     def start(self, lengths: RunLengths) -> None:
-        """Give the object the lengths of the run, and the module a reference to the object."""
+        """Take the lengths of the run, and set this object as an attribute of the module.
+
+        `lit.lightning.data_of` finds it there.
+
+        Args:
+            lengths: Lengths of the run, computed from `batch_size` and `len()` of this object.
+        """
         self.epoch_steps = lengths.epoch_steps
         self.validate_every = lengths.validate_every
         self.step_tokens = lengths.step_tokens
@@ -102,6 +113,9 @@ class SeedAfterSetup(pl.Callback):
     """Sets the random seed of a rank after the `setup` of a user's data module.
 
     The module's `setup` sees one seed on all ranks: a random split is the same on each of them.
+
+    Args:
+        seed: Seed of this rank, for example for dropout, which differs between ranks.
     """
 
     def __init__(self, seed: int):
@@ -113,5 +127,10 @@ class SeedAfterSetup(pl.Callback):
 
 
 def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
-    """Return whether a data module has the loader that a task reads."""
+    """Return whether a data module has the loader that a task reads.
+
+    Args:
+        datamodule: Data module of the run.
+        task: Key of LOADERS: "fit", "validate" or "test".
+    """
     return is_overridden(LOADERS[task], datamodule)

@@ -42,12 +42,15 @@ class ComputeClock:
         self.start()
 
     def start(self) -> None:
-        """Continue to measure the step that `stop` has interrupted."""
+        """Count time again after `stop`, in addition to what the step has counted before."""
         self._is_started = True
         self.resume()
 
     def stop(self) -> None:
-        """End or interrupt the measured step. `pause` and `resume` do nothing until `start`."""
+        """Stop counting, and keep what was counted: `read` returns it, `start` continues the step.
+
+        Until then `pause` and `resume` do nothing.
+        """
         self.pause()
         self._is_started = False
 
@@ -78,7 +81,10 @@ class ComputeClock:
             self.resume()
 
     def read(self) -> float:
-        """Return the counted seconds of the step that `stop` has ended; synchronizes with a GPU."""
+        """Return the seconds that were counted since `start_step`. Waits for a GPU's queued work.
+
+        The clock must be stopped or paused.
+        """
         begins, ends = self._marks[::2], self._marks[1::2]
         if not self._is_cuda:
             return sum(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -87,6 +93,7 @@ class ComputeClock:
         return sum(milliseconds) / 1000
 
     def _mark(self) -> None:
+        """Record the current time as the begin or the end of a counted interval."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()

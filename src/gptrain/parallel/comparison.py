@@ -169,7 +169,9 @@ class Comparison:
             )
 
     def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
-        """Run the forward and the backward pass of the plain net, without communication.
+        """Build the plain net with noisy weights, and run its forward and its backward pass.
+
+        There is no communication. The net is discarded afterwards.
 
         Args:
             dtype: Type of the weights and of the computation.
@@ -308,7 +310,7 @@ def prepare_net(net: nn.Module, parallel: ParallelStrategy, dtype: torch.dtype) 
 
 
 def count_parameters(net: nn.Module) -> int:
-    """Return the number of parameters; tied parameters count once."""
+    """Return the number of values in all parameters of a net; tied parameters count once."""
     return sum(parameter.numel() for parameter in net.parameters())
 
 
@@ -316,7 +318,10 @@ def free_bytes(device: torch.device) -> int:
     """Return the number of bytes that a comparison may use on this rank's device.
 
     A comparison may use half of the free memory of a GPU. On another device the ranks of a node
-    share half of the host memory.
+    share half of the host memory, used or not.
+
+    Args:
+        device: Device of this rank.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2

@@ -61,6 +61,8 @@ def build_comm_hook(name: str) -> tuple[object, Callable] | None:
 
 
 def _bf16_compress(group, bucket):
-    # DDP with gloo refuses torch's bf16_compress_hook by its name, although gloo supports bf16 now.
-    # A wrapper has another name.
+    """Call torch's bf16_compress_hook under another name.
+
+    DDP with gloo refuses the hook by its name, although gloo supports bf16 now.
+    """
     return default_hooks.bf16_compress_hook(group, bucket)

@@ -113,7 +113,10 @@ def clip_grad_norm(
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    # FSDP's CPU offload keeps the net on the CPU, and parameters outside the net on the GPU.
+    """Return the tensors in one list for each device.
+
+    FSDP's CPU offload keeps the net on the CPU, and parameters outside the net on the GPU.
+    """
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
@@ -121,7 +124,10 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    # FSDP's CPU offload keeps gradients on the CPU. The collectives of a GPU mesh need GPU tensors.
+    """Return the device on which these gradients are sent, or None if there is none.
+
+    FSDP's CPU offload keeps gradients on the CPU. The collectives of a GPU mesh need GPU tensors.
+    """
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             return gradient.device_mesh.device_type
@@ -129,7 +135,14 @@ def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | N
 
 
 def _is_counted_on_this_rank(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
-    # A plain tensor is identical on all ranks of the mesh, a DTensor along its replicated axes.
+    """Return whether this rank is the first of those that hold the same values of a gradient.
+
+    A plain tensor is identical on all ranks of the mesh, a DTensor along its replicated axes.
+
+    Args:
+        gradient: Plain tensor or DTensor.
+        axes: Process groups of the mesh's axes. Empty without a mesh.
+    """
     if not isinstance(gradient, DTensor):
         return all(axis.rank() == 0 for axis in axes)
     coordinates = gradient.device_mesh.get_coordinate() or ()

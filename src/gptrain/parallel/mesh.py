@@ -127,6 +127,7 @@ def start_group(
 
 
 def _destroy_group() -> None:
+    """Destroy the process group of this process, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -136,15 +137,16 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
 
     The function may write files on rank 0 that the other ranks then read. The other ranks wait for
     a key of the store, not in a collective: preparing a corpus can take hours longer than the
-    timeout of collectives.
+    timeout of collectives. Call it once per process group: the key stays set, so the ranks would
+    not wait in a second call. Without a process group the function is just called.
 
     Args:
         function: Function without arguments.
         rank: Global rank of this process.
-        timeout_s: Time for which the other ranks wait.
+        timeout_s: Time for which the other ranks wait, in seconds.
 
     Raises:
-        RuntimeError: If rank 0 takes longer than `timeout_s`.
+        RuntimeError: On the other ranks, if rank 0 takes longer than `timeout_s`.
     """
     if not dist.is_initialized():
         return function()
@@ -164,9 +166,10 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
     once, at the end of the run, because waiting ranks take part in no collective.
 
     Args:
-        finish: Function without arguments that only rank 0 calls.
+        finish: Function without arguments that only rank 0 calls. An exception of it is raised on
+            rank 0 alone.
         rank: Global rank of this process.
-        timeout_s: Time for which the other ranks wait.
+        timeout_s: Time for which the other ranks wait, in seconds.
     """
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     if rank == 0:

@@ -305,6 +305,13 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
+        """Build a schedule of torch.distributed.pipelining for the stages of this rank.
+
+        Args:
+            training: False for forward passes only.
+            microbatches: Number of microbatches of a batch.
+            device: Device of this rank.
+        """
         stages = [
             PipelineStage(
                 Stage(self.net, index, self.n_stages, self.n_blocks),
@@ -447,6 +454,7 @@ def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> No
 
 
 def _raise_no_full_net(*_) -> NoReturn:
+    """Raise an IncompatibleModelError, in place of the methods that need the full net."""
     raise IncompatibleModelError(
         "strategy.name",
         "no rank of a pipeline holds the full net, so self.net(tokens) cannot run; "

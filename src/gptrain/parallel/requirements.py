@@ -102,6 +102,9 @@ def check_fit(
 def check_layout(net: nn.Module) -> None:
     """Check that a net can keep packed documents apart.
 
+    Args:
+        net: Net, whose class is inspected. It is not called.
+
     Raises:
         IncompatibleModelError: If `forward` has no argument `layout`.
     """

@@ -71,7 +71,13 @@ def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> parameter for the parameters of a module outside its `net`."""
+    """Return name -> parameter for the parameters of a module outside its `net`.
+
+    The names are those in the module. All parameters are returned if the module has no `net`.
+
+    Args:
+        module: LightningModule, or any module.
+    """
     net = getattr(module, "net", None)
     net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in net_parameters}

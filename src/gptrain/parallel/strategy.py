@@ -144,6 +144,7 @@ class StepMean:
         return factor
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the data ranks. The tensor is changed in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
         return tensor

@@ -157,6 +157,13 @@ def _roles(net: Net) -> Iterator[tuple[str, str]]:
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter as a DTensor on the tensor axis, which requires gradients as before.
+
+    Args:
+        parameter: Full parameter, identical on all ranks.
+        dim: Dimension that is split. None replicates the parameter.
+        mesh: Device mesh with an axis "tensor".
+    """
     placements = [Replicate() if dim is None else Shard(dim)]
     # src_data_rank=None sends nothing: the full parameter is identical on all ranks.
     shard = distribute_tensor(parameter.detach(), mesh["tensor"], placements, src_data_rank=None)
@@ -183,9 +190,11 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
 
 
 def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
-    """Pad a sequence layout to a multiple of `n_ranks` positions, as the tokens are padded.
+    """Pad a sequence layout at its end to a multiple of `n_ranks` positions.
 
-    Returns the layout unchanged if the ranks divide its positions.
+    Without documents, the padding gets position 0. With documents it gets document 0, and all
+    positions are computed again from the documents. Returns the layout unchanged if the ranks
+    divide its positions.
 
     Args:
         layout: Positions (..., T) of the tokens, and their documents or None.
@@ -439,6 +448,7 @@ class _AlongSequence(torch.autograd.Function):
 
 
 def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients."""
     full = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
     all_gather_single(full, shard.contiguous(), group=group)
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
@@ -446,6 +456,7 @@ def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients."""
     shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
     shard = shards.new_empty(shards.shape[0] // group.size(), *shards.shape[1:])

@@ -72,10 +72,14 @@ def accelerator_of(name: str) -> str | None:
     """Return the accelerator of trainer.accelerator, or None if this machine does not have it.
 
     Args:
-        name: Lightning's name: auto, gpu, cpu, cuda, mps or tpu.
+        name: Lightning's name: auto, gpu, cpu, cuda, mps or tpu. `auto` takes CUDA, MPS or the CPU,
+            the first that this machine has, and `gpu` takes CUDA or MPS.
 
     Returns:
         "cpu", "cuda", "mps" or "tpu".
+
+    Raises:
+        KeyError: If the name is none of these.
     """
     is_available = {
         "cuda": torch.cuda.is_available,
@@ -90,7 +94,10 @@ def accelerator_of(name: str) -> str | None:
 def native_precision(devices: RunDevices) -> str:
     """Return the precision that trainer.precision=auto means on these devices.
 
-    It is `bf16-mixed` on a GPU that multiplies bf16 matrices natively, else `32-true`.
+    It is `bf16-mixed` if the current CUDA device multiplies bf16 matrices natively, else `32-true`.
+
+    Args:
+        devices: Devices of the run, of which only the accelerator is read.
     """
     major = torch.cuda.get_device_capability()[0] if devices.accelerator == "cuda" else 0
     return precision_for(devices.accelerator, major)
@@ -120,10 +127,11 @@ def set_threads(n_local: int) -> None:
 
 
 def cores_per_rank(n_local: int) -> int:
-    """Return the number of cores for each rank: the cores of this node divided by its ranks.
+    """Return the number of cores for each rank, at least 1.
 
-    A SLURM task gets SLURM_CPUS_PER_TASK if it is set, because the visible cores may be those of
-    this task or those of all tasks on the node.
+    These are the cores that this process may use, divided by the ranks of this node. A rank that
+    srun started gets SLURM_CPUS_PER_TASK instead, if it is set, because the visible cores may be
+    those of this task or those of all tasks on the node.
 
     Args:
         n_local: Number of ranks on this node.

@@ -36,9 +36,13 @@ class Peak:
 def find_peak(device: torch.device, precision: str) -> Peak:
     """Return the dense 16-bit peak of the data sheet, or measure the peak of an unknown device.
 
+    A GPU of the table in `gptrain.costs.hardware` is known. Any other device, also every CPU, is
+    measured for MEASURE_S seconds.
+
     Args:
         device: Device of this rank.
-        precision: Lightning's name of the precision, which decides the dtype of a measurement.
+        precision: Lightning's name of the precision. It decides the dtype of a measurement, but
+            not the peak of a known GPU, which is always the 16-bit one.
     """
     if device.type == "cuda":
         known = device_of(torch.cuda.get_device_name(device))

@@ -116,7 +116,11 @@ def count_devices(devices: Any) -> int | None:
     """Return the number of ranks per node that trainer.devices asks for, or None for "auto" and -1.
 
     Args:
-        devices: Value of trainer.devices. A list counts as its length.
+        devices: Value of trainer.devices: an integer, a text such as "2", "1,3", "auto" or "-1", or
+            a list of device numbers, of which the length counts.
+
+    Raises:
+        ValueError: If a text is none of these.
     """
     numbers = listed_numbers(devices)
     if numbers:
@@ -163,11 +167,17 @@ def expand_gpu_segments() -> None:
 
 
 def run_stamp() -> str:
-    """Return the name of this run's folder, which is equal on all ranks of the job.
+    """Return the name of this run's folder, which is equal on all ranks of a node.
 
-    The name is the time at which the launcher started, because the ranks of a node start in
-    different seconds. It does not change when torchrun restarts the ranks. Under SLURM it is the
-    number of the job, which does not change when the job is requeued.
+    The name is the time at which the launcher on this node started, such as
+    `2026-01-31_12-00-00-123`, because the ranks of a node start in different seconds. It does not
+    change when torchrun restarts the ranks. Without a launcher it is the time at which this process
+    started; gptrain's supervisor then passes the composed config to its ranks.
+
+    Under srun the name is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by
+    `.<step>` after the first srun of the job. It is equal on all nodes, and does not change when
+    the job is requeued. The resolver of `${run_stamp:}` in the default `run_dir` calls this
+    function.
     """
     env = os.environ
     process = this_process()
@@ -289,9 +299,10 @@ def attempt_folder(run_dir: str | Path) -> Path:
 def attempt() -> str:
     """Return a name for this start of the job, equal on all ranks and different for each start.
 
-    On several nodes the name contains MASTER_PORT instead of torchrun's restart count, because each
-    agent of torchrun counts its own restarts only. All agents agree on the port, and with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start has a new port.
+    gptrain's supervisor gives each start a random name. Under srun, and on one node, the name is
+    `run_stamp()` followed by the restart counts of the launchers. On several nodes it contains
+    MASTER_PORT instead, because each agent of torchrun counts its own restarts only. All agents
+    agree on the port, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start has a new port.
     """
     env = os.environ
     process = this_process()
@@ -311,7 +322,8 @@ def reserve_gpus(devices: Any) -> None:
     ends. Does nothing in a process that is not such a job.
 
     Args:
-        devices: Value of trainer.devices, the number of GPUs to reserve. "auto" reserves all.
+        devices: Value of trainer.devices, the number of GPUs to reserve. "auto" reserves all. The
+            GPUs of a reservation are neighbours in CUDA_VISIBLE_DEVICES.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:

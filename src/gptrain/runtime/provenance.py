@@ -21,10 +21,11 @@ GIT_S = 3.0  # time limit of git, which may be slow on a network file system
 
 
 def describe_run(devices: RunDevices) -> dict[str, object]:
-    """Return the provenance of a run that is about to start: command, git, versions, devices.
+    """Return the provenance of a run that is about to start, for result.json.
 
-    The other entries are the typed overrides, the host and the threads of a rank. All values can be
-    written as JSON.
+    The keys are `command`, `overrides` (those that were typed; empty without Hydra), `git` (result
+    of `read_git`), `versions`, `host`, `devices` (such as `8 x NVIDIA H100`) and `threads` (of one
+    rank). All values can be written as JSON. Runs git, for at most GIT_S seconds.
 
     Args:
         devices: Devices of the run.

@@ -210,22 +210,34 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """Return the folder of a run's newest checkpoint, or None if there is none.
 
     The checkpoint is not verified. Use the result for messages only.
+
+    Args:
+        run_dir: Run folder, which need not exist.
     """
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the newest checkpoint and the command that resumes from it, for status.json."""
+    """Return the entries of status.json that say how to continue.
+
+    They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the result of
+    `resume_command`. The checkpoint is not verified.
+
+    Args:
+        cfg: Configuration of the run.
+    """
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
 def resume_command(cfg: RunConfig) -> str:
     """Return the command that continues this run from its newest checkpoint, else from its start.
 
-    `from_run` is left out: by now its overrides are among those of this run.
+    The command has the typed overrides and the folder of this run. If a training has saved a
+    checkpoint, `ckpt_path=last` is added and `init_from` is left out. Otherwise `ckpt_path` stays
+    as it is. `from_run` is left out: by now its overrides are among those of this run.
 
     Args:
-        cfg: Configuration of the run. Its other overrides are read from Hydra.
+        cfg: Configuration of the run. The typed overrides are read from Hydra.
     """
     typed = HydraConfig.get().overrides
     added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}

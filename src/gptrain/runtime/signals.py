@@ -135,6 +135,7 @@ def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     Args:
         parent_pid: Process number of the rank, read before it started the worker. In the worker,
             os.getppid() may be the number of another process, if the rank has died already.
+        _worker_id: Number of the worker, which DataLoader passes. Not used.
     """
     die_with_parent(parent_pid)
     for number in SIGNALS:

@@ -33,7 +33,7 @@ class RunStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text and return its length in characters."""
+        """Write a text and return its length in characters, also if the output is discarded."""
         self._attempt(self._stream.write, text)
         return len(text)
 

@@ -100,7 +100,8 @@ def prepare_start(
 ) -> RunConfig:
     """Find the checkpoint to resume from and record the start, before any rank starts.
 
-    Also removes the status of an earlier start. Call it under the run lock.
+    A training is recorded in `.restarts` and in timeline.jsonl. The status of an earlier start is
+    removed. Call it under the run lock.
 
     Args:
         cfg: Configuration of the run.
@@ -138,6 +139,8 @@ def is_restart() -> bool:
 
 def record_start(run_dir: str | Path, step: int, again: bool) -> int:
     """Record a start and return the number of restarts in a row without a newer checkpoint.
+
+    The record is the file `.restarts` in the run folder. A damaged record counts as missing.
 
     Args:
         run_dir: Folder of the run.

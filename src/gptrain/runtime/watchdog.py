@@ -105,7 +105,10 @@ class Heartbeat:
         os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES), 0)
 
     def close(self) -> None:
-        """Remove the heartbeat: the rank is done and is no longer watched."""
+        """Remove the heartbeat's file: the rank is done and is no longer watched.
+
+        `beat` must not be called afterwards.
+        """
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 

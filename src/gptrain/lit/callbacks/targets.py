@@ -65,7 +65,11 @@ def check_evaluated(trainer: Trainer) -> None:
 
     `TrainingMonitor` calls it if validation_step or test_step has not used gptrain's loss. A batch
     that is neither a pair nor a dict with integer targets or labels counts as a batch with a
-    target. All ranks must call it.
+    target. Does nothing if the loader does not count targets, as the loader of a user's
+    LightningDataModule. All ranks must call it.
+
+    Args:
+        trainer: Trainer whose validation or test has ended.
 
     Raises:
         DataError: On all ranks, if all targets of the evaluation were -100.

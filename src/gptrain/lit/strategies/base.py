@@ -150,7 +150,12 @@ class LightningStrategy(SavingStrategy):
         Lightning calls this hook on all ranks; the numbers of targets are summed over the data
         ranks. gptrain's data loader reads all micro-batches of a step at once and so knows the
         number of their targets. With a user's own data loader the other micro-batches are assumed
-        to have as many targets as the first one.
+        to have as many targets as the first one. Does nothing before the other micro-batches of a
+        step.
+
+        Args:
+            batch: Micro-batch of this rank.
+            batch_idx: Index of the micro-batch in the epoch.
         """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
