@@ -146,16 +146,11 @@ def check(cfg: RunConfig) -> None:
             net = build_on_meta_device(partial(build_net, cfg.model))
         compile = choose_compile(cfg, devices)
         reason = ""
-        if compile != cfg.model.compile:
-            reason = f"a CPU compiles only what is typed; try model.compile={cfg.model.compile}"
-        elif (
-            compile == "blocks"
-            and not hasattr(net, "blocks")
-            and "model.compile" not in typed_keys()
-        ):
-            # The default of trainer=gpu. apply_compile compiles nothing of such a net.
-            compile = "none"
+        if cfg.model.compile == "blocks" and is_default_compile() and not hasattr(net, "blocks"):
+            compile = "none"  # apply_compile compiles nothing of such a net
             reason = f"{type(net).__name__} has no `blocks`; try model.compile=model"
+        elif compile != cfg.model.compile:
+            reason = f"a CPU compiles only what is typed; try model.compile={cfg.model.compile}"
         if reason:
             log.info(labels.line("compile", f"none: {reason}"))
         check_fit(
@@ -182,8 +177,13 @@ def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
         cfg: Configuration of the run.
         devices: Devices of the run.
     """
-    is_default = "model.compile" not in typed_keys()
-    return "none" if is_default and devices.accelerator == "cpu" else cfg.model.compile
+    is_refused = is_default_compile() and devices.accelerator == "cpu"
+    return "none" if is_refused else cfg.model.compile
+
+
+def is_default_compile() -> bool:
+    """Return whether `model.compile` comes from a yaml file, not from the command line."""
+    return "model.compile" not in typed_keys()
 
 
 def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
