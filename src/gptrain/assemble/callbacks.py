@@ -30,6 +30,8 @@ from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
+from gptrain.lit.decisions import StepDecisions, StepRule
+from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.process import this_process
@@ -67,16 +69,11 @@ def build_callbacks(
     is_recorded = is_fit and guard is not None and this_process().rank == 0
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
-    spikes = None
-    if cfg.on_spike != "none":
-        spikes = SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window, cfg.max_skips)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
-        on_nonfinite=cfg.on_nonfinite,
-        max_skips=cfg.max_skips,
-        spikes=spikes,
+        StepDecisions(build_rules(cfg), cfg.max_skips),
         guard=guard,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
@@ -92,6 +89,20 @@ def build_callbacks(
         if node is not None
     }
     return [monitor, *own, OptionTracker(typed), checkpoints]
+
+
+def build_rules(cfg: RunConfig) -> list[StepRule]:
+    """Build the rules that decide whether an optimizer step is taken.
+
+    Args:
+        cfg: Configuration of the run, with the precision from `resolve_precision`.
+    """
+    rules: list[StepRule] = []
+    if cfg.trainer.precision != "16-mixed":  # its loss scaler skips steps that are not finite
+        rules.append(NonFiniteRule(cfg.on_nonfinite))
+    if cfg.on_spike != "none":
+        rules.append(SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window))
+    return rules
 
 
 def check_callbacks(cfg: RunConfig, strategy: str) -> None:

@@ -19,13 +19,13 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET
+from gptrain.lit.logged import LOGGED
 from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
 from gptrain.parallel.requirements import IncompatibleModelError
 
-OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # names that LanguageModel logs by itself
 # Task -> method that it calls for each batch.
 TASK_STEPS = {"fit": "training_step", "test": "test_step", "validate": "validation_step"}
 KNOWN_LOGGING = ("gptrain.", "lightning.")  # callbacks whose logged names are known
@@ -174,10 +174,11 @@ def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     if not issubclass(module_type, LanguageModel):
         return
     metrics = cfg.module.metric_nodes
-    for name in sorted(OWN_VALUES & metrics.keys()):
-        key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
-        hint = f"module.metrics.my_{name}"
-        raise ConfigError.of(key, metrics[name]["_target_"], message, hint=hint)
+    for name, node in metrics.items():
+        if f"val/{name}" in LOGGED:
+            key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
+            hint = f"module.metrics.my_{name}"
+            raise ConfigError.of(key, node["_target_"], message, hint=hint)
     callbacks = (node.target for node in cfg.callbacks.values() if node)
     is_known = module_type is LanguageModel and all(
         target.startswith(KNOWN_LOGGING) for target in callbacks
@@ -185,12 +186,11 @@ def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     if cfg.task != "fit" or not is_known:
         return
     parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else {}
-    evaluated = {*OWN_VALUES, *metrics, *(f"{part}/loss" for part in parts)}
-    names = {f"val/{name}" for name in evaluated}
-    names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
+    evaluated = [*metrics, *(f"{part}/loss" for part in parts)]
+    names = {*LOGGED, *(f"val/{name}" for name in evaluated)}
     # A metric of several values is logged under names such as val/f1/3. ModelCheckpoint can also
     # monitor the epoch.
-    prefixes = ("perf/", *(f"val/{name}/" for name in metrics))
+    prefixes = tuple(f"val/{name}/" for name in metrics)
     for key, name in {"objective": cfg.objective, **monitors_of(cfg)}.items():
         if name not in {*names, "epoch"} and not name.startswith(prefixes):
             message = "no value of this name is logged"

@@ -23,25 +23,17 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import STRATEGIES, parallel_dims
+from gptrain.core.value_types import Section
 from gptrain.runtime.process import count_nodes
 
 log = logging.getLogger(__name__)
 
 SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-# Groups whose keys change what is computed. A resume must not change them without permission.
+# Groups whose keys change what is computed, except those whose type has the mark KeepsResult. A
+# resume must not change them without permission.
 DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
-# Keys of these groups that change nothing in the result.
-INDIFFERENT = {
-    "data.num_workers",
-    "data.batch_size",  # may change as long as the global batch stays
-    "data.global_batch_size",  # the resulting number is compared instead
-    "strategy.timeout_s",
-    "strategy.backend",
-    "data.val.seed",  # derived from seed
-    "model.compile",
-    "model.activation_checkpointing",
-    "model.vocab_multiple",  # the resulting number is compared instead
-}
+# Ends of the keys of datasets that change nothing: a folder, and a seed that follows from `seed`.
+IGNORED = (".cache_dir", ".val.seed")
 # Entries of a manifest that are no config keys, see check_data, keep_warmup and check_base.
 EXTRA_ENTRIES = ("data", "warmup_steps", BASE)
 # Keys of a mixture's datasets that repeat data.parts.
@@ -176,7 +168,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         cfg: Configuration of the run.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
-    precision, plain = str(cfg.trainer.precision), cfg.plain()
+    precision = str(cfg.trainer.precision)
     facts = {
         "seed": cfg.seed,
         "data.global_batch_size": global_batch_size,
@@ -185,12 +177,10 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     }
     row = STRATEGIES.get(cfg.strategy.name)  # "auto" has no row
     for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
-        node = plain[group]
-        facts |= {
-            key: value
-            for key, value in flatten(node, group).items()
-            if key not in INDIFFERENT and not key.endswith(".cache_dir")
-        }
+        section: Section = getattr(cfg, group)
+        keeping = section.keys_that_keep_the_result()
+        node = {key: value for key, value in section.plain().items() if key not in keeping}
+        facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(IGNORED)}
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 

@@ -41,10 +41,23 @@ class PreemptedError(BaseException):
         self.step = step
 
 
-class NonFiniteError(Exception):
-    """Raised if a loss or a gradient was NaN or infinite, so that the optimizer step was not taken.
+class RefusedStepError(Exception):
+    """Raised if an optimizer step was refused and the run ends because of it.
 
-    The weights are still those from before that step.
+    The weights are those from before the step.
+
+    Attributes:
+        why: Explanation, appended to the message, why the step was not skipped.
+    """
+
+    why = ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.why
+
+
+class NonFiniteError(RefusedStepError):
+    """Raised if a loss or a gradient was NaN or infinite, so that the optimizer step was not taken.
 
     Args:
         step: Optimizer step, counted from 0.
@@ -55,7 +68,6 @@ class NonFiniteError(Exception):
 
     Attributes:
         rank: Argument `rank`.
-        why: Explanation, appended to the message, why the step was not skipped.
     """
 
     cause = "nonfinite"
@@ -65,13 +77,10 @@ class NonFiniteError(Exception):
         verb = "are" if rank is None else "is"
         text = f"{where} at step {step} {verb} not finite; samples: {shorten(samples)}"
         super().__init__(text + (f"; {place}" if place else ""))
-        self.rank, self.why = rank, ""
-
-    def __str__(self) -> str:
-        return super().__str__() + self.why
+        self.rank = rank
 
 
-class SpikeError(Exception):
+class SpikeError(RefusedStepError):
     """Raised after spikes of the loss or the gradient norm were skipped too many times in a row."""
 
     cause = "spike"

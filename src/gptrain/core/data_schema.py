@@ -11,6 +11,7 @@ from pydantic import Field
 from gptrain.core.value_types import (
     WORKERS_MAX,
     Count,
+    KeepsResult,
     LocalPath,
     LocalPaths,
     Name,
@@ -39,9 +40,10 @@ class DataConfig(OpenSection):
         test: Node of the dataset of `task=test`. None evaluates the validation set.
     """
 
-    batch_size: Count
-    global_batch_size: Count | None
-    num_workers: Annotated[int, between(0, WORKERS_MAX)]
+    # The resulting global batch size is compared on a resume.
+    batch_size: Annotated[Count, KeepsResult]
+    global_batch_size: Annotated[Count | None, KeepsResult]
+    num_workers: Annotated[int, between(0, WORKERS_MAX), KeepsResult]
     train: TargetConfig
     val: TargetConfig
     test: TargetConfig | None = None
@@ -70,9 +72,9 @@ class DataModuleConfig(DataConfig):
     """
 
     target: str = Field(alias="_target_")
-    batch_size: Count = 1
-    global_batch_size: Count | None = None
-    num_workers: Annotated[int, between(0, WORKERS_MAX)] = 0
+    batch_size: Annotated[Count, KeepsResult] = 1
+    global_batch_size: Annotated[Count | None, KeepsResult] = None
+    num_workers: Annotated[int, between(0, WORKERS_MAX), KeepsResult] = 0
     train: Any = None
     val: Any = None
     test: Any = None

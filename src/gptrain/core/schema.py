@@ -25,6 +25,7 @@ from gptrain.core.value_types import (
     Duration,
     Fraction,
     Interval,
+    KeepsResult,
     Kept,
     Limit,
     LocalPath,
@@ -55,9 +56,9 @@ class ModelConfig(TargetConfig):
 
     OWN_KEYS = frozenset({"compile", "activation_checkpointing", "vocab_multiple"})
 
-    compile: Literal["none", "blocks", "model"]
-    activation_checkpointing: Literal["none", "selective", "full"]
-    vocab_multiple: Count = 1
+    compile: Annotated[Literal["none", "blocks", "model"], KeepsResult]
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], KeepsResult]
+    vocab_multiple: Annotated[Count, KeepsResult] = 1  # the resulting vocab_size is compared
 
 
 class DecoderConfig(ModelConfig, extra="forbid"):

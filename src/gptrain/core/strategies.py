@@ -7,14 +7,21 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from gptrain.core.value_types import BelowOne, Count, OpenSection, Positive, PositiveNumber
+from gptrain.core.value_types import (
+    BelowOne,
+    Count,
+    KeepsResult,
+    OpenSection,
+    Positive,
+    PositiveNumber,
+)
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 # Number of pipeline stages that one rank holds, by `strategy.schedule`.
@@ -32,8 +39,8 @@ class StrategyOptions(OpenSection):
     """
 
     name: str
-    timeout_s: Positive
-    backend: Literal["nccl", "gloo", "mpi"] | None
+    timeout_s: Annotated[Positive, KeepsResult]
+    backend: Annotated[Literal["nccl", "gloo", "mpi"] | None, KeepsResult]
 
     @field_validator("name")
     @classmethod

@@ -150,8 +150,23 @@ TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
 Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_GIVEN]
 
 
+class KeepsResult:
+    """Mark of a key that does not change what a run computes: `Annotated[Count, KeepsResult]`.
+
+    A resume compares all keys of the groups that decide the result, such as `model` and `data`,
+    with those of the saved run. Keys with this mark may differ. A key whose effect is compared
+    under another name has the mark, too, as `data.batch_size` under the global batch size.
+    """
+
+
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Base class of a group of keys. A key that is not a field is a validation error."""
+
+    @classmethod
+    def keys_that_keep_the_result(cls) -> set[str]:
+        """Return the names of the fields whose type has the mark KeepsResult."""
+        fields = cls.model_fields.items()
+        return {name for name, field in fields if KeepsResult in field.metadata}
 
     def plain(self) -> dict[str, Any]:
         """Return the keys that were given, with their given values, as nested dicts and lists."""

@@ -19,23 +19,28 @@ nothing. The counter of the steps and the schedule are then set back to step N.
 Other optimizers update without asking `found_inf`. Their steps are concluded at once, which costs
 one synchronization with the device per step.
 
-To add a rule, write a class with the three members of `StepRule`, and add an object of the class to
-the list in `TrainingMonitor.on_train_start`. A rule that needs a history of values keeps it in
-tensors on the device, which `flag` updates without reading them.
+To add a rule, write a subclass of `StepRule`, and add an object of it to the list in `build_rules`
+(`gptrain/assemble/callbacks.py`). A rule that needs the values of earlier steps keeps them in its
+attribute `history`, which `flag` updates without reading it on the host.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gptrain.checkpoints.status import RefusedStepError
+from gptrain.lit.callbacks.targets import MissingTargets
 from gptrain.lit.lightning import forget_last_step, strategy_of
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.runtime.measure import HostCopy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class DecidedStep:
 
     Attributes:
         step: Number of the step, counted from 0.
-        values: Copy of the rules' flags, and of the number of targets if the step has counted them.
+        values: Copy of the rules' flags and of the number of targets.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
             each micro-step of the step.
         micro_losses: Loss of each micro-step, detached and divided by the number of micro-steps.
@@ -60,14 +65,23 @@ class DecidedStep:
     schedules: list[dict[str, Any]]
 
 
-class StepRule(Protocol):
+class StepRule:
     """A reason to refuse or to report an optimizer step.
 
     Attributes:
-        refuses: Whether the step is not taken if the rule flags it. Otherwise it is only reported.
+        reaction: Effect on a flagged step: "warn" reports the step, "skip" reports and refuses it,
+            "stop" refuses it and ends the run.
+        history: Values of earlier steps on which `flag` depends, on the device. Checkpoints contain
+            it. None if there are none.
     """
 
-    refuses: bool
+    reaction: Literal["warn", "skip", "stop"]
+    history: Tensor | None = None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a flagged step is not taken."""
+        return self.reaction != "warn"
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
         """Return 1 if the rule flags the step, else 0, as a scalar tensor on the device.
@@ -77,52 +91,77 @@ class StepRule(Protocol):
         called once for each call of `LightningStrategy.clip`.
 
         Args:
-            strategy: Strategy of the run, with the gradient norm of the step.
+            strategy: Strategy of the run, with the loss and the gradient norm of the step.
         """
-        ...
+        raise NotImplementedError
 
-    def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
-        """Report a concluded step. Return the error that ends the run, or None to continue.
+    def describe(self, trainer: Trainer, step: DecidedStep) -> RefusedStepError:
+        """Return the error of a flagged step. Its message is logged if the run continues.
 
         All ranks that take the step together call this method at the same point, so that it may use
-        collective operations if the step is flagged.
+        collective operations.
 
         Args:
             trainer: Trainer of the run.
-            step: Step that was decided.
-            is_flagged: Whether `flag` returned 1 for this step.
+            step: Step that was flagged.
         """
-        ...
+        raise NotImplementedError
 
 
 class StepDecisions:
     """Decides the optimizer steps of a run by its rules.
 
     Args:
-        trainer: Trainer that fits, whose optimizer exists.
         rules: Rules of the run, in the order of their reports.
-        check_targets: Function that is called with the step's number and its number of targets over
-            all data ranks, or None if no loss of gptrain has counted them. It may raise.
+        max_skips: Number of consecutive skipped steps after which the run ends.
 
     Attributes:
+        n_skipped: Number of consecutive steps, up to the last concluded one, that were skipped.
         is_deferred: Whether the optimizer skips refused steps on the device.
     """
 
-    def __init__(self, trainer: Trainer, rules: Sequence[StepRule], check_targets: Any):
-        self.trainer = trainer
+    def __init__(self, rules: Sequence[StepRule], max_skips: int):
         self.rules = rules
-        self.check_targets = check_targets
+        self.max_skips = max_skips
+        self.n_skipped = 0
         self._pending: DecidedStep | None = None
+
+    def start(self, trainer: Trainer, missing_targets: MissingTargets) -> None:
+        """Begin to decide the steps of a training.
+
+        Args:
+            trainer: Trainer that fits, whose optimizer exists.
+            missing_targets: Check of the number of targets of each step.
+        """
+        self.trainer = trainer
+        self.missing_targets = missing_targets
+        strategy = strategy_of(trainer)
+        strategy.decide_step = self.decide
+        strategy.conclude_step = self.conclude
         optimizer = trainer.optimizers[0]
-        device = trainer.strategy.root_device
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # The loss scaler of 16-mixed sets found_inf itself. FSDP's CPU offload has to wait for the
         # gradients anyway.
         self.is_deferred = (
             skips_on_device(optimizer)
             and trainer.precision != "16-mixed"
-            and all(parameter.device == device for parameter in parameters)
+            and all(parameter.device == strategy.root_device for parameter in parameters)
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of skipped steps and the histories of the rules, for a checkpoint."""
+        histories = {type(rule).__name__: rule.history for rule in self.rules}
+        return {"n_skipped": self.n_skipped, "histories": histories}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint, so that steps are decided as without interruption.
+
+        Args:
+            state: Dict that the method `state_dict` returned.
+        """
+        self.n_skipped = state["n_skipped"]
+        for rule in self.rules:
+            rule.history = state["histories"].get(type(rule).__name__)
 
     def decide(self, optimizer: Optimizer) -> None:
         """Decide the step whose gradients are complete, and conclude the step before.
@@ -143,11 +182,9 @@ class StepDecisions:
             self.conclude()
         flags = [rule.flag(strategy).float() for rule in self.rules]
         refusals = [flag for rule, flag in zip(self.rules, flags, strict=True) if rule.refuses]
-        n_targets = strategy.step_mean.n_targets
-        counts = [] if n_targets is None else [n_targets.float()]
         self._pending = DecidedStep(
             trainer.global_step,
-            HostCopy([*flags, *counts]),
+            HostCopy([*flags, strategy.step_mean.n_targets.float()]),
             strategy.micro_steps,
             strategy.micro_losses,
             [options_of(group) for group in optimizer.param_groups],
@@ -172,15 +209,38 @@ class StepDecisions:
         if step is None:
             return False
         self._pending = None
-        values = step.values.read()
-        flags = [value == 1 for value in values[: len(self.rules)]]
-        self.check_targets(step.step, values[-1] if len(values) > len(self.rules) else None)
-        for rule, is_flagged in zip(self.rules, flags, strict=True):
-            error = rule.report(self.trainer, step, is_flagged)
-            if error is not None:
-                self._go_back_to(step)
-                raise error
-        return any(flag and rule.refuses for rule, flag in zip(self.rules, flags, strict=True))
+        *flags, n_targets = step.values.read()
+        self.missing_targets.check_step(self.trainer, step.step, n_targets)
+        flagged = [rule for rule, flag in zip(self.rules, flags, strict=True) if flag == 1]
+        is_refused = any(rule.refuses for rule in flagged)
+        n_skipped = self.n_skipped + 1 if is_refused else 0
+        for rule in flagged:
+            self._report(rule, step, n_skipped)
+        self.n_skipped = n_skipped  # unchanged if the step ends the run: a resumed run repeats it
+        return is_refused
+
+    def _report(self, rule: StepRule, step: DecidedStep, n_skipped: int) -> None:
+        """Log a flagged step, or end the run because of it.
+
+        Args:
+            rule: Rule that has flagged the step.
+            step: Step that was decided.
+            n_skipped: Number of consecutive skipped steps, with this one.
+
+        Raises:
+            RefusedStepError: If the run ends. The step is then no longer counted.
+        """
+        error = rule.describe(self.trainer, step)
+        is_skipped = rule.reaction == "skip"
+        if is_skipped and n_skipped >= self.max_skips:
+            error.why = f"; {n_skipped} steps in a row were skipped (max_skips)"
+        if rule.reaction == "stop" or error.why:
+            self._go_back_to(step)
+            raise error
+        group = strategy_of(self.trainer).parallel.step_group
+        if (self.trainer.global_rank if group is None else group.rank()) == 0:
+            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
+            log.error("warning: %s%s", error, "; the step is skipped" if is_skipped else "")
 
     def _go_back_to(self, step: DecidedStep) -> None:
         """Set the counter of the steps and the schedules back to a step that was not taken.

@@ -1,10 +1,9 @@
 """The rule that refuses steps with a NaN or an infinite value, and the search for its origin."""
 
-import logging
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,12 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.checkpoints.status import NonFiniteError
-from gptrain.lit.decisions import DecidedStep
+from gptrain.lit.decisions import DecidedStep, StepRule
 from gptrain.lit.lightning import data_of, strategy_of, without_logging
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.parallel.mesh import gather
 
-log = logging.getLogger(__name__)
 # Prefixes that compile, activation checkpointing and FSDP add to the names of modules.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 GRADIENT = "the gradient"
@@ -30,23 +28,18 @@ NOT_REPRODUCED = (
 )
 
 
-class NonFiniteRule:
-    """Refuses a step if a loss or a gradient is NaN or infinite on any rank.
+class NonFiniteRule(StepRule):
+    """Flags a step if a loss or a gradient is NaN or infinite on any rank.
 
     The norm of all gradients shows it: the norm is identical on all ranks, and is not finite if any
     gradient on any rank is not finite.
 
     Args:
-        on_nonfinite: "stop" ends the run. "skip" logs the skipped step.
-        max_skips: Number of consecutive skipped steps after which the run ends.
+        reaction: "stop" ends the run. "skip" logs the skipped step.
     """
 
-    refuses = True
-
-    def __init__(self, on_nonfinite: str, max_skips: int):
-        self.on_nonfinite = on_nonfinite
-        self.max_skips = max_skips
-        self.n_skipped = 0  # number of consecutive skipped steps
+    def __init__(self, reaction: Literal["stop", "skip"]):
+        self.reaction = reaction
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
         """Return whether the gradient norm of the step is not finite.
@@ -60,21 +53,16 @@ class NonFiniteRule:
         assert strategy.grad_norm is not None  # `clip` has measured it
         return strategy.grad_norm.isfinite().logical_not()
 
-    def report(self, trainer: Trainer, step: DecidedStep, is_flagged: bool) -> Exception | None:
-        """Log a skipped step. Return a NonFiniteError if the run ends.
+    def describe(self, trainer: Trainer, step: DecidedStep) -> NonFiniteError:
+        """Return an error that names the rank, the samples and the first value that is not finite.
 
-        All ranks that take the step together must call this method: for a flagged step it gathers
-        their losses and repeats the micro-step to find the first value that is not finite.
+        All ranks that take the step together must call this method, because it gathers their losses
+        and repeats the micro-step.
 
         Args:
             trainer: Trainer of the run.
-            step: Step that was decided.
-            is_flagged: Result of `flag` for this step. If False, nothing is logged, and the count
-                of consecutive skipped steps starts again at 0.
+            step: Step that was flagged.
         """
-        if not is_flagged:
-            self.n_skipped = 0
-            return None
         losses = [float(loss) for loss in step.micro_losses]
         # Rank and losses of all micro-steps, for each rank that takes part in this step.
         group = strategy_of(trainer).parallel.step_group
@@ -89,18 +77,7 @@ class NonFiniteRule:
                 break
         place = find_first(trainer, step, micro_step)
         samples = data_of(trainer).step_samples(step.step, rank)
-        error = NonFiniteError(step.step, rank, samples, place)
-        if self.on_nonfinite == "stop":
-            return error
-        self.n_skipped += 1
-        if self.n_skipped == self.max_skips:
-            error.why = f"; {self.n_skipped} steps in a row were skipped (max_skips)"
-            return error
-        first_rank = rank_losses[0][0]
-        if trainer.global_rank == first_rank:
-            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
-            log.error("warning: %s; the step is skipped", error)
-        return None
+        return NonFiniteError(step.step, rank, samples, place)
 
 
 def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:

@@ -16,6 +16,7 @@ from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
+from gptrain.lit.slowest import SlowestRank
 from gptrain.runtime.measure import Peak, find_peak, wait_for
 
 
@@ -60,6 +61,9 @@ class Speed:
         self.trainer = trainer
         self.device = trainer.strategy.root_device
         self._has_read = False
+        self._slowest: SlowestRank | None = None
+        if trainer.world_size > 1:
+            self._slowest = SlowestRank(trainer.global_rank, self.device)
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
@@ -85,13 +89,14 @@ class Speed:
     def read(self) -> dict[str, float]:
         """Return the logged values of the interval that ends now, and begin a new interval.
 
-        Waits until the device has done its queued work.
+        Waits until the device has done its queued work. All ranks must call this method.
 
         Returns:
             `tokens`, the number of tokens since the run began; `perf/tokens_per_s`, `perf/step_s`
             and `perf/data_wait_s` (seconds per step), means over the steps of the interval;
-            `perf/mfu`, the same, on rank 0 only and if `token_flops` is known; and on a GPU
-            `perf/gpu_mem_peak_gib`, the maximum since the run began.
+            `perf/mfu`, the same, on rank 0 only and if `token_flops` is known; on a GPU
+            `perf/gpu_mem_peak_gib`, the maximum since the run began; and with several ranks
+            `perf/slowest_*` of the last step.
         """
         begin = self._begin
         self.start()
@@ -115,6 +120,8 @@ class Speed:
             metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self._slowest is not None:
+            metrics |= self._slowest.compare(strategy_of(self.trainer).parallel.clock.read())
         return metrics
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from statistics import median
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
@@ -10,14 +10,16 @@ import torch.distributed as dist
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-SLOW_RATIO = 1.5  # computing time over the median of all ranks, from which a rank is slow
+SLOW_RATIO = 1.5  # computing time relative to the median rank, above which a rank is slow
 SLOW_STEPS = 10  # number of logged steps in a row after which a slow rank is reported
 
 
 class SlowestRank:
     """Compares the computing times of all ranks in the logged steps.
 
-    `ComputeClock` measures these times without the time in which a rank waits for other ranks.
+    `ComputeClock` measures these times without the time in which a rank waits for other ranks. Of
+    an even number of ranks the faster of the two in the middle is the median, so that of two ranks
+    the slow one is compared with the fast one.
 
     Args:
         rank: Global rank of this process.
@@ -48,7 +50,7 @@ class SlowestRank:
         dist.all_reduce(times)
         all_seconds = times.tolist()
         slowest = max(range(len(all_seconds)), key=all_seconds.__getitem__)
-        ratio = all_seconds[slowest] / max(median(all_seconds), 1e-9)
+        ratio = all_seconds[slowest] / max(median_low(all_seconds), 1e-9)
         slow_rank = slowest if ratio > SLOW_RATIO else None
         self._n_slow = self._n_slow + 1 if slow_rank == self._slow_rank else 1
         self._slow_rank = slow_rank

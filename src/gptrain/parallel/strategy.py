@@ -74,16 +74,17 @@ class StepMean:
     Attributes:
         divisor: Divisor of the current step, a scalar tensor.
         n_targets: Number of targets, over all data ranks, that the losses of the last step have
-            counted. None before the first step, or if training_step does not call `self.loss`.
-        loss: Mean loss of the last step over all data ranks, after `correction`. NaN if the step
-            has no target. None unless the losses are passed to `correction`.
+            counted, a scalar tensor. NaN if training_step does not call `self.loss`.
+        loss: Mean loss of the last step over all data ranks, corrected like the gradients. NaN if
+            the step has no target.
     """
 
-    n_targets: Tensor | None = None
-    loss: Tensor | None = None
+    n_targets: Tensor
+    loss: Tensor
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
+        self.n_ranks = 1 if self.group is None else self.group.size()
         # MPS has no float64.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.divisor = torch.ones((), dtype=dtype, device=device)
@@ -98,9 +99,8 @@ class StepMean:
             n_targets: Number of targets in this rank's micro-batches of the step.
             n_micro_batches: Number of micro-batches in which `n_targets` were counted.
         """
-        n_ranks = 1 if self.group is None else self.group.size()
         total = self._all_reduce(torch.full_like(self.divisor, n_targets))
-        self.divisor = total.clamp(min=1) / (n_ranks * n_micro_batches)
+        self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
 
     def reset_counts(self) -> None:
         """Reset the counts of targets and divisors, before the first micro-step of a step."""
@@ -118,29 +118,21 @@ class StepMean:
         self._sums = self._sums + torch.stack((self.divisor, n_targets))
         return self.divisor
 
-    def correction(self, loss: Tensor | None = None) -> Tensor:
+    def correction(self, loss: Tensor) -> Tensor:
         """Return the factor for loss and gradients that corrects targets changed in training_step.
 
         The factor is sum of the divisors used / number of targets counted, over all micro-steps
-        and data ranks; 1 if no target was counted. Also sets `n_targets`. All data ranks must call
-        this method after the last micro-step.
+        and data ranks; 1 if no target was counted. Also sets `n_targets` and `loss`. All data ranks
+        must call this method after the last micro-step.
 
         Args:
-            loss: Mean loss of this rank's micro-steps. It is summed in the same all-reduce, and
-                sets the attribute `loss`. None does not set it.
+            loss: Mean loss of this rank's micro-steps. It is summed in the same all-reduce.
         """
-        if loss is None:
-            divisors, n_targets = self._all_reduce(self._sums)
-        else:
-            sums = torch.cat((self._sums, loss.to(self._sums).reshape(1)))
-            divisors, n_targets, loss = self._all_reduce(sums)
-        self.n_targets = n_targets if self._has_loss else None
+        sums = torch.cat((self._sums, loss.to(self._sums).reshape(1)))
+        divisors, n_targets, losses = self._all_reduce(sums)
         factor = (divisors / n_targets).where(n_targets > 0, 1.0)
-        if loss is not None:
-            n_ranks = 1 if self.group is None else self.group.size()
-            self.loss = loss / n_ranks * factor
-            if self._has_loss:
-                self.loss = self.loss.where(n_targets > 0, math.nan)
+        self.n_targets = n_targets if self._has_loss else torch.full_like(n_targets, math.nan)
+        self.loss = (losses / self.n_ranks * factor).where(self.n_targets != 0, math.nan)
         return factor
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:

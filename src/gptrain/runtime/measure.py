@@ -97,22 +97,19 @@ class HostCopy:
     On a CUDA device the copy goes to pinned memory and does not wait for the device.
 
     Args:
-        scalars: Scalars on one device. There may be none.
+        scalars: Scalars on one device, at least one.
     """
 
     def __init__(self, scalars: Sequence[Tensor]):
-        self._event = None
-        self._values: Tensor | None = None
-        if scalars:
-            values = torch.stack(list(scalars))
-            is_cuda = values.device.type == "cuda"
-            self._values = values.to("cpu", non_blocking=is_cuda)
-            if is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record()
+        values = torch.stack(list(scalars))
+        is_cuda = values.device.type == "cuda"
+        self._values = values.to("cpu", non_blocking=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
+        if self._event is not None:
+            self._event.record()
 
     def read(self) -> list[float]:
         """Return the values in the order of the scalars. Waits only for an unfinished copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        return [] if self._values is None else self._values.tolist()
+        return self._values.tolist()

@@ -206,7 +206,6 @@ class Checkpoints(Checkpoint):
         if not self._has_pending_hooks(trainer):
             self._completed_step = trainer.global_step
             if self._is_due(trainer):
-                log_saved_step(trainer)
                 self.save(trainer)
 
     def before_validation(self, trainer: Trainer) -> None:
@@ -296,7 +295,6 @@ class Checkpoints(Checkpoint):
             self.finish(trainer)
             self._is_salvaging = True
             if is_unsaved:
-                log_saved_step(trainer)
                 self.save(trainer, validated=validated)
             log.info(labels.line("saved", f"step {step}, before the error"))
             self._wait_for_mirror(trainer)
@@ -326,53 +324,58 @@ class Checkpoints(Checkpoint):
         if self.saved == (step, validated):
             self.finish(trainer)
             return
+        log_saved_step(trainer)
         is_amendment = self.saved == (step, False) and all(
             gather(strategy.is_unchanged_since_save())
         )
+        is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
         self.saved = SavedStep(step, validated)
         if is_amendment:
             with blocked_by_save(trainer, self.timeline):
                 self._amend(trainer)
-            return
-        self.finish(trainer)
-        if not trainer.is_global_zero:
-            self._allow_long_phase("save")
+        else:
+            self.finish(trainer)
+            if not trainer.is_global_zero:
+                self._allow_long_phase("save")
+            with blocked_by_save(trainer, self.timeline):
+                self._write(trainer, in_background=self.options.background and not is_last)
+        self._metrics = None
+        if not self.store.is_unfinished:
+            self._prune(trainer)
+        elif is_last:
+            self.finish(trainer)
+
+    def _write(self, trainer: Trainer, in_background: bool) -> None:
+        """Write a new checkpoint of this step. All ranks must call this method.
+
+        Args:
+            trainer: Trainer of the run.
+            in_background: Whether a thread writes the files, if the checkpoint is large.
+        """
+        strategy = strategy_of(trainer)
         is_large = self._needed_bytes >= BACKGROUND_BYTES
-        is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
         writing = self.store.writing(
-            step,
+            trainer.global_step,
             kind="sharded" if strategy.parallel.is_partitioned else "full",
             config=self.identity | strategy.base_entries,
             metrics=self._metrics,
             needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
-            in_background=self.options.background and is_large and not is_last,
+            in_background=in_background and is_large,
         )
-        with blocked_by_save(trainer, self.timeline), writing as writer:
-            strategy.saves_to_store = True
-            try:
-                trainer.save_checkpoint(writer.path, weights_only=False, storage_options=writer)
-            finally:  # after an error OnExceptionCheckpoint may write a file of its own
-                strategy.saves_to_store = False
-        self._metrics = None
-        if not self.store.is_unfinished:
-            self._prune(trainer)
+        with writing as writer:
+            self._save_through_lightning(trainer, writer.path, writer)
 
     def _amend(self, trainer: Trainer) -> None:
         """Add metrics and changed callback states to the checkpoint saved before the validation.
 
         All ranks must call this method.
         """
-        strategy = strategy_of(trainer)
         files: dict[str, bytes] = {}
-        strategy.saves_to_store = True
-        try:
-            path = self.store.folder / folder_name(trainer.global_step)
-            trainer.save_checkpoint(path, weights_only=False, storage_options=files)
-        finally:
-            strategy.saves_to_store = False
-            strategy.saved = None
+        path = self.store.folder / folder_name(trainer.global_step)
+        self._save_through_lightning(trainer, path, files)
+        strategy_of(trainer).saved = None
         self.store.amend(
             trainer.global_step,
             files,
@@ -380,11 +383,23 @@ class Checkpoints(Checkpoint):
             rank=trainer.global_rank,
             gather=gather,
         )
-        self._metrics = None
-        if not self.store.is_unfinished:
-            self._prune(trainer)
-        elif self.stopping or trainer.global_step == trainer.max_steps:
-            self.finish(trainer)
+
+    def _save_through_lightning(self, trainer: Trainer, path: Path, storage: Any) -> None:
+        """Let Lightning collect the state of the run and pass it to the strategy.
+
+        All ranks must call this method.
+
+        Args:
+            trainer: Trainer of the run.
+            path: Path that Lightning passes on to the strategy.
+            storage: Object into which `SavingStrategy.save_checkpoint` writes the files.
+        """
+        strategy = strategy_of(trainer)
+        strategy.saves_to_store = True
+        try:
+            trainer.save_checkpoint(path, weights_only=False, storage_options=storage)
+        finally:  # after an error OnExceptionCheckpoint may write a file of its own
+            strategy.saves_to_store = False
 
     def _complete(self, trainer: Trainer) -> None:
         """Record that the validation and the epoch-end hooks after this step are done."""

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.decisions import StepDecisions, StepRule
+from gptrain.lit.decisions import StepDecisions
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
@@ -33,6 +32,7 @@ from gptrain.lit.lightning import (
     set_log_interval,
     strategy_of,
 )
+from gptrain.lit.logged import LOGGED
 from gptrain.lit.loggers.notes import STEP, discard_after, log_note
 from gptrain.lit.module import (
     LanguageModel,
@@ -41,10 +41,7 @@ from gptrain.lit.module import (
     is_partial_check,
     warn_about_ignored_options,
 )
-from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.perf import Speed
-from gptrain.lit.slowest import SlowestRank
-from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.parallel.requirements import IncompatibleModelError
@@ -72,9 +69,7 @@ class TrainingMonitor(Callback):
         lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
-        on_nonfinite: "stop" raises NonFiniteError on all ranks. "skip" skips the optimizer step.
-        max_skips: Number of consecutive skipped steps after which NonFiniteError is raised.
-        spikes: Rule that flags spikes of the loss. None for a run that ignores spikes.
+        decisions: Decisions whether optimizer steps are taken.
         guard: Guard of this rank, which gets heartbeats and has the stop flag. None for a run
             without a watchdog.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
@@ -99,10 +94,8 @@ class TrainingMonitor(Callback):
         every_n_steps: int,
         lengths: RunLengths,
         model_config: dict[str, Any],
+        decisions: StepDecisions,
         *,
-        on_nonfinite: str = "stop",
-        max_skips: int = 10,
-        spikes: SpikeRule | None = None,
         guard: Guard | None = None,
         checkpoints: Checkpoints | None = None,
         compiles: bool = False,
@@ -112,14 +105,12 @@ class TrainingMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
         self.model_config = model_config
-        self.nonfinite = NonFiniteRule(on_nonfinite, max_skips)
-        self.spikes = spikes
+        self.decisions = decisions
         self.guard = guard
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
         self.typed = typed or {}
         self.timeline = timeline or Timeline(None)
-        self.slowest: SlowestRank | None = None  # None with one rank
         self.votes = Vote()
         self.missing_targets = MissingTargets()
         self.stopping = False  # the ranks have agreed to stop
@@ -161,22 +152,14 @@ class TrainingMonitor(Callback):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
-        # The loss scaler of 16-mixed skips steps that are not finite.
-        rules: list[StepRule] = [] if trainer.precision == "16-mixed" else [self.nonfinite]
-        strategy = strategy_of(trainer)
-        if self.spikes is not None:
-            rules.append(self.spikes)
-            strategy.shares_loss = True
-        decisions = StepDecisions(trainer, rules, partial(self.missing_targets.check_step, trainer))
-        strategy.decide_step = decisions.decide
-        strategy.conclude_step = decisions.conclude
-        self._concludes_each_step = acts_on_steps(trainer)
+        self.decisions.start(trainer, self.missing_targets)
+        # The decision on a step is concluded before user code sees the step: the user code then
+        # sees no step that ends the run, and its state is that of the last step that was taken.
+        self._concludes_each_step = user_code_has(trainer, "on_train_batch_end", "state_dict")
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
-        if trainer.world_size > 1:
-            self.slowest = SlowestRank(trainer.global_rank, trainer.strategy.root_device)
-            strategy_of(trainer).parallel.clock.start_step()
+        strategy_of(trainer).parallel.clock.start_step()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -236,12 +219,11 @@ class TrainingMonitor(Callback):
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
         if is_logged or ends_epoch(trainer) or self._concludes_each_step:
-            strategy.conclude_step()
+            self.decisions.conclude()
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
-        if self.slowest is not None:
-            strategy.parallel.clock.start_step()
+        strategy.parallel.clock.start_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -338,26 +320,21 @@ class TrainingMonitor(Callback):
         self._beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.timeline.enter("steps", trainer.global_step)
-            if self.slowest is not None:
-                strategy_of(trainer).parallel.clock.start()
+            strategy_of(trainer).parallel.clock.start()
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses and norms of the last steps, which the spike guard keeps.
-
-        The dict is empty if the run has no spike guard.
-        """
-        return self.spikes.state_dict() if self.spikes is not None else {}
+        """Return the state of the decisions: skipped steps in a row, window of the spike guard."""
+        return self.decisions.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the spike guard, if this run has one.
+        """Restore the state of the decisions.
 
         Args:
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
         """
-        if self.spikes is not None:
-            self.spikes.load_state_dict(state_dict)
+        self.decisions.load_state_dict(state_dict)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -380,32 +357,31 @@ class TrainingMonitor(Callback):
         ranks.
         """
         strategy = strategy_of(trainer)
-        bar = trainer.progress_bar_callback
+        values: dict[str, Any] = {}
         if strategy.micro_losses and not self.missing_targets.is_last:
+            values["train/loss"] = strategy.step_mean.loss
+        if strategy.grad_norm is not None:
+            values["grad_norm"] = strategy.grad_norm
+        values |= {"lr": self.lr, STEP: trainer.global_step, **self.speed.read()}
+        bar = trainer.progress_bar_callback
+        for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                # Lightning's float32 cannot count billions of tokens exactly.
+                value = torch.tensor(value, dtype=torch.float64)
             # With prog_bar=True Lightning reads the loss from its device at every micro-batch.
             # gptrain's own bar gets the loss below, and reads it only when the step is logged.
-            prog_bar = bar is not None and not isinstance(bar, ProgressBar)
-            pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=prog_bar)
-        speed = self.speed.read()
-        if self.slowest is not None:
-            speed |= self.slowest.compare(strategy.parallel.clock.read())
-        if strategy.grad_norm is not None:
-            pl_module.log("grad_norm", strategy.grad_norm)
+            in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
+            pl_module.log(name, value, sync_dist=LOGGED[name].is_averaged, prog_bar=in_bar)
         if isinstance(bar, ProgressBar):
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
             bar.logged["lr"] = f"{self.lr:.3g}"
-            bar.logged[f"{self.lengths.unit}/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
-            if self.slowest is not None:
-                rank, ratio = speed["perf/slowest_rank"], speed["perf/slowest_over_median"]
+            bar.logged[f"{self.lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
+            if "perf/slowest_rank" in values:
+                rank, ratio = values["perf/slowest_rank"], values["perf/slowest_over_median"]
                 bar.logged["slowest"] = f"rank {rank:.0f}, {ratio:.2f} of the median"
             if self.lengths.n_steps:
-                left_s = (self.lengths.n_steps - trainer.global_step) * speed["perf/step_s"]
+                left_s = (self.lengths.n_steps - trainer.global_step) * values["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))
-        # Lightning converts a float to float32, which cannot count billions of tokens exactly.
-        values = {"lr": self.lr, STEP: float(trainer.global_step), **speed}
-        pl_module.log_dict(
-            {name: torch.as_tensor(v, dtype=torch.float64) for name, v in values.items()}
-        )
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
         """Send a heartbeat to the watchdog, if the run has a guard.
@@ -460,25 +436,20 @@ def acts_on_validation(trainer: Trainer) -> bool:
     """Return whether a callback or the module may change state for the time of a validation.
 
     WeightAveraging is an example: it validates the averaged weights and then restores the others.
-    The run must not end within such a validation. Every class except OWN_CALLBACKS that overrides a
-    hook at the start of a validation counts.
+    The run must not end within such a validation.
     """
-    hooks = ("on_validation_start", "on_validation_epoch_start")
-    parts = [*callbacks_of(trainer), trainer.lightning_module]
-    user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
-    return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
+    return user_code_has(trainer, "on_validation_start", "on_validation_epoch_start")
 
 
-def acts_on_steps(trainer: Trainer) -> bool:
-    """Return whether user code sees each step: a callback or the module with one of two hooks.
+def user_code_has(trainer: Trainer, *hooks: str) -> bool:
+    """Return whether the module, or a callback that is not one of OWN_CALLBACKS, overrides a hook.
 
-    The hooks are `on_train_batch_end`, which is called after each step, and `state_dict`, whose
-    state may depend on the steps. The decision on a step is then concluded before these hooks run:
-    they see no step that ends the run, and their state is that of the last step that was taken.
+    Args:
+        trainer: Trainer of the run.
+        hooks: Names of hooks, of which any counts.
     """
     parts = [*callbacks_of(trainer), trainer.lightning_module]
     user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
-    hooks = ("on_train_batch_end", "state_dict")
     return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
 
 

@@ -27,17 +27,17 @@ class MissingTargets:
         self.n_steps = 0
         self.is_last = False
 
-    def check_step(self, trainer: Trainer, step: int, n_targets: float | None) -> None:
+    def check_step(self, trainer: Trainer, step: int, n_targets: float) -> None:
         """Check that the losses of a step have counted a target on any data-parallel rank.
 
         An error stops the run if step 0 has no target. Of later steps the first without a target is
-        logged as a warning, and all are counted in `n_steps`. Does nothing if `n_targets` is None.
+        logged as a warning, and all are counted in `n_steps`.
 
         Args:
             trainer: Trainer of the run.
             step: Number of the step, counted from 0.
-            n_targets: Number of targets of the step, over all ranks. None if training_step computes
-                its loss without gptrain's loss functions.
+            n_targets: Number of targets of the step, over all ranks. NaN if training_step computes
+                its loss without gptrain's loss functions, which counts as a step with targets.
 
         Raises:
             DataError: If step 0 of the run has no target.

@@ -1,11 +1,9 @@
 """Loggers that write into the run folder, and continue the same curves when a run resumes.
 
-Every Lightning logger works. gptrain calls three more methods if a logger has them:
+Every Lightning logger works. gptrain calls two more methods if a logger has them:
 
 - `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
   resumed run repeats the steps after its checkpoint, so the logger removes their points.
-- `log_saved_step(metrics, step)`, before a logged step is saved. Lightning's own call of
-  `log_metrics` for this step comes after the save, with the same values and more.
 - `log_note(name, text, step)`, with sampled text and with the reason why the run ended.
 """
 

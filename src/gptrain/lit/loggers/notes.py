@@ -1,8 +1,9 @@
-"""Calls of the methods that a logger may have in addition to those of Lightning's Logger."""
+"""Calls of loggers that Lightning does not make."""
 
 from lightning.pytorch import Trainer
 
 from gptrain.lit.lightning import values_to_log
+from gptrain.lit.loggers.rows import RowLogger
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
 
@@ -20,21 +21,21 @@ def discard_after(trainer: Trainer, step: int) -> None:
 
 
 def log_saved_step(trainer: Trainer) -> None:
-    """Pass the values of a step to the loggers that write one row per step, before it is saved.
+    """Write the row of a step before the step is saved.
 
-    Lightning passes the values to all loggers after the save. A run that fails between the two
-    would have no row of the step, because a resumed run begins with the next step. Does nothing if
-    the step is not logged, and in a validation. All ranks must call it.
+    Lightning passes the values of a step to the loggers after the save. A run that fails between
+    the two would have no row of the step, because a resumed run begins with the next step. Does
+    nothing if the step is not logged, and in a validation. All ranks must call it.
 
     Args:
         trainer: Trainer of the run.
     """
     values = values_to_log(trainer) if trainer.training else {}
-    if values.pop(STEP, None) != trainer.global_step:
+    if values.get(STEP) != trainer.global_step:
         return
     for logger in trainer.loggers:
-        if log_saved := getattr(logger, "log_saved_step", None):
-            log_saved(values, trainer.global_step)
+        if isinstance(logger, RowLogger):
+            logger.log_metrics(values, trainer.global_step)
 
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:

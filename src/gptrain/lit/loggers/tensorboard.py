@@ -8,16 +8,8 @@ import yaml
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-# Logged name -> TensorBoard tag. TensorBoard sorts its sections by the word before the slash, so
-# loss/* comes first, then optim/*, then perf/*. A name without an entry is used as the tag.
-TAGS = {
-    "train/loss": "loss/train",
-    "val/loss": "loss/val",
-    "test/loss": "loss/test",
-    "lr": "optim/lr",
-    "grad_norm": "optim/grad_norm",
-    "tokens": "perf/tokens",
-}
+from gptrain.lit.logged import tag_of
+
 COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of the HPARAMS tab
 FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 
@@ -48,7 +40,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
             OSError: If the event file cannot be written.
         """
         if step is not None:
-            tagged = {TAGS.get(name, name): value for name, value in metrics.items()}
+            tagged = {tag_of(name): value for name, value in metrics.items()}
             tagged.pop("epoch", None)  # the epoch number has no use as a curve over steps
             try:
                 super().log_metrics(tagged, step)
@@ -77,7 +69,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         self._config = yaml.safe_dump(params, sort_keys=False)
         names = (params["objective"], *COMPARED)
         # These values only name the columns. Without a step they draw no point.
-        metrics = {TAGS.get(name, name): 0.0 for name in names}
+        metrics = {tag_of(name): 0.0 for name in names}
         super().log_hyperparams(params["typed"], metrics)
 
     @rank_zero_only

@@ -4,6 +4,7 @@
 combine it with a strategy of Lightning.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -64,25 +65,20 @@ class LightningStrategy(SavingStrategy):
             if a gradient is NaN. It is called after the computation of `grad_norm`.
         conclude_step: Function that waits until the last decision is known and reports it. Call it
             on all ranks before the state of a step is saved or sent.
-        shares_loss: Whether each step sets `step_mean.loss`, which the spike guard reads.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
             each micro-step of the current step.
         micro_losses: Loss of each micro-step of the current step as Lightning passes it to
             `backward`: detached, and divided by the number of accumulated micro-steps.
-        correction: Factor that was applied to the gradients of the last step. It is 1 unless
-            training_step passes other targets to the loss than the batch has.
-        step_mean: Divisor of the losses of the current step.
+        step_mean: Divisor of the losses of the current step, and mean loss of the last step.
         is_updating: True while the optimizer may have updated some parameters but not all.
     """
 
     info: StrategyInfo
     decide_step: Callable[[Optimizer], None] | None = None
     conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
-    shares_loss = False
     grad_norm: Tensor | None = None
-    correction: Tensor | float = 1.0
     is_updating = False
     step_mean: StepMean
     micro_losses: list[Tensor]
@@ -195,7 +191,7 @@ class LightningStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Keep the micro-step's loss for `step_loss`, then run Lightning's backward pass.
+        """Keep the micro-step's loss for the mean of the step, then run Lightning's backward pass.
 
         Args:
             closure_loss: Loss of training_step, divided by the number of accumulated micro-steps.
@@ -213,8 +209,8 @@ class LightningStrategy(SavingStrategy):
         """Complete the gradients of a step, measure their norm into `grad_norm`, and clip them.
 
         The first call in a step also synchronizes gradients that `self.parallel` has not
-        synchronized yet, and applies `correction`. A module that clips in its own way may call this
-        method again. All ranks must call it.
+        synchronized yet, and corrects them for targets that were changed in training_step. A module
+        that clips in its own way may call this method again. All ranks must call it.
 
         Args:
             optimizer: Optimizer of the run.
@@ -233,9 +229,7 @@ class LightningStrategy(SavingStrategy):
         scale = None
         if not self._gradients_finished:
             self.parallel.finish_gradients()
-            loss = self._local_loss() if self.shares_loss else None
-            scale = self.step_mean.correction(loss)
-            self.correction = scale
+            scale = self.step_mean.correction(self._local_loss())
             self._gradients_finished = True
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.decide_step is not None:
@@ -254,12 +248,10 @@ class LightningStrategy(SavingStrategy):
         for part in (self.precision_plugin, self.accelerator):
             cast(Accelerator, part).teardown()
 
-    def step_loss(self) -> Tensor:
-        """Return the mean loss of this rank's micro-steps in the last step, after `correction`."""
-        return self._local_loss() * self.correction
-
     def _local_loss(self) -> Tensor:
-        """Return the mean loss of this rank's micro-steps in the last step, before `correction`."""
+        """Return the mean loss of this rank's micro-steps, or NaN if training_step gave no loss."""
+        if not self.micro_losses:
+            return torch.tensor(math.nan, device=self.root_device)
         # Lightning has divided each loss by the number of accumulated micro-steps.
         n_accumulated = self.module.trainer.accumulate_grad_batches
         return torch.stack(self.micro_losses).mean() * n_accumulated

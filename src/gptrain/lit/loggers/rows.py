@@ -1,0 +1,102 @@
+"""Base class of the loggers that write a file with one row per optimizer step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+Row = dict[str, Any]  # name -> value, and `step`
+
+
+class RowFile(Protocol):
+    """File of rows that grows at its end. Each call writes to the file at once."""
+
+    def append(self, row: Row) -> None:
+        """Add a row at the end of the file."""
+
+    def replace_last(self, row: Row) -> None:
+        """Replace the last row of the file by another one."""
+
+
+class RowLogger(Logger):
+    """Logger that writes a file with one row per optimizer step, and continues it on a resume.
+
+    Lightning passes the values of a step in several calls, for example one for the step and one for
+    its validation. All values of a step go into one row. A subclass says how its file is read and
+    written.
+
+    Args:
+        save_dir: Folder of the file. The folder must exist.
+
+    Attributes:
+        file_name: Name of the file.
+    """
+
+    name, version = "", ""
+    file_name: ClassVar[str]
+
+    def __init__(self, save_dir: str):
+        super().__init__()
+        self.path = Path(save_dir) / self.file_name
+        self._file: RowFile | None = None  # opened by the first write, on rank 0 only
+        self._last_row: Row = {}
+
+    def read(self) -> list[Row]:
+        """Return the complete rows of the file, or an empty list if the file does not exist."""
+        raise NotImplementedError
+
+    def create(self, rows: list[Row]) -> RowFile:
+        """Replace the file by one with these rows.
+
+        Args:
+            rows: Rows with which the file begins.
+        """
+        raise NotImplementedError
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the file."""
+        return str(self.path.parent)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: .hydra/config.yaml in the run folder holds the hyperparameters."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add metrics to the row of a step.
+
+        Metrics of a step before the last row are added to the last row, because some Lightning
+        callbacks number the steps from 0 during a validation.
+
+        Args:
+            metrics: Name -> value.
+            step: Number of optimizer steps done. None means 0.
+        """
+        file = self._file or self._open()
+        last_step = self._last_row.get("step", -1)
+        row = {"step": max(int(step or 0), last_step)}
+        row |= {name: float(value) for name, value in metrics.items() if name != "step"}
+        if row["step"] == last_step:
+            self._last_row |= row
+            file.replace_last(self._last_row)
+        else:
+            self._last_row = row
+            file.append(row)
+
+    @rank_zero_only
+    def discard_after(self, step: int) -> None:
+        """Remove the rows of later steps, and a last row that was written only in part.
+
+        Args:
+            step: Number of optimizer steps after which training starts or resumes.
+        """
+        if self.path.exists():
+            self._open(step)
+
+    def _open(self, last_step: float = float("inf")) -> RowFile:
+        rows = [row for row in self.read() if row["step"] <= last_step]
+        self._last_row = rows[-1] if rows else {}
+        self._file = self.create(rows)
+        return self._file
