@@ -110,11 +110,18 @@ config.main(lambda cfg: runtime.run(train, cfg, lambda *_: None), conf=conf)
 @pytest.fixture
 def launched(monkeypatch):
     """Puts this process into the environment of a launcher: its name, then the four numbers."""
-    for name in (name for names in LAUNCHERS.values() for name in names if name):
-        monkeypatch.delenv(name, raising=False)
+
+    def place_variables(launcher: str) -> list[str]:
+        names = LAUNCHERS[launcher]
+        places = (names.rank, names.world_size, names.local_rank, names.local_world_size)
+        return [name for name in places if name]
+
+    for launcher in LAUNCHERS:
+        for name in place_variables(launcher):
+            monkeypatch.delenv(name, raising=False)
 
     def put(launcher: str, *numbers: int) -> None:
-        for name, number in zip(LAUNCHERS[launcher], numbers, strict=False):
+        for name, number in zip(place_variables(launcher), numbers, strict=False):
             monkeypatch.setenv(name, str(number))
 
     return put

@@ -136,8 +136,9 @@ def cores_per_rank(n_local: int) -> int:
     Args:
         n_local: Number of ranks on this node.
     """
-    if this_process().launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
-        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    names = this_process().variables
+    if names is not None and names.cores in os.environ:
+        return int(os.environ[names.cores])
     return max(1, count_cores() // n_local)
 
 

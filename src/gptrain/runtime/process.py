@@ -17,18 +17,78 @@ from pathlib import Path
 from typing import Any
 
 VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
-# Environment variables that each launcher sets: rank, world size, local rank, local world size.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # also accelerate launch
-    "openmpi": tuple(f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # also Intel MPI
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-}
 PORTS = range(20000, 30000)  # below the ports that Linux assigns to outgoing connections
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 ATTEMPTS_NAME = ".beats"  # folder in the run folder; it has a folder for each start
 _START_S = time.time()  # approximate start of this process
 _reservations: list[ExitStack] = []  # open sockets, one for each GPU that is reserved
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Names of the environment variables that a launcher sets for each rank.
+
+    A name is empty if the launcher has no such variable.
+
+    Attributes:
+        rank: Variable with the global rank.
+        world_size: Variable with the number of ranks of the job.
+        local_rank: Variable with the rank on this node.
+        local_world_size: Variable with the number of ranks on this node.
+        n_nodes: Variable with the number of nodes, read if there is no `local_world_size`.
+        restarts: Variable with the number of times that the job was restarted or requeued.
+        job: Variable with a name of the job that is equal on all nodes. It is read on several
+            nodes, unless `run_stamp` has a name for the job.
+        cores: Variable with the number of cores of each rank.
+        is_set_by_hand: True if people and other launchers set these variables, too. One rank is
+            then a job of its own, and `local_rank` may be missing.
+        needs_address: True if on several nodes the user has to set MASTER_ADDR and MASTER_PORT.
+    """
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str = ""
+    n_nodes: str = ""
+    restarts: str = ""
+    job: str = ""
+    cores: str = ""
+    is_set_by_hand: bool = False
+    needs_address: bool = False
+
+
+# Launchers, the one that counts if the variables of several are set first: SLURM's variables are
+# also set in ranks that torchrun or mpirun has started within a job of SLURM.
+LAUNCHERS = {
+    "torchrun": Launcher(  # also accelerate launch
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        restarts="TORCHELASTIC_RESTART_COUNT",
+        job="TORCHELASTIC_RUN_ID",
+        is_set_by_hand=True,
+    ),
+    "openmpi": Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+        needs_address=True,
+    ),
+    "mpich": Launcher(  # also Intel MPI
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", needs_address=True
+    ),
+    "slurm": Launcher(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        n_nodes="SLURM_STEP_NUM_NODES",
+        restarts="SLURM_RESTART_COUNT",
+        cores="SLURM_CPUS_PER_TASK",
+    ),
+}
+RESTART_COUNTS = tuple(row.restarts for row in LAUNCHERS.values() if row.restarts)
 
 
 @dataclass(frozen=True)
@@ -55,6 +115,14 @@ class Process:
         """True if a launcher started this process as one rank of a job."""
         return self.launcher != "none"
 
+    @property
+    def variables(self) -> Launcher | None:
+        """Names of the environment variables of the launcher. None without a launcher.
+
+        gptrain's supervisor sets those of torchrun.
+        """
+        return LAUNCHERS.get("torchrun" if self.launcher == "gptrain" else self.launcher)
+
 
 def this_process() -> Process:
     """Return the place of this process, read from the environment variables of its launcher.
@@ -69,23 +137,27 @@ def this_process() -> Process:
         KeyError: If a launcher has set only some of its variables.
     """
     env = os.environ
-    for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS.items():
-        world_size = int(env.get(ranks, 0))
-        is_set = rank in env and world_size > (0 if launcher == "torchrun" else 1)
-        is_srun = launcher == "mpich" and local_rank not in env and "SLURM_LOCALID" in env
+    for launcher, names in LAUNCHERS.items():
+        world_size = int(env.get(names.world_size, 0))
+        is_set = names.rank in env and world_size > (0 if names.is_set_by_hand else 1)
+        is_srun = launcher == "mpich" and names.local_rank not in env and "SLURM_LOCALID" in env
         if not is_set or is_srun:  # `srun --mpi=pmi2` sets two of the MPI variables
             continue
-        n_nodes = max(1, world_size // max(1, int(env.get(local_ranks, world_size))))
-        if launcher == "slurm":
-            n_nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
-        number = env.get(local_rank, env[rank]) if launcher == "torchrun" else env[local_rank]
+        rank = int(env[names.rank])
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"{names.rank}={rank}: not in 0 to {world_size - 1} "
+                f"({names.world_size}={world_size})"
+            )
+        if names.n_nodes:
+            n_nodes = int(env.get(names.n_nodes, 1))
+        else:
+            n_nodes = max(1, world_size // max(1, int(env.get(names.local_world_size, world_size))))
+        is_alone = names.is_set_by_hand and names.local_rank not in env
+        local_rank = rank if is_alone else int(env[names.local_rank])
         if env.get("GPTRAIN_SUPERVISED"):
             launcher = "gptrain"
-        if not 0 <= int(env[rank]) < world_size:
-            raise ValueError(
-                f"{rank}={env[rank]}: not in 0 to {world_size - 1} ({ranks}={world_size})"
-            )
-        return Process(launcher, int(env[rank]), int(number), world_size, n_nodes)
+        return Process(launcher, rank, local_rank, world_size, n_nodes)
     return Process("none", 0, 0, 1)
 
 
@@ -94,9 +166,8 @@ def rank_variables() -> tuple[str, ...]:
 
     The result is empty without a launcher.
     """
-    # gptrain's supervisor sets torchrun's variables.
-    launcher = this_process().launcher.replace("gptrain", "torchrun")
-    return LAUNCHERS.get(launcher, ())[:2]
+    names = this_process().variables
+    return (names.rank, names.world_size) if names else ()
 
 
 def listed_numbers(devices: object) -> tuple[int, ...]:
@@ -199,7 +270,7 @@ def launcher_start() -> float:
     launcher has started.
     """
     pid = os.getppid()
-    variable = f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
+    variable = f"\0{LAUNCHERS[this_process().launcher].rank}=".encode()
     try:
         with suppress(PermissionError):  # a process of another user is not a rank of this job
             while variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
@@ -310,7 +381,7 @@ def attempt() -> str:
         return env["TORCHELASTIC_RUN_ID"]
     if process.launcher == "slurm" or process.n_nodes == 1:
         return "-".join([run_stamp(), *(env.get(name, "0") for name in RESTART_COUNTS)])
-    job = env.get("TORCHELASTIC_RUN_ID") or env.get("PMIX_NAMESPACE")  # the variable of Open MPI
+    job = env.get(LAUNCHERS[process.launcher].job)
     return re.sub("[^A-Za-z0-9_-]", "_", f"{job}-{env.get('MASTER_PORT')}")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from gptrain.config.check import CheckedConfig
 from gptrain.core.errors import DONE, ConfigIssue
-from gptrain.runtime.process import LAUNCHERS, count_devices, count_nodes, run_stamp, this_process
+from gptrain.runtime.process import count_devices, count_nodes, run_stamp, this_process
 
 # If 1, torchrun gives the ranks a TCP store of their own, apart from the store of its agents.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -24,19 +24,20 @@ def check_launcher(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         message = "without a launcher, ranks start on this machine only"
         hint = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun, or mpirun"
         yield checked.error("trainer.num_nodes", message, hint)
-    if not process.is_rank:
+    names = process.variables
+    if names is None:
         return
     n_per_node = process.world_size // process.n_nodes
     n_local = n_local or n_per_node
     if n_local * n_nodes != process.world_size:
         product = f"{n_local} x trainer.num_nodes={n_nodes} = {n_local * n_nodes}"
         hint = f"trainer.devices={n_per_node} trainer.num_nodes={process.n_nodes}"
-        message = f"{product}, but {LAUNCHERS[process.launcher][1]}={process.world_size}"
+        message = f"{product}, but {names.world_size}={process.world_size}"
         yield checked.error("trainer.devices", message, hint)
     elif process.n_nodes != n_nodes:
         message = f"{process.launcher} started ranks on {process.n_nodes} nodes"
         yield checked.error("trainer.num_nodes", message, f"trainer.num_nodes={process.n_nodes}")
-    if n_nodes > 1 and process.launcher in ("openmpi", "mpich") and "MASTER_ADDR" not in os.environ:
+    if n_nodes > 1 and names.needs_address and "MASTER_ADDR" not in os.environ:
         hint = "mpirun -x MASTER_ADDR=<first node> -x MASTER_PORT=29500 ... (MPICH: -genv)"
         message = "not set; the ranks need the address of the first node"
         yield ConfigIssue("MASTER_ADDR", None, message, hint=hint)
