@@ -168,16 +168,20 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
         keys: Key of the messages, or the two keys of a question and its answer.
 
     Raises:
-        DataError: If a record has not these keys.
+        DataError: If the file has another format, or a record has not these keys.
     """
     names = [keys] if isinstance(keys, str) else keys
-    if file.suffix == ".parquet":
+    file_format = format_of(file)
+    # A file counts as text if its suffix is not known, or if it is a .json file without an array.
+    readers = {"json": read_json_array, "jsonl": read_json_lines, "text": read_json_lines}
+    if file_format == "parquet":
         from pyarrow import parquet  # extra `parquet`
 
         records = parquet.read_table(file, columns=names).to_pylist()
+    elif file_format in readers:
+        records = (record for _, record, _ in readers[file_format](file, ""))
     else:
-        read = read_json_array if format_of(file) == "json" else read_json_lines
-        records = (record for _, record, _ in read(file, ""))
+        raise DataError(f"{file}: {file_format}; allowed: json, jsonl, parquet")
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not record.keys() >= set(names):
             raise DataError(f"{file}: record {number} has no {' and '.join(names)}; try: data.keys")

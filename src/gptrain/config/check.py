@@ -16,7 +16,7 @@ from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DataModuleConfig, DummyTextConfig
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
 from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
-from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
+from gptrain.core.schema import DecayConfig, DecoderConfig, RunConfig
 from gptrain.core.strategies import (
     ANY_NET,
     CONTEXT,
@@ -33,8 +33,6 @@ from gptrain.core.strategies import (
 )
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
-# Schedules that need to know the last step of the run.
-DECAYING = {f"gptrain.optim.warmup_{name}" for name in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
 TOKEN_PHASES = tuple(f"scheduler.{name}_tokens" for name in ("warmup", "decay", "total"))
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
@@ -142,20 +140,9 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     model, data = checked.run.model, checked.run.data
     if not isinstance(model, DecoderConfig):
         return
-    width, n_heads = model.d_model, model.n_heads
-    divisor, divisor_text = n_heads, f"model.n_heads={n_heads}"
-    if isinstance(model, LlamaConfig) and n_heads:  # RoPE rotates pairs of features of a head
-        divisor, divisor_text = 2 * n_heads, f"2 x model.n_heads={n_heads}"
-    if isinstance(model, LlamaConfig) and (d_head := model.d_head):
-        divisor = None  # the width of a head does not depend on d_model
-        if d_head % 2:
-            message = f"odd, but RoPE rotates pairs; nearest: {d_head - 1}, {d_head + 1}"
-            yield checked.error("model.d_head", message)
-    if width and divisor and width % divisor:
-        below = width // divisor * divisor
-        near = ", ".join(str(size) for size in (below, below + divisor) if size)
-        yield checked.error("model.d_model", f"not divisible by {divisor_text}; nearest: {near}")
-    n_kv_heads = model.n_kv_heads if isinstance(model, LlamaConfig) else None
+    sizes = model.arguments
+    yield from _check_width(checked, sizes)
+    n_heads, n_kv_heads = model.n_heads, sizes.get("n_kv_heads")
     if n_heads and n_kv_heads and n_heads % n_kv_heads:
         message = f"does not divide model.n_heads={n_heads}"
         yield checked.error("model.n_kv_heads", message, allowed=divisors(n_heads))
@@ -170,6 +157,34 @@ def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if model.vocab_size and model.vocab_size < 256 and tokenizer in ("bytes", "bpe"):
         message = f"data.tokenizer={tokenizer} has at least 256 tokens, one per byte"
         yield checked.error("model.vocab_size", message, "model.vocab_size=256")
+
+
+def _check_width(checked: CheckedConfig, sizes: dict[str, Any]) -> Iterator[ConfigIssue]:
+    """Yield a problem if the width of a decoder cannot be divided into heads.
+
+    A net with the key `rope_base` rotates pairs of features of a head, so the width of a head must
+    be even. The key `d_head` sets this width, whatever `d_model` is.
+
+    Args:
+        checked: Config to check.
+        sizes: Keys of the net. An invalid value is None.
+    """
+    is_rotary = "rope_base" in sizes
+    width, n_heads, d_head = sizes["d_model"], sizes["n_heads"], sizes.get("d_head")
+    if d_head:
+        if is_rotary and d_head % 2:
+            message = f"odd, but RoPE rotates pairs; nearest: {d_head - 1}, {d_head + 1}"
+            yield checked.error("model.d_head", message)
+        return
+    if not width or not n_heads:
+        return
+    divisor = 2 * n_heads if is_rotary else n_heads
+    if width % divisor:
+        below = width // divisor * divisor
+        near = ", ".join(str(size) for size in (below, below + divisor) if size)
+        factor = "2 x " if is_rotary else ""
+        message = f"not divisible by {factor}model.n_heads={n_heads}; nearest: {near}"
+        yield checked.error("model.d_model", message)
 
 
 def check_data_module(checked: CheckedConfig) -> Iterator[ConfigIssue]:
@@ -223,7 +238,7 @@ def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if trainer.max_time is None:
         message = f"no stop condition: set one of {', '.join(LIMITS)}"
         yield ConfigIssue("", None, message, hint="trainer.max_epochs=3")
-    elif scheduler.target in DECAYING and not is_total_given:
+    elif isinstance(scheduler, DecayConfig) and not is_total_given:
         message = "the schedule decays until the last step, which trainer.max_time leaves unknown"
         hint = "scheduler=warmup_constant, or scheduler.total_steps=<steps>"
         yield checked.error("scheduler.total_steps", message, hint)
@@ -244,7 +259,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         message = f"strategy={name} does not scale the loss, which fp16 needs"
         yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
     if isinstance(run.strategy, ContextParallelOptions) and run.strategy.shard is False:
-        for key in ("cpu_offload", "accumulate_shards"):
+        for key in run.strategy.NEED_SHARDS:
             if getattr(run.strategy, key):
                 message = "no effect on weights that are not sharded"
                 yield checked.error(f"strategy.{key}", message, "strategy.shard=true")
@@ -341,9 +356,7 @@ def _check_split(
         dims: Number of ranks along each axis of the device mesh.
     """
     options = checked.run.strategy
-    heads = {"model.n_heads": model.n_heads}
-    if isinstance(model, LlamaConfig):
-        heads = {"model.n_kv_heads": model.n_kv_heads, **heads}
+    heads = {"model.n_kv_heads": model.arguments.get("n_kv_heads"), "model.n_heads": model.n_heads}
     for key, n_heads in heads.items():
         # Context parallelism repeats heads of k and v for ranks that would have none.
         n_context = dims.context if key == "model.n_heads" else 1

@@ -81,13 +81,36 @@ UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value in an error message
 
-# Exit code of an exception class of gptrain, by its class attribute `cause`.
-CODES = {
-    "preempted": PREEMPTED,
-    "nonfinite": NON_FINITE,
-    "spike": NON_FINITE,
-    "data": BAD_DATA,
-    "hang": HUNG,
+
+@dataclass(frozen=True)
+class Cause:
+    """Kind of an ending: what has ended a command or a rank.
+
+    Attributes:
+        code: Exit code of an exception class of gptrain with this name in its class attribute
+            `cause`. None if `ending_of` finds cause and code in another way.
+        is_salvaged: True if a training saves its last complete step before it ends, provided that
+            all ranks have failed after the same step.
+    """
+
+    code: int | None = None
+    is_salvaged: bool = False
+
+
+CAUSES = {
+    "done": Cause(),
+    "preempted": Cause(PREEMPTED),  # the step was saved before the exception was raised
+    "interrupted": Cause(),
+    "config": Cause(is_salvaged=True),
+    "data": Cause(BAD_DATA, is_salvaged=True),
+    "disk": Cause(is_salvaged=True),  # also an OSError of a dataset
+    "memory": Cause(is_salvaged=True),
+    "nonfinite": Cause(NON_FINITE, is_salvaged=True),
+    "spike": Cause(NON_FINITE, is_salvaged=True),
+    "hang": Cause(HUNG),
+    "killed": Cause(),
+    "peer": Cause(),  # another rank has exited
+    "error": Cause(is_salvaged=True),  # any other exception
 }
 
 # Parts of error messages of gloo and NCCL after another rank has exited.
@@ -284,8 +307,7 @@ class Ending:
 
     Attributes:
         code: Exit code.
-        cause: Kind of the ending: done, preempted, nonfinite, hang, killed, config, data, disk,
-            interrupted, peer, memory or error.
+        cause: Kind of the ending, a key of CAUSES.
         line: Printed message. It has several lines only for a config with several problems.
         trace: Traceback, or an empty string if the message explains the error.
         rank: Rank that caused the error, if the exception names it. None otherwise.
@@ -307,10 +329,11 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)
-    cause = getattr(type(error), "cause", None)
-    if cause in CODES:
+    cause: str = getattr(type(error), "cause", "")
+    code = CAUSES[cause].code if cause in CAUSES else None
+    if code is not None:
         line = message if cause == "preempted" else f"error: {message}"
-        return Ending(CODES[cause], cause, line, rank=rank)
+        return Ending(code, cause, line, rank=rank)
     match error:
         case ConfigError():
             return Ending(error.code, "config", str(error))

@@ -274,10 +274,18 @@ class SchedulerConfig(TargetConfig):
 
 
 class WarmupConfig(SchedulerConfig, extra="forbid"):
-    """Keys of gptrain.optim.constant, warmup_constant, warmup_cosine and warmup_linear."""
+    """Keys of `gptrain.optim.constant` and `gptrain.optim.warmup_constant`."""
 
 
-class StableDecayConfig(WarmupConfig):
+class DecayConfig(WarmupConfig):
+    """Keys of a schedule that decays until the last step of the run, such as `warmup_cosine`.
+
+    A run whose length in steps is not known cannot have such a schedule, unless `total_steps` or
+    `total_tokens` is given.
+    """
+
+
+class StableDecayConfig(DecayConfig):
     """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase.
 
     Attributes:
@@ -525,20 +533,18 @@ class RunConfig(Section):
         return node
 
 
-# Section type of each net whose sizes the planner knows, by `_target_`.
-NETS: dict[str, type[DecoderConfig]] = {
-    "gptrain.models.SimpleGPT": SimpleGPTConfig,
-    "gptrain.models.Llama": LlamaConfig,
-}
 # Section type of each class whose keys are all typed, by `_target_`.
 SHIPPED: dict[str, type[TargetConfig]] = {
-    **NETS,
+    "gptrain.models.SimpleGPT": SimpleGPTConfig,
+    "gptrain.models.Llama": LlamaConfig,
     "gptrain.models.HuggingFace": HuggingFaceConfig,
     "gptrain.lit.LanguageModel": LanguageModelConfig,
     "torch.optim.AdamW": AdamWConfig,
     "gptrain.optim.Muon": MuonConfig,
-    **{f"gptrain.optim.warmup_{name}": WarmupConfig for name in ("constant", "cosine", "linear")},
     "gptrain.optim.constant": WarmupConfig,
+    "gptrain.optim.warmup_constant": WarmupConfig,
+    "gptrain.optim.warmup_cosine": DecayConfig,
+    "gptrain.optim.warmup_linear": DecayConfig,
     "gptrain.optim.warmup_stable_decay": StableDecayConfig,
     "gptrain.lit.callbacks.SampleText": SampleTextConfig,
     "lightning.pytorch.Trainer": LightningTrainerConfig,

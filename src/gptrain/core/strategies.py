@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import field_validator
@@ -155,7 +155,10 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
         accumulate_shards: Whether gradients are reduced after each micro-step, so that only shards
             of them are held in memory.
         cpu_offload: Whether weights, gradients and optimizer states are in host memory.
+        NEED_SHARDS: Switches that must be off if the weights are not sharded.
     """
+
+    NEED_SHARDS: ClassVar[tuple[str, ...]] = ("accumulate_shards", "cpu_offload")
 
     reshard_after_forward: bool
     accumulate_shards: bool

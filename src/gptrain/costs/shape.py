@@ -206,7 +206,7 @@ def llama_shape(
 def find_shape(model: ModelConfig) -> DecoderShape | None:
     """Return the shape of the net that a config describes, or None if the net is unknown.
 
-    Only SimpleGPT and Llama are known.
+    Known are the nets with a shape function above. `gptrain.plan.trace` measures all others.
 
     Args:
         model: `model` group of the config.

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 
 from gptrain.core import strategies
 from gptrain.core.lengths import plan_batch
-from gptrain.core.schema import RunConfig, SimpleGPTConfig
+from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
 from gptrain.costs.optimizers import ADAM, OptimizerFacts, facts_of
 from gptrain.costs.shape import DecoderShape, find_shape
@@ -193,7 +193,7 @@ def find_work(
         precision=str(run.trainer.precision),
         optimizer=facts_of(optimizer.target, optimizer.arguments),
         checkpointing=model.activation_checkpointing,
-        dropout=model.dropout if isinstance(model, SimpleGPTConfig) else 0.0,
+        dropout=model.arguments.get("dropout") or 0.0,
         compile=model.compile,
         is_cpu=is_cpu,
     )

@@ -13,8 +13,8 @@ The command takes the overrides of train.py, and these keys and flags:
     --json           print all results as JSON
     --doctor         check this machine for faults that such a run would meet, and print fixes
     --trace          trace a step of the real code under the config's strategy, on tensors without
-                     data, in place of the formulas; nets other than SimpleGPT and Llama are always
-                     traced
+                     data, in place of the formulas; nets without formulas, such as your own, are
+                     always traced
     --measure        measure the collectives between trainer.devices (2) ranks on this machine, up
                      to max_bytes (16 MiB), and the speed of the CPU; the result is written to
                      machine.json in output_dir, where later plans for this machine read it; also

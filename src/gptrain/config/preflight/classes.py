@@ -12,7 +12,14 @@ from gptrain.config.check import CheckedConfig
 from gptrain.config.values import HYDRA_KEYS, targets
 from gptrain.core.data_schema import DATA
 from gptrain.core.errors import ConfigIssue, first_line
-from gptrain.core.schema import SHIPPED, ModelConfig, ModuleConfig, OptimizerConfig, SchedulerConfig
+from gptrain.core.schema import (
+    SHIPPED,
+    ModelConfig,
+    ModuleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    TrainerConfig,
+)
 
 DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # dotted keys of datasets
 # Number of positional arguments that gptrain passes to the `_target_` in addition to the keys.
@@ -23,6 +30,7 @@ GPTRAIN_KEYS = {
     "module": ModuleConfig.OWN_KEYS,
     "optimizer": OptimizerConfig.model_fields.keys(),
     "scheduler": SchedulerConfig.model_fields.keys(),
+    "trainer": TrainerConfig.OWN_KEYS,
 }
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")

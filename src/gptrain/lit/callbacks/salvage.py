@@ -8,15 +8,13 @@ from lightning.pytorch import Trainer
 from gptrain.checkpoints.manifest import STATE_NAME, read_manifest
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.core.errors import ending_of
+from gptrain.core.errors import CAUSES, ending_of
 from gptrain.lit.callbacks.vote import n_collectives
 from gptrain.lit.lightning import strategy_of
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.agreement import all_agree
 
 AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, in seconds
-# Causes of `ending_of` after which to save. A dataset may raise an OSError, of cause "disk".
-SALVAGED = ("error", "memory", "nonfinite", "spike", "config", "data", "disk")
 
 
 def may_save(
@@ -25,7 +23,8 @@ def may_save(
     """Return whether all ranks have failed after the same step, so that the step can be saved.
 
     The answer is False if the optimizer may have changed only some of the parameters, if a rank
-    has not failed, or if a save or the network between the ranks has failed. The answer is the
+    has not failed, if a save has failed, or if CAUSES says that the error is not salvaged, as that
+    of a network between the ranks. The answer is the
     same on all ranks that call it. Waits for the other ranks for at most AGREEMENT_S.
 
     Args:
@@ -35,7 +34,8 @@ def may_save(
         agreement_folder: Shared folder of this start of the run, in which the ranks agree. If
             None, several ranks cannot agree and do not save.
     """
-    if ending_of(exception).cause not in SALVAGED or isinstance(exception, SaveFailedError):
+    is_salvaged = CAUSES[ending_of(exception).cause].is_salvaged
+    if not is_salvaged or isinstance(exception, SaveFailedError):
         return False
     facts = [*facts, strategy_of(trainer).is_updating, n_collectives()]
     rank = trainer.global_rank
