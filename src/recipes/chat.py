@@ -168,20 +168,18 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
         keys: Key of the messages, or the two keys of a question and its answer.
 
     Raises:
-        DataError: If the file has another format, or a record has not these keys.
+        DataError: If a record has not these keys.
+        KeyError: If a format was added to `gptrain.data.records` that has no reader here.
     """
     names = [keys] if isinstance(keys, str) else keys
-    file_format = format_of(file)
-    # A file counts as text if its suffix is not known, or if it is a .json file without an array.
-    readers = {"json": read_json_array, "jsonl": read_json_lines, "text": read_json_lines}
-    if file_format == "parquet":
+    if file.suffix == ".parquet":
         from pyarrow import parquet  # extra `parquet`
 
         records = parquet.read_table(file, columns=names).to_pylist()
-    elif file_format in readers:
-        records = (record for _, record, _ in readers[file_format](file, ""))
     else:
-        raise DataError(f"{file}: {file_format}; allowed: json, jsonl, parquet")
+        # A file counts as text if its suffix is not known, or if it is .json without an array.
+        readers = {"json": read_json_array, "jsonl": read_json_lines, "text": read_json_lines}
+        records = (record for _, record, _ in readers[format_of(file)](file, ""))
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not record.keys() >= set(names):
             raise DataError(f"{file}: record {number} has no {' and '.join(names)}; try: data.keys")

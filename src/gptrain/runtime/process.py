@@ -60,34 +60,21 @@ class Launcher:
 # also set in ranks that torchrun or mpirun has started within a job of SLURM.
 LAUNCHERS = {
     "torchrun": Launcher(  # also accelerate launch
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        restarts="TORCHELASTIC_RESTART_COUNT",
-        job="TORCHELASTIC_RUN_ID",
-        is_set_by_hand=True,
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", is_set_by_hand=True,
+        restarts="TORCHELASTIC_RESTART_COUNT", job="TORCHELASTIC_RUN_ID",
     ),
     "openmpi": Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        job="PMIX_NAMESPACE",
-        needs_address=True,
+        *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        job="PMIX_NAMESPACE", needs_address=True,
     ),
     "mpich": Launcher(  # also Intel MPI
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", needs_address=True
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", needs_address=True,
     ),
     "slurm": Launcher(
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        n_nodes="SLURM_STEP_NUM_NODES",
-        restarts="SLURM_RESTART_COUNT",
-        cores="SLURM_CPUS_PER_TASK",
+        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", n_nodes="SLURM_STEP_NUM_NODES",
+        restarts="SLURM_RESTART_COUNT", cores="SLURM_CPUS_PER_TASK",
     ),
-}
+}  # fmt: skip
 RESTART_COUNTS = tuple(row.restarts for row in LAUNCHERS.values() if row.restarts)
 
 
