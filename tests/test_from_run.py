@@ -49,10 +49,11 @@ def test_the_old_runs_folder_and_checkpoint_path_are_not_reused(old_run, tmp_pat
     assert cfg.from_run == str(tmp_path / "second")
 
 
-def test_a_resumed_run_does_not_start_again_from_init_from_weights(old_run):
-    old = old_run("init_from=weights")
+def test_a_resumed_run_keeps_init_from_to_which_its_tokenizer_may_refer(old_run):
+    old = old_run("init_from=weights", "data=text", "data.tokenizer=${init_from}")
     assert compose_command([old]).init_from == "weights"
-    assert compose_command([old, "ckpt_path=last"]).init_from is None
+    cfg = compose_command([old, "ckpt_path=last"])
+    assert cfg.init_from == "weights" == cfg.data.tokenizer
 
 
 def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):

@@ -37,10 +37,7 @@ def test_a_run_and_the_file_in_its_checkpoint_are_starts(train, saved_twice):
         assert {int(entry["step"]) for entry in moments.values()} == {1}
         assert begun.out.startswith("start ")
         resume = compose_command(shlex.split(read_status(begun.folder)["resume"])[2:])
-        assert (resume.ckpt_path, resume.init_from) == (
-            "last",
-            None,
-        )  # the two keys exclude each other
+        assert (resume.ckpt_path, resume.init_from) == ("last", str(source))
         assert check_config(resolved(resume)).errors == []
 
 
@@ -59,8 +56,9 @@ def test_weights_that_do_not_match_the_run_are_one_line_that_names_both_sides(tr
     assert begun.code == 65
     (line,) = begun.err.splitlines()
     assert "token_embedding.weight (256, 32) in the checkpoint, (256, 16) in the net" in line
-    both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
-    assert both.code == 2 and "excludes ckpt_path" in both.err
+    both = (f"init_from='{saved_twice.folder}'", f"ckpt_path='{saved_twice.folder}'")
+    refused = train(*STILL, *both, name="both")
+    assert refused.code == 2 and "excludes a path in ckpt_path" in refused.err
     deeper = train(*STILL, f"init_from='{saved_twice.folder}'", "model.n_layers=3", name="deep")
     assert "blocks.2.norm_1.weight only in the net" in deeper.err and deeper.err.count("\n") == 1
 

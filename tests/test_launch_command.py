@@ -140,18 +140,13 @@ def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
     assert "+data.note='a \"b\", ${seed}'" in trainer["args"]
 
 
-@pytest.mark.parametrize(
-    "words, begins", [((), {"ckpt_path=last"}), (("init_from=/mine",), {"init_from=/mine"})]
-)
-def test_a_pod_resumes_by_itself_unless_the_run_begins_from_other_weights(launch, words, begins):
-    """`init_from` and `ckpt_path` exclude each other."""
-    code, text, err = launch(
-        "kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", *words
-    )
+def test_a_pod_resumes_by_itself_also_a_run_that_begins_from_other_weights(launch):
+    words = ("trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", "init_from=/mine")
+    code, text, err = launch("kubernetes", *words)
     assert code == 0, err
     arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
     starts = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
-    assert starts == begins
+    assert starts == {"ckpt_path=last", "init_from=/mine"}
 
 
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):

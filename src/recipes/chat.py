@@ -77,9 +77,7 @@ class ChatDataset(Dataset):
             self.n_left_out += chat is None
             self.chats += [chat] if chat else []
         if not self.chats:
-            raise DataError(
-                f"{file}: no conversation for data.{split} ({self.n_left_out} left out)"
-            )
+            raise DataError(f"{file}: no conversation for data.{split}, {self.n_left_out} left out")
         content = b"".join(chat.tokens.tobytes() for chat in self.chats)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.samples = [[number] for number in range(len(self.chats))]
@@ -168,10 +166,12 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
         keys: Key of the messages, or the two keys of a question and its answer.
 
     Raises:
-        DataError: If a record has not these keys.
+        DataError: If there are more than two keys, or a record has not these keys.
         KeyError: If a format was added to `gptrain.data.records` that has no reader here.
     """
     names = [keys] if isinstance(keys, str) else keys
+    if not isinstance(keys, str) and len(keys) != 2:
+        raise DataError(f"data.keys={keys}: allowed: messages, or two keys: [question,answer]")
     if file.suffix == ".parquet":
         from pyarrow import parquet  # extra `parquet`
 

@@ -240,6 +240,16 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert validated.metrics["val/loss"] == pytest.approx(best, rel=1e-6)
 
 
+def test_a_lightning_data_module_may_read_a_stream(fit):
+    words = (*DATA_MODULE, "+data.is_stream=true")
+    run = fit(*words, "trainer.max_steps=20")  # an epoch has nine batches
+    (read,) = read_by_ranks(run)
+    assert len(run.column("train/loss")) == 20 and read["seen"][:35] == read["seen"][35:70]
+    assert "DataModule · a stream · not exact on a resume" in run.out
+    line = fit(*words, *EPOCHS, name="endless", code=2, begun=True).errors[0]
+    assert "a stream without a length; try: trainer.max_steps=1000" in line
+
+
 @pytest.mark.slow
 def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     words = ("trainer.devices=2", f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")

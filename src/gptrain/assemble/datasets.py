@@ -20,7 +20,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.samples import describe_sample, has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
-from gptrain.lit.lightning import misconfiguration_as_config_error
+from gptrain.lit.lightning import RankEnvironment, misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices
@@ -40,7 +40,8 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and prepare it to learn the number of its batches.
 
     `prepare_data` is called on the first rank of each node, `setup` on every rank. Lightning calls
-    both again, as in any further fit of a Trainer.
+    both again, as in any further fit of a Trainer. Until then the attribute `trainer` of the module is
+    a Trainer that only knows the ranks.
 
     Args:
         cfg: Configuration of the run.
@@ -54,14 +55,25 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     if not isinstance(module, pl.LightningDataModule):
         message = f"made a {type(module).__name__}"
         raise ConfigError.of(key, section.target, message, hint="a LightningDataModule")
+    devices, process = find_devices(cfg), this_process()
+    module.trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices.n_local,
+        num_nodes=devices.n_nodes,
+        strategy="ddp" if devices.world_size > 1 else "auto",
+        plugins=[RankEnvironment(process, devices.n_local)],
+        barebones=True,
+    )
     with misconfiguration_as_config_error(key):
-        if this_process().local_rank == 0:
+        if process.local_rank == 0:
             module.prepare_data()
         module.setup(cfg.task)
         loader = getattr(module, LOADERS[cfg.task])()
     if isinstance(loader, list | tuple) and cfg.task != "fit":
         loader = loader[0]
-    return UserData(module, loader, key, find_devices(cfg).world_size)
+    data = UserData(module, loader, key, devices.world_size)
+    check_end(cfg, key, section.target, data)
+    return data
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
@@ -107,19 +119,33 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
         ConfigError: If the stream has no length and nothing else ends the run, or if an option
             needs data workers or samples with an index.
     """
-    trainer = cfg.trainer
-    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
-    if cfg.task == "fit" and len_of(dataset) == UNKNOWN_LENGTH and not has_end:
-        message = "a stream without a length"
-        hint = "trainer.max_steps=1000, or max_tokens=1e9"
-        raise ConfigError.of("data.train._target_", cfg.data.train.target, message, hint=hint)
+    check_end(cfg, "data.train._target_", cfg.data.train.target, dataset)
     for key, value in (
         ("data.num_workers", cfg.data.num_workers),
-        ("trainer.overfit_batches", trainer.overfit_batches),
+        ("trainer.overfit_batches", cfg.trainer.overfit_batches),
     ):
         if value:
             message = "a stream is read in the training process, and from its beginning"
             raise ConfigError.of(key, value, message, hint=f"{key}=0")
+
+
+def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
+    """Check that a training ends although the length of its data may not be known.
+
+    Args:
+        cfg: Configuration of the run.
+        key: Config key of the data, for the error.
+        target: Value of the key.
+        dataset: Training set.
+
+    Raises:
+        ConfigError: If the data have no length and nothing else ends the run.
+    """
+    trainer = cfg.trainer
+    has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
+    if cfg.task == "fit" and len_of(dataset) >= UNKNOWN_LENGTH and not has_end:
+        hint = "trainer.max_steps=1000, or max_tokens=1e9"
+        raise ConfigError.of(key, target, "a stream without a length", hint=hint)
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:

@@ -12,6 +12,8 @@ from gptrain.assemble.load import build_target
 from gptrain.assemble.resume import SPELT_OUT
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
+from gptrain.data.samples import len_of
+from gptrain.data.stream import UNKNOWN_LENGTH
 from gptrain.lit.lightning import (
     RankEnvironment,
     disable_signals_and_autoresume,
@@ -56,7 +58,7 @@ def build_trainer(
         "strategy": strategy,
         "plugins": [RankEnvironment(this_process(), devices.n_local)],
         # `lengths` has turned every limit of the run into optimizer steps.
-        "max_epochs": lengths.n_epochs,
+        "max_epochs": -1 if len_of(train) >= UNKNOWN_LENGTH else lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
         "accumulate_grad_batches": accumulate,
         # A user's loaders may have batches left that do not fill an optimizer step.

@@ -22,7 +22,7 @@ from gptrain.checkpoints.manifest import (
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, load_file
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core import labels
+from gptrain.core import labels, shell
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
@@ -173,7 +173,13 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
         FileNotFoundError: If the weights do not exist.
         DamagedCheckpointError: If they have another hash.
     """
-    weights = find_weights(base["path"])
+    path = base["path"]
+    try:
+        weights = find_weights(path)
+    except FileNotFoundError:
+        message = "no such file or folder, which has the frozen weights of the run"
+        hint = f"if they were moved: {shell.command('ln', '-s', 'FOLDER', path)}"
+        raise FileNotFoundError(f"{path}: {message}; {hint}") from None
     if verifies and hash_weights(weights) != base["sha256"]:
         message = "not the weights that the run has started from, they have another sha256"
         raise DamagedCheckpointError(base["path"], message)

@@ -291,13 +291,15 @@ def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem about the source of the first weights of a run.
 
-    `ckpt_path` and `init_from` exclude each other. An evaluation without any of `ckpt_path`,
+    A path in `ckpt_path` and `init_from` exclude each other. `last` and `best` are checkpoints of
+    a run that has itself started from `init_from`. An evaluation without any of `ckpt_path`,
     `init_from` and `from_run` measures the initial weights, which is a warning.
     """
     run = checked.run
-    if run.ckpt_path and run.init_from:
-        message = "excludes ckpt_path: a run either resumes exactly or starts with other weights"
-        yield checked.error("init_from", message)
+    is_path = run.ckpt_path not in (None, "last", "best")
+    if is_path and run.init_from and not run.from_run:
+        message = "excludes a path in ckpt_path: a run has one source of its first weights"
+        yield checked.error("init_from", message, "ckpt_path=last")
     has_weights = run.ckpt_path or run.init_from or run.from_run
     if (run.task or "fit") != "fit" and not has_weights and not run.trainer.fast_dev_run:
         message = "no ckpt_path: the task evaluates the initial weights"

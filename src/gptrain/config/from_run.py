@@ -91,8 +91,6 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     if not sources or not isinstance(folder := sources[-1].value(), str):
         return typed
     typed_keys = {override.key_or_group for override in typed_overrides}
-    if "ckpt_path" in typed_keys:
-        typed_keys.add("init_from")  # a resume excludes init_from
     signed = read_signed_record(Path(folder).expanduser())
     saved = [
         override

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.core.small_files import DataError
-from gptrain.data.samples import describe_sample, len_of
+from gptrain.data.samples import describe_sample, len_of, take_over_attributes
 from gptrain.loss import IGNORED
 
 REQUIRED_KEYS = {"input_ids", "labels"}
 MASK_KEY = "attention_mask"
-# Optional attributes and methods of a dataset, see gptrain.data.
-OPTIONAL_ATTRIBUTES = ("describe", "end_id", "fingerprint", "token_bytes", "tokenizer")
 
 
 class HuggingFacePairs(Dataset):
@@ -38,9 +36,7 @@ class HuggingFacePairs(Dataset):
     def __init__(self, dataset: Dataset, name: str):
         self.dataset = dataset
         self.name = name
-        for attribute in OPTIONAL_ATTRIBUTES:
-            if hasattr(dataset, attribute):
-                setattr(self, attribute, getattr(dataset, attribute))
+        take_over_attributes(self, dataset)
 
     def __len__(self) -> int:
         return len_of(self.dataset)

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset, default_collate
 from gptrain.core.small_files import DataError
 from gptrain.loss import IGNORED
 
+# Optional attributes and methods of a dataset, see gptrain.data.
+OPTIONAL_ATTRIBUTES = ("describe", "end_id", "fingerprint", "token_bytes", "tokenizer")
 SHOWN_KEYS = 8  # largest number of keys of a dict, or items of a tuple, in an error message
 
 
@@ -26,6 +28,20 @@ def len_of(dataset: Dataset) -> int:
     function.
     """
     return len(cast(Sized, dataset))
+
+
+def take_over_attributes(wrapper: Dataset, dataset: Any) -> None:
+    """Give a wrapper the optional attributes of the dataset that it reads.
+
+    An attribute that the class of the wrapper has itself is kept.
+
+    Args:
+        wrapper: Dataset that reads its samples from `dataset`.
+        dataset: Dataset or stream.
+    """
+    for name in OPTIONAL_ATTRIBUTES:
+        if hasattr(dataset, name) and not hasattr(type(wrapper), name):
+            setattr(wrapper, name, getattr(dataset, name))
 
 
 class BatchDataset(Dataset):

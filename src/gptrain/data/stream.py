@@ -10,6 +10,7 @@ A stream is a dataset with `__iter__` and without an index: `datasets` in stream
 
 import copy
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import islice
@@ -18,9 +19,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from gptrain.core.small_files import DataError
+from gptrain.data.samples import take_over_attributes
 
 UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
-_NO_POSITION = "the stream has no state_dict, so that a resumed run cannot continue in it"
 
 
 def is_stream(dataset: Any) -> bool:
@@ -55,12 +56,12 @@ class StreamDataset(Dataset):
         self.epoch = 0
         self._first: Any = None
         self._is_started = False
-        self._samples: Iterator[Any] | None = None
+        self._samples = self._read_passes()
         self._n_batches = 0  # micro-batches that were read since the start
-        self._before_step: tuple[int, Any] | None = None  # micro-batches and state, before a step
-        for attribute in ("tokenizer", "token_bytes", "end_id", "fingerprint"):
-            if hasattr(stream, attribute):
-                setattr(self, attribute, getattr(stream, attribute))
+        # Number of micro-batches and position before each of the last two steps: a run may find one
+        # step later that a step was not finite.
+        self._positions: deque[tuple[int, Any]] = deque(maxlen=2)
+        take_over_attributes(self, stream)
 
     def __len__(self) -> int:
         return len(self.stream) if hasattr(self.stream, "__len__") else UNKNOWN_LENGTH
@@ -95,9 +96,9 @@ class StreamDataset(Dataset):
         if not self._is_started:
             return [self[0] for _ in indices]
         if self._n_batches % self.accumulate == 0:
-            self._before_step = (self._n_batches, self._state())
+            self._positions.append((self._n_batches, self._state()))
         self._n_batches += 1
-        return [self._read() for _ in indices]
+        return list(islice(self._samples, len(indices)))
 
     def describe(self, n_samples: int = 0) -> str:
         """Return how the stream is divided over ranks and resumed, as one line.
@@ -140,18 +141,15 @@ class StreamDataset(Dataset):
         """Return the position after a number of micro-batches since the start of this process.
 
         Args:
-            n_batches: Number of micro-batches of all complete steps. Batches of the next step may
-                have been read already.
+            n_batches: Number of micro-batches of all complete steps. Batches of the next two steps
+                may have been read already.
 
         Returns:
             Dict of `epoch` (number of the pass over the data) and `state` (result of the dataset's
             state_dict). None if the dataset cannot save its position.
         """
-        if n_batches == self._n_batches:
-            return self._state()
-        if self._before_step is None or self._before_step[0] != n_batches:
-            return None
-        return self._before_step[1]
+        positions = {**dict(self._positions), self._n_batches: self._state()}
+        return positions.get(n_batches)
 
     def load_state(self, position: dict[str, Any] | None, n_done: int) -> None:
         """Continue from a position that `state_at` returned in an earlier process.
@@ -163,13 +161,13 @@ class StreamDataset(Dataset):
         """
         if position is None or not hasattr(self.part, "load_state_dict"):
             if self.rank == 0:
-                message = f"{self.name}: {_NO_POSITION}; its first {n_done} samples are read again"
-                warnings.warn(message, stacklevel=2)
+                text = f"its first {n_done} samples are read again"
+                warnings.warn(f"{self.name}: the stream has no state_dict; {text}", stacklevel=2)
             return
         self.epoch = position["epoch"]
         self._set_epoch()
         self.part.load_state_dict(position["state"])
-        self._samples = None
+        self._samples = self._read_passes()
 
     def _has_state(self) -> bool:
         """Return whether this rank's part of the stream can save and load its position."""
@@ -186,35 +184,26 @@ class StreamDataset(Dataset):
         if hasattr(self.part, "set_epoch"):
             self.part.set_epoch(self.epoch)
 
-    def _iterate(self, part: Any) -> Iterator[Any]:
-        """Yield this rank's samples from the current position to the end of the stream.
+    def _read_passes(self) -> Iterator[Any]:
+        """Yield this rank's samples from the current position on, and begin again after the last.
 
         If all ranks read the same stream, a rank keeps one of each group of `stride` samples. An
         incomplete last group is left out.
 
-        Args:
-            part: Stream that this rank reads.
-        """
-        samples = iter(part)
-        while len(group := list(islice(samples, self.stride))) == self.stride:
-            yield group[self.rank % self.stride]
-
-    def _read(self) -> Any:
-        """Return the next sample. A new pass begins after the last one.
-
         Raises:
-            DataError: If a new pass has no sample.
+            DataError: If a complete pass has no sample.
         """
-        if self._samples is None:
-            self._samples = self._iterate(self.part)
-        for sample in self._samples:
-            return sample
-        self.epoch += 1
-        self._set_epoch()
-        self._samples = self._iterate(self.part)
-        for sample in self._samples:
-            return sample
-        raise DataError(f"{self.name}: the stream has no sample for this rank")
+        is_complete = False  # the first pass may begin at the end of the stream
+        while True:
+            samples, n_samples = iter(self.part), 0
+            while len(group := list(islice(samples, self.stride))) == self.stride:
+                yield group[self.rank % self.stride]
+                n_samples += 1
+            if is_complete and not n_samples:
+                raise DataError(f"{self.name}: the stream has no sample for this rank")
+            is_complete = True
+            self.epoch += 1
+            self._set_epoch()
 
 
 class ReadStream(Dataset):
@@ -227,9 +216,7 @@ class ReadStream(Dataset):
 
     def __init__(self, stream: Any, n_samples: int | None):
         self.samples = list(islice(iter(stream), n_samples))
-        for attribute in ("tokenizer", "token_bytes"):
-            if hasattr(stream, attribute):
-                setattr(self, attribute, getattr(stream, attribute))
+        take_over_attributes(self, stream)
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -261,7 +261,7 @@ def train_job(cfg: LaunchRun, words: list[str]) -> str:
         raise ConfigError.of("run_dir", cfg.run_dir, message)
     words = [word for word in words if not word.startswith("output_dir=")]
     words.append(shell.override("run_dir", f"/outputs/{folder}"))
-    if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
+    if cfg.task == "fit" and not cfg.ckpt_path:
         words.append("ckpt_path=last")  # the first start finds no checkpoint and begins at step 0
     image = [f"# {line}\n" for line in (HERE / "Dockerfile").read_text().splitlines()]
     gpus = 0 if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices

@@ -8,10 +8,11 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
+from gptrain.data.stream import UNKNOWN_LENGTH
 
 USER_DATA = "gptrain_data"  # attribute of a user's module: its UserData
 # Method of a data module whose batches a task reads first.
@@ -32,10 +33,10 @@ class UserData(Dataset):
 
     Attributes:
         batch_size: Samples of a batch of one rank.
-        epoch_batches: Batches of one epoch on each rank.
+        epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH.
 
     Raises:
-        ConfigError: If the number of batches is not known.
+        ConfigError: If the size of a batch is not known.
     """
 
     train = val = None
@@ -48,14 +49,15 @@ class UserData(Dataset):
         self.world_size = world_size
         sampler = getattr(loader, "batch_sampler", None)
         size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        if not isinstance(loader, DataLoader) or size is None or not sized_len(loader):
-            message = "its loader is no DataLoader with a length and a batch size"
+        if not isinstance(loader, DataLoader) or size is None:
+            message = "its loader is no DataLoader with a batch size"
             hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
             raise ConfigError.of(key, type(module).__name__, message, hint=hint)
         self.loader = loader
         self.batch_size = size
-        self.epoch_batches = len(loader)
-        if world_size > 1 and not isinstance(loader.sampler, DistributedSampler):
+        self.epoch_batches = sized_len(loader) or UNKNOWN_LENGTH
+        is_divided = isinstance(loader.sampler, DistributedSampler)
+        if world_size > 1 and not is_divided and not isinstance(loader.dataset, IterableDataset):
             # Lightning gives all ranks equally many samples: it repeats the first ones.
             n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
             is_cut = getattr(sampler, "drop_last", False)
@@ -66,8 +68,10 @@ class UserData(Dataset):
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the first batch."""
-        batch = next(iter(self.loader))
+        """Return the first sample of the first batch, after the module's transfer hooks."""
+        batch = self.module.on_before_batch_transfer(next(iter(self.loader)), 0)
+        batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+        batch = self.module.on_after_batch_transfer(batch, 0)
         if isinstance(batch, list):  # torch's collation makes a list of a tuple
             batch = tuple(batch)
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
@@ -80,8 +84,10 @@ class UserData(Dataset):
                 shown.
         """
         twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
+        is_known = self.epoch_batches != UNKNOWN_LENGTH
+        length = f"{self.epoch_batches} batches per rank and epoch" if is_known else "a stream"
         return (
-            f"{type(self.module).__name__} · {self.epoch_batches} batches per rank and epoch · "
+            f"{type(self.module).__name__} · {length} · "
             "not exact on a resume within an epoch: its order starts again, so that samples "
             f"repeat and others are left out{twice}"
         )

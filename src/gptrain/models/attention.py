@@ -204,7 +204,7 @@ def attend(
     if layout is not None and layout.documents is not None:
         # FlexAttention skips the blocks of other documents. It has no dropout.
         if layout.block_mask is not None and not dropout and q.shape[-1] >= FLEX_MIN_D_HEAD:
-            return flex_attend(q, k, v, layout.block_mask, is_grouped)
+            return flex_attend(q, k, v, layout.block_mask)
         mask = document_mask(layout.documents)
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=is_grouped
@@ -240,7 +240,7 @@ def document_block_mask(documents: Tensor) -> BlockMask:
     return create_block_mask(is_seen, n_samples, None, n_tokens, n_tokens, documents.device.type)
 
 
-def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_grouped: bool) -> Tensor:
+def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
     """Compute attention by FlexAttention, which is compiled on CUDA, where it is slow otherwise.
 
     H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
@@ -251,10 +251,10 @@ def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, is_group
         k: Keys, (B, G, S, K).
         v: Values, (B, G, S, K).
         block_mask: Mask of the documents, as `document_block_mask` returns it.
-        is_grouped: Whether several heads of `q` share one head of `k` and `v` (G < H).
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     # torch.compile returns at once if this function runs inside a compiled block.
     attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
+    is_grouped = q.shape[1] != k.shape[1]
     return cast(Tensor, attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped))

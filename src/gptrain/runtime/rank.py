@@ -241,12 +241,11 @@ def resume_command(cfg: RunConfig) -> str:
     """
     typed = HydraConfig.get().overrides
     added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
-    removed = ["run_dir=", "ckpt_path=", "from_run="]
+    removed = ("run_dir=", "ckpt_path=", "from_run=")
     if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         added["ckpt_path"] = "last"
-        removed.append("init_from=")
     words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
-    words += [word for word in typed.task if not word.lstrip("+").startswith(tuple(removed))]
+    words += [word for word in typed.task if not word.lstrip("+").startswith(removed)]
     words += [shell.override(key, value) for key, value in added.items() if value is not None]
     return shell.train_command(*words)
 

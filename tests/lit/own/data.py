@@ -158,6 +158,16 @@ class Resumable(Endless):
         self.position = state["position"]
 
 
+class IterableSamples(IterableDataset):
+    """The samples of a dataset, without their number."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return (self.dataset[i] for i in range(len(self.dataset)))
+
+
 class DataModule(pl.LightningDataModule):
     """A LightningDataModule as people write them: a random split in `setup`, batches of pairs.
 
@@ -165,9 +175,10 @@ class DataModule(pl.LightningDataModule):
 
     Args:
         n_loaders: Number of validation loaders.
+        is_stream: Whether the training samples have no index.
     """
 
-    def __init__(self, num_samples, batch_size=4, n_loaders=1):
+    def __init__(self, num_samples, batch_size=4, n_loaders=1, is_stream=False):
         super().__init__()
         self.save_hyperparameters()
         self.seen = []
@@ -182,15 +193,22 @@ class DataModule(pl.LightningDataModule):
         tokens[:, 0] = torch.arange(n_samples)
         samples = TensorDataset(tokens[:, :-1], tokens[:, 1:])
         self.train, self.val = random_split(samples, [n_samples - 9, 9])
+        self.rank = self.trainer.global_rank  # many modules read the ranks in `setup`
 
     def train_dataloader(self):
+        if self.hparams.is_stream:
+            return DataLoader(IterableSamples(self.train), self.hparams.batch_size)
         return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self):
         loaders = [DataLoader(self.val, 2) for _ in range(self.hparams.n_loaders)]
         return loaders if len(loaders) > 1 else loaders[0]
 
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"tokens": batch[0], "targets": batch[1]}
+
     def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch = batch["tokens"], batch["targets"]
         if self.trainer.training:
             self.seen += batch[0][:, 0].tolist()
         return batch

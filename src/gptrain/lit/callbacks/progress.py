@@ -42,11 +42,13 @@ class ProgressBar(TQDMProgressBar):
     def total_train_batches(self) -> int | float:
         """Number of micro-batches of this epoch, fewer if the run ends within the epoch."""
         trainer = self.trainer
-        epoch_batches = super().total_train_batches
+        epoch_batches = trainer.num_training_batches
         if trainer.max_steps < 0:
             return epoch_batches
         run_batches = trainer.max_steps * trainer.accumulate_grad_batches
-        return min(epoch_batches, run_batches - trainer.current_epoch * epoch_batches)
+        remaining = run_batches - trainer.current_epoch * epoch_batches
+        # If the length of an epoch is unknown, all batches of the run count in each epoch.
+        return min(epoch_batches, remaining) if remaining > 0 else run_batches
 
     def on_train_start(self, *args: Any) -> None:
         """Start the bar of the epoch, also for a run that resumes within an epoch."""
