@@ -40,8 +40,8 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and prepare it to learn the number of its batches.
 
     `prepare_data` is called on the first rank of each node, `setup` on every rank. Lightning calls
-    both again, as in any further fit of a Trainer. Until then the attribute `trainer` of the module is
-    a Trainer that only knows the ranks.
+    both again, as in any further fit of a Trainer. Until then the attribute `trainer` of the module
+    is a Trainer that only knows the ranks.
 
     Args:
         cfg: Configuration of the run.
