@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer, load_tokenizer
 from gptrain.text.chat import CHATML, ChatFormat
 

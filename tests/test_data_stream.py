@@ -8,7 +8,7 @@ import pickle
 import pytest
 from torch.utils.data import IterableDataset
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.stream import ReadStream, StreamDataset, as_indexed
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import yaml
 
-from gptrain.core.errors import quoted
+from gptrain.core.shell import quoted
 from gptrain.launch.command import main
 from tests.conftest import ROOT
 

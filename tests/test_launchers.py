@@ -96,7 +96,7 @@ conf, *sys.argv = sys.argv[1:]
 from gptrain import runtime
 from gptrain import config
 from gptrain.runtime.process import this_process
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 
 def train(cfg, guard):
     if this_process().rank == 1:

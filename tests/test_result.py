@@ -13,9 +13,9 @@ import subprocess
 import pytest
 import torch
 
+from gptrain.assemble.provenance import read_git
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, measure, recovery_times
-from gptrain.runtime.provenance import read_git
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gptrain.models import SimpleGPT
-from gptrain.text.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, terminal_text
 
 V = 12
 SIZES = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}
@@ -162,4 +162,4 @@ def test_a_temperature_near_zero_is_greedy_and_no_overflow():
 
 
 def test_tokens_that_are_not_text_are_shown_as_a_dot():
-    assert printable("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"
+    assert terminal_text("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"

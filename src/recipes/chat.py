@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.core import labels
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
 from gptrain.data.records import format_of, read_json_array, read_json_lines
 from gptrain.data.samples import pack_samples
@@ -25,7 +25,7 @@ from gptrain.lit.lightning import data_of
 from gptrain.lit.loggers.notes import log_note
 from gptrain.loss import IGNORED
 from gptrain.text.chat import ChatFormat, EncodedChat
-from gptrain.text.sampling import printable
+from gptrain.text.sampling import terminal_text
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class ChatDataset(Dataset):
         """Return the text of the first conversation, with its targets between « and »."""
         chat = self.chats[0]
         parts = np.split(chat.tokens, np.flatnonzero(np.diff(chat.is_target)) + 1)
-        texts = [printable(self.tokenizer.decode(part)) for part in parts]
+        texts = [terminal_text(self.tokenizer.decode(part)) for part in parts]
         first = int(not chat.is_target[0])  # index of the first part with targets
         return "".join(f"«{text}»" if i % 2 == first else text for i, text in enumerate(texts))
 

@@ -17,8 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from gptrain.core.errors import ConfigError
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.text.chat import ChatFormat
 from gptrain.text.scoring import encode_pair, score_continuations

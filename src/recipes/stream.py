@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
 
 

@@ -12,8 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import Field
 
 from gptrain import config
-from gptrain.core.errors import ConfigError, quoted
+from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, Name, Positive
 from tests import bench as package
 from tests.bench import target

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gptrain.core.errors import JobFailedError, quoted
+from gptrain.core.errors import JobFailedError
+from gptrain.core.shell import quoted
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.

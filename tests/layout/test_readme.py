@@ -123,6 +123,16 @@ def test_files_that_the_readme_names_exist():
     assert len(named) > 30 and sorted(missing) == ["conf/local/default.yaml", "src/my_project"]
 
 
+def test_the_readme_of_a_package_names_its_files_and_what_they_define():
+    for readme in sorted((ROOT / "src" / "gptrain").glob("*/README.md")):
+        text = readme.read_text()
+        stems = {path.stem for path in readme.parent.glob("*.py")} - {"__init__", "__main__"}
+        assert not [stem for stem in stems if not re.search(rf"\b{stem}\b", text)], readme
+        for name, file in re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", text):
+            path = readme.parent / file
+            assert not path.is_file() or re.search(rf"\b{name}\b", path.read_text()), (readme, name)
+
+
 def test_packages_stand_in_the_order_in_which_they_import():
     rows = re.findall(r"^\| (`src/gptrain[^|]*) \|", section("How a run flows"), re.MULTILINE)
     place = {

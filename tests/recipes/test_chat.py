@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.generate.__main__ import main
 from recipes.chat import ChatDataset
 

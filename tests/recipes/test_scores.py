@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer
 from gptrain.evaluate.__main__ import main
 from recipes.scores import Scores, count, read_questions

@@ -11,7 +11,7 @@ from torch import nn
 
 from gptrain.data import ByteTokenizer
 from gptrain.lit.callbacks.sample import SampleText
-from gptrain.text.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, terminal_text
 
 
 def test_the_callback_samples_with_its_own_options(caplog):
@@ -29,7 +29,7 @@ def test_the_callback_samples_with_its_own_options(caplog):
     SampleText("ab", n_tokens=20).on_train_end(trainer, SimpleNamespace(net=net))
     made = generate(net, list(b"ab"), 20, Sampling(0.7), torch.Generator().manual_seed(0))
     tokens = [*b"ab", *made]
-    text = printable(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
+    text = terminal_text(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
     assert caplog.messages == [f"{'sample':9} {text}"]
 
 

@@ -29,8 +29,9 @@ from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain, resolved
 from gptrain.config.values import walk
 from gptrain.core import labels, shell
-from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Parser, ending_of
+from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, ending_of
 from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
+from gptrain.core.parser import Parser
 from gptrain.runtime.streams import prepare_streams
 
 OPTIONS = ("library=", "recipes=")

@@ -10,6 +10,8 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.module import takes_net
 from gptrain.assemble.optimizer import peak_lr
+from gptrain.assemble.planned import plan_run
+from gptrain.assemble.provenance import describe_run
 from gptrain.config.from_run import NOT_TAKEN, words_to_repeat
 from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
@@ -18,10 +20,8 @@ from gptrain.core.shell import by_key
 from gptrain.costs.machine import DamagedMeasurementError
 from gptrain.lit.lightning import strategy_of
 from gptrain.lit.module import has_own_optimizer
-from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
 from gptrain.runtime.devices import RunDevices, native_precision
-from gptrain.runtime.provenance import describe_run
 
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
 
@@ -51,12 +51,12 @@ def build_report(
     batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
     uses_net = takes_net(type(module))
     if uses_net:
-        model = [info.net_name, count_text(info.n_parameters, info.n_trained)]
+        model = [info.net_name, parameters_text(info.n_parameters, info.n_trained)]
         model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
     else:
         n_parameters = sum(parameter.numel() for parameter in module.parameters())
         n_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        model = [type(module).__name__, count_text(n_parameters, n_trained)]
+        model = [type(module).__name__, parameters_text(n_parameters, n_trained)]
     device_text = f"{devices.world_size} x {devices.accelerator}"
     precision = precision_text(str(trainer.precision), native_precision(devices))
     strategy = [info.name, device_text, precision]
@@ -104,7 +104,7 @@ def build_report(
     return Report(lines, options, facts, planned, repeated_overrides)
 
 
-def count_text(n_parameters: int, n_trained: int) -> str:
+def parameters_text(n_parameters: int, n_trained: int) -> str:
     """Return a number of parameters as text: in millions, or in full if some are frozen or few.
 
     Args:

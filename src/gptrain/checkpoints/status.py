@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gptrain.checkpoints import fileops
 from gptrain.core.errors import DONE
+from gptrain.core.labels import shorten
 from gptrain.core.small_files import read_facts
 
 STATUS_NAME = "status.json"
@@ -84,11 +85,6 @@ class SpikeError(RefusedStepError):
     """Raised after spikes of the loss or the gradient norm were skipped too many times in a row."""
 
     cause = "spike"
-
-
-def shorten(samples: list[int]) -> str:
-    """Return the first 16 numbers as text, joined by commas, and an ellipsis if there are more."""
-    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
 
 
 def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:

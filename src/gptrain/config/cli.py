@@ -41,16 +41,10 @@ from gptrain.config.sweep import (
 )
 from gptrain.config.values import check_references, read_config
 from gptrain.core import errors, labels, locations, shell
-from gptrain.core.errors import (
-    ConfigError,
-    ConfigIssue,
-    JobFailedError,
-    Parser,
-    ending_of,
-    first_line,
-    quoted,
-)
+from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
+from gptrain.core.parser import Parser
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import quoted
 from gptrain.runtime.process import (
     expand_gpu_segments,
     reserve_gpus,

@@ -11,8 +11,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.values import unknown_choice, unknown_key, walk
-from gptrain.core.errors import ConfigIssue, first_line, quoted
-from gptrain.core.shell import command
+from gptrain.core.errors import ConfigIssue, first_line
+from gptrain.core.shell import command, quoted
 
 # Exceptions that Hydra raises for an override that it cannot parse or compose. Hydra does not wrap
 # all of them in a HydraException.

@@ -6,13 +6,11 @@ code, a cause and a printed line.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import re
-import sys
 import traceback
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 DONE = 0
 BAD_CONFIG = 2
@@ -182,19 +180,6 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
-def quoted(text: str) -> str:
-    """Return a text in quotes, so that Hydra parses it as exactly this string.
-
-    A text that looks like a reference, a list or a number stays a string.
-
-    Args:
-        text: Text without quotes, the value of an override.
-    """
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
-    # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
-
-
 def code_of(error: OSError) -> int:
     """Return the exit code for an error of the operating system.
 
@@ -255,34 +240,13 @@ class ConfigError(Exception):
         return cls([ConfigIssue(key, value, message, **more)])
 
 
-class Parser(argparse.ArgumentParser):
-    """ArgumentParser that raises a ConfigError, where argparse would print usage and exit."""
+class DataError(ValueError):
+    """Raised for data that is empty, damaged or does not fit the run.
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of a command line, as argparse does.
+    A run that raises this error ends with exit code 65.
+    """
 
-        Args:
-            args: Words of the command line. None stands for `sys.argv[1:]`.
-            namespace: Object that gets the values. None stands for a new one.
-
-        Raises:
-            ConfigError: If a word ends with a carriage return, which a script with Windows line
-                endings adds to the last word of a line.
-        """
-        words = sys.argv[1:] if args is None else args
-        if windows_words := [word for word in words if word.endswith("\r")]:
-            key, equals, value = windows_words[0].partition("=")
-            message = "ends with a carriage return: the script has Windows line endings"
-            hint = "dos2unix <script>, or sed -i 's/\\r$//' <script>"
-            if not equals:
-                message = f"{windows_words[0]}: {message}"
-                key = ""
-            raise ConfigError.of(key.lstrip("+~"), value if equals else None, message, hint=hint)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with argparse's message, which suggests the command's `--help`."""
-        raise ConfigError.of("", None, message, hint=f"{self.prog} --help")
+    cause = "data"
 
 
 class JobFailedError(Exception):

@@ -20,3 +20,8 @@ def line(label: str, text: object) -> str:
 def count_text(n: int, noun: str) -> str:
     """Return a number with its noun in the right form: `1 step`, `2 steps`."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def shorten(samples: list[int]) -> str:
+    """Return the first 16 numbers as text, joined by commas, and an ellipsis if there are more."""
+    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")

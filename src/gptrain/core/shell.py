@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable
 
 from gptrain.core import locations
-from gptrain.core.errors import quoted, show
+from gptrain.core.errors import show
 
 # Strings that need no quotes: Hydra parses them as strings, and a shell leaves them unchanged.
 PLAIN = r"(\.{0,2}/|[A-Za-z_])[\w/.:-]*"
@@ -33,6 +33,19 @@ def override(key: str, value: object) -> str:
     text = str(value)
     is_plain = re.fullmatch(PLAIN, text, re.ASCII) and text.lower() not in CONSTANTS
     return f"{key}={text if is_plain else quoted(text)}"
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, so that Hydra parses it as exactly this string.
+
+    A text that looks like a reference, a list or a number stays a string.
+
+    Args:
+        text: Text without quotes, the value of an override.
+    """
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
+    # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:

@@ -10,16 +10,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from gptrain.core.errors import first_line
-
-
-class DataError(ValueError):
-    """Raised for data that is empty, damaged or does not fit the run.
-
-    A run that raises this error ends with exit code 65.
-    """
-
-    cause = "data"
+from gptrain.core.errors import DataError, first_line
 
 
 class UnreadableFileError(DataError):

@@ -22,7 +22,7 @@ or a list of T integers. `labels` are not shifted: `labels[t]` is `input_ids[t]`
 loss is counted (see `HuggingFacePairs`). A right-padded `attention_mask` is taken into account.
 """
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.corpus import default_corpus
 from gptrain.data.dummy import DummyTextDataset
 from gptrain.data.hugging_face import HuggingFacePairs, as_pairs

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gptrain.core import shell
-from gptrain.core.small_files import DataError, open_regular
+from gptrain.core.errors import DataError
+from gptrain.core.small_files import open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
 from gptrain.data.json_array import find_records
 from gptrain.data.order import GOLDEN

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.samples import describe_sample, len_of, take_over_attributes
 from gptrain.loss import IGNORED
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 
 DATA_KEY = "data"
 _BLOCK_BYTES = 2**16

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.hugging_face import as_pairs
 from gptrain.data.order import SampleOrder
 from gptrain.data.samples import BatchDataset, BatchReader, describe_sample, len_of

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 
 # Rounds of the Feistel network. Four rounds make it pseudorandom (Luby & Rackoff 1988); six are
 # used because the halves have few bits if there are few samples.

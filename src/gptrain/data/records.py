@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, cast
 
-from gptrain.core.small_files import DataError, open_regular
+from gptrain.core.errors import DataError
+from gptrain.core.small_files import open_regular
 from gptrain.data.json_array import holds_array, read_array
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}

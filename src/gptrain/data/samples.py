@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.loss import IGNORED
 
 # Optional attributes and methods of a dataset, see gptrain.data.

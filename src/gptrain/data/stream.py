@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.samples import take_over_attributes
 
 UNKNOWN_LENGTH = 2**40  # samples; no run reads so many

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptrain.core.small_files import DataError, read_facts
+from gptrain.core.errors import DataError
+from gptrain.core.small_files import read_facts
 from gptrain.data.corpus import Piece, Source, SourceScan, find_sources, read_pieces, scan_source
 from gptrain.data.prepare import LENGTHS_TYPE, fresh_folder, write_tokens
 from gptrain.data.token_files import open_token_file

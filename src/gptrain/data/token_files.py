@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gptrain.core.small_files import DataError, open_regular
+from gptrain.core.errors import DataError
+from gptrain.core.small_files import open_regular
 from gptrain.data.folders import SkippedPaths, walk_files
 
 HEADER_BYTES = 1024  # 256 int32

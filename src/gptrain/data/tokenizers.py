@@ -27,7 +27,8 @@ from types import ModuleType
 
 import numpy as np
 
-from gptrain.core.small_files import DataError, read_bytes, read_facts
+from gptrain.core.errors import DataError
+from gptrain.core.small_files import read_bytes, read_facts
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"

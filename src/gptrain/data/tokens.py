@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.samples import BatchDataset
 from gptrain.data.token_files import TokenFile, find_token_files, open_token_file
 from gptrain.loss import IGNORED

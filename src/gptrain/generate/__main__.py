@@ -30,8 +30,9 @@ from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
 from gptrain.config.overrides import parse
-from gptrain.core.errors import ConfigError, ConfigIssue, quoted
+from gptrain.core.errors import ConfigError, ConfigIssue
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
 
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None

@@ -14,9 +14,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import RunLengths
-from gptrain.core.small_files import DataError
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of

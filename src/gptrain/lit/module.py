@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.lit.metrics import named_in_errors, named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions

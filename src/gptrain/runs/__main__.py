@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from gptrain import runs as package
 from gptrain.checkpoints.timeline import TIMES
-from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, Parser, printable
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, printable
 from gptrain.core.locations import default_output_dir
+from gptrain.core.parser import Parser
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.prune import prune
 from gptrain.runs.table import align_columns, differing_keys, rank_runs, run_names, text_table

@@ -9,7 +9,6 @@ watchdog    heartbeats, and the detection of ranks that hang
 agreement   a question to all ranks without a collective operation
 streams     stdout and stderr of a process
 measure     peak speed of a device
-provenance  code, versions, command and devices of a run, for result.json
 """
 
 import os

@@ -31,8 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints.status import PreemptedError, read_status, shorten, write_status
+from gptrain.checkpoints.status import PreemptedError, read_status, write_status
 from gptrain.core.errors import FAILED, HUNG, exit_code
+from gptrain.core.labels import shorten
 from gptrain.runtime.signals import StopFlag
 
 GRACE_S = 5.0  # time for a rank to end by itself after another rank has failed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
 from gptrain.data.tokenizers import Tokenizer
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]

@@ -105,7 +105,7 @@ def generate(
         net.train(was_training)
 
 
-def printable(text: str) -> str:
+def terminal_text(text: str) -> str:
     """Make text safe for a terminal.
 
     A middle dot replaces each control character except newline and tab, and each U+FFFD, which

@@ -13,7 +13,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
-from gptrain.text.sampling import Sampling, printable
+from gptrain.text.sampling import Sampling, terminal_text
 
 # Text of bytes that are not UTF-8, such as the first bytes of a character of several tokens
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -161,7 +161,7 @@ class Writer:
         shown = [] if self.format else [prompt_text]
         answer = ""
         for piece in chain(shown, cut_at_stop(self.stop, pieces)):
-            print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+            print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print(flush=True)
         if self.format:

@@ -10,10 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import PreemptedError, shorten
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import first_line
+from gptrain.core.labels import shorten
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.ending import why_ended

@@ -9,7 +9,7 @@ from gptrain.core import labels
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import data_of, is_fast_dev_run
 from gptrain.lit.loggers.notes import log_note
-from gptrain.text.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, terminal_text
 
 log = logging.getLogger(__name__)
 SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more probable
@@ -74,7 +74,7 @@ class SampleText(Callback):
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(0)  # leaves the RNG of training alone
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
-        text = printable(tokenizer.decode(tokens))
+        text = terminal_text(tokenizer.decode(tokens))
         self._sampled_step = trainer.global_step
         self._text = text
         log_note(trainer, "sample", text)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from lightning.pytorch import Trainer
 
-from gptrain.checkpoints.status import shorten
-from gptrain.core.small_files import DataError
+from gptrain.core.errors import DataError
+from gptrain.core.labels import shorten
 from gptrain.lit.lightning import data_of
 from gptrain.loss import NO_TARGET
 
