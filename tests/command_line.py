@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
+from pathlib import Path
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command, run_command
 from gptrain.config.compose import resolved
 from gptrain.core.schema import RunConfig
+from gptrain.runtime.signals import StopFlag
+from gptrain.runtime.watchdog import Guard
+
+
+def unwatched(cfg: RunConfig, rank: int = 0) -> Guard:
+    """Return a guard for a run that a test builds by itself. It watches nothing until entered."""
+    folder = Path(cfg.run_dir)
+    return Guard(folder, folder / ".beats" / "test", StopFlag(), rank=rank, timeout_s=60.0)
 
 
 def answer(*words: str) -> tuple[int, list[str]]:

@@ -18,7 +18,7 @@ from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingl
 from gptrain.parallel.strategy import ParallelStrategy
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning
-from tests.command_line import compose_run
+from tests.command_line import compose_run, unwatched
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):
     assert machine_of("auto").n_local == 2
 
 
-def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
+def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path):
     class GroupMade(Exception):
         pass
 
@@ -97,9 +97,11 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
     monkeypatch.setattr(assemble, "start_group", start_group)
     monkeypatch.setattr(RunDevices, "backend", "the machine's")
     words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
+    words.append(f"run_dir={tmp_path}")
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
+        cfg = compose_run(*words, f"strategy.backend={asked}")
         with pytest.raises(GroupMade) as made:
-            assemble.build(compose_run(*words, f"strategy.backend={asked}"))
+            assemble.build(cfg, unwatched(cfg))
         assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None, ()),)
     assert calls == [3, 3]
 

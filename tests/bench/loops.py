@@ -75,15 +75,16 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
 
     from gptrain.assemble.run import build
     from gptrain.checkpoints.lock import RunLock
-    from tests.command_line import compose_run
+    from tests.command_line import compose_run, unwatched
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             turns.step_done()
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    with RunLock(spec["run_dir"]) if is_first else nullcontext():  # for its checkpoints, if any
-        run = build(compose_run(*spec["overrides"]))
+    rank = int(os.environ.get("RANK", 0))
+    cfg = compose_run(*spec["overrides"])
+    with nullcontext() if rank else RunLock(spec["run_dir"]):  # for its checkpoints, if any
+        run = build(cfg, unwatched(cfg, rank))
         run.trainer.callbacks.append(TakeTurns())
         run.trainer.fit(run.module, datamodule=run.datamodule)
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from gptrain.assemble.run import build
 from gptrain.checkpoints.lock import RunLock
-from tests.command_line import compose_run
+from tests.command_line import compose_run, unwatched
 
 NAMES = (
     "launches", "matrix multiplications", "stream syncs", "device syncs", "event syncs",
@@ -51,7 +51,8 @@ def main() -> None:
     words = os.environ["WORDS"].split()
     common = (f"run_dir={run_dir}", f"trainer.max_steps={N_STEPS}", "checkpoint=none")
     with RunLock(run_dir):
-        run = build(compose_run(*words, *common, "callbacks=none"))
+        cfg = compose_run(*words, *common, "callbacks=none")
+        run = build(cfg, unwatched(cfg))
         measure = Measure()
         run.trainer.callbacks.append(measure)
         run.trainer.fit(run.module, datamodule=run.datamodule)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 
 from gptrain.lit.callbacks.monitor import TrainingMonitor, acts_on_validation
-from gptrain.lit.decisions import StepDecisions
+from gptrain.lit.callbacks.progress import ProgressBar
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -348,7 +348,7 @@ def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_
             pass
 
     trainer = SimpleNamespace(
-        callbacks=[TrainingMonitor(1, None, {}, StepDecisions([], 1))],
+        callbacks=[ProgressBar()],
         lightning_module=LightningModule(),
     )
     assert not acts_on_validation(trainer)

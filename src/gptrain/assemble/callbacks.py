@@ -41,7 +41,7 @@ FP32_BYTES = 4
 
 
 def build_callbacks(
-    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset
 ) -> list[pl.Callback]:
     """Build the callbacks of the `callbacks` group and those that every run has.
 
@@ -52,7 +52,7 @@ def build_callbacks(
     Args:
         cfg: Configuration of the run.
         lengths: Batch arithmetic and number of steps.
-        guard: Watchdog of this rank, or None.
+        guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
 
     Returns:
@@ -66,7 +66,7 @@ def build_callbacks(
         own.append(ProgressBar())
     is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
     keeps = is_fit and cfg.checkpoint.name != "none"
-    is_recorded = is_fit and guard is not None and this_process().rank == 0
+    is_recorded = is_fit and this_process().rank == 0
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
     monitor = TrainingMonitor(
@@ -74,11 +74,11 @@ def build_callbacks(
         lengths,
         cfg.model.plain(),
         StepDecisions(build_rules(cfg), cfg.max_skips),
-        guard=guard,
+        guard,
+        timeline,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
         typed=typed_optimizer_keys(cfg),
-        timeline=timeline,
     )
     own.insert(0, QuietCollector())
     if checkpoints is None:
@@ -134,7 +134,7 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
 def build_checkpoints(
     cfg: RunConfig,
     lengths: RunLengths,
-    guard: Guard | None,
+    guard: Guard,
     train: Dataset,
     timeline: Timeline,
 ) -> Checkpoints:
@@ -146,14 +146,14 @@ def build_checkpoints(
     Args:
         cfg: Configuration of the run.
         lengths: Batch arithmetic and number of steps.
-        guard: Watchdog of this rank, or None.
+        guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
         timeline: Record of the phases of this start.
     """
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,
         read_holder(cfg.run_dir)["run_id"],
-        progress=guard.heartbeat.beat if guard is not None else None,
+        progress=guard.heartbeat.beat,
     )
     facts = identity(cfg, batch_of(cfg, lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
@@ -162,7 +162,6 @@ def build_checkpoints(
     bytes_per_parameter = FP32_BYTES + math.ceil(optimizer.bytes_per_parameter(FP32_BYTES))
     changed, objective = changed_options(cfg), cfg.objective
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    place = guard.heartbeat.folder / "failed" if guard is not None else None
     return Checkpoints(
         store,
         facts,
@@ -171,7 +170,7 @@ def build_checkpoints(
         changed,
         objective,
         mirror,
-        place,
+        guard.heartbeat.folder / "failed",
         timeline,
     )
 

@@ -186,7 +186,7 @@ def is_default_compile() -> bool:
     return "model.compile" not in typed_keys()
 
 
-def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
+def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     """Build this rank's part of a run. All ranks must call it.
 
     Joins the process group, prepares the data on rank 0 first, and builds the net with its initial
@@ -195,7 +195,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     Args:
         cfg: Configuration of the run. On rank 0, `ckpt_path` is the folder of the verified
             checkpoint or None.
-        guard: Watchdog of this rank. None if nothing watches the run.
+        guard: Watchdog of this rank.
 
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
@@ -203,12 +203,9 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     device = devices.device(process.local_rank)
-    if guard is None:
+    guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
+    with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         start_rank(cfg, process, devices)
-    else:
-        guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
-        with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
-            start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)
 
@@ -334,7 +331,7 @@ def check_shared(run_dir: str, rank: int) -> None:
         raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
-def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
+def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
     """Return the training, validation and test set, which rank 0 prepares first.
 
     All ranks must call it. Preparing may take hours. The heartbeat allows that time, and a stop
@@ -343,11 +340,9 @@ def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
     Args:
         cfg: Configuration of the run.
         rank: Global rank of this process.
-        guard: Watchdog of this rank. None if nothing watches the run.
+        guard: Watchdog of this rank.
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
-    if guard is None:
-        return make()
     guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)
     with guard.nothing_to_save():
         datasets = make()

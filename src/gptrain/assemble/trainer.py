@@ -31,7 +31,7 @@ def build_trainer(
     devices: RunDevices,
     strategy: Strategy,
     lengths: RunLengths,
-    guard: Guard | None,
+    guard: Guard,
     train: Dataset,
 ) -> pl.Trainer:
     """Build the Trainer for the run's steps, in epochs of whole optimizer steps.
@@ -41,7 +41,7 @@ def build_trainer(
         devices: Devices of the run.
         strategy: Lightning strategy around the parallelism strategy.
         lengths: Batch arithmetic and number of steps, which replace the Trainer's own limits.
-        guard: Watchdog of this rank, or None.
+        guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
 
     Raises:

@@ -80,8 +80,8 @@ class Checkpoints(Checkpoint):
         mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
             last copy before they exit. None if there is no mirror.
         agreement_folder: Shared folder of this start of the run, in which failed ranks agree on
-            whether to save. If None, a run of several ranks does not save after an error.
-        timeline: Record of the phases of this start. None records nothing.
+            whether to save.
+        timeline: Record of the phases of this start.
 
     Attributes:
         stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
@@ -99,8 +99,8 @@ class Checkpoints(Checkpoint):
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
-        agreement_folder: Path | None = None,
-        timeline: Timeline | None = None,
+        agreement_folder: Path,
+        timeline: Timeline,
     ):
         self.store = store
         self.identity = identity
@@ -111,7 +111,7 @@ class Checkpoints(Checkpoint):
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
         self.agreement_folder = agreement_folder
-        self.timeline = timeline or Timeline(None)
+        self.timeline = timeline
         self.stopping = False
         self.time_is_up = False
         self.saved = SavedStep(0, True)

@@ -5,6 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gptrain.lit.lightning import strategy_of
+
 FIRST_STEPS = 3  # micro-steps after which the objects that a training keeps exist
 
 
@@ -32,8 +34,9 @@ class QuietCollector(Callback):
         """
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
+            with strategy_of(trainer).parallel.clock.paused():
+                gc.collect()
+                gc.freeze()
             self._is_frozen = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

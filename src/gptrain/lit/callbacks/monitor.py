@@ -71,13 +71,12 @@ class TrainingMonitor(Callback):
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
         decisions: Decisions whether optimizer steps are taken.
-        guard: Guard of this rank, which gets heartbeats and has the stop flag. None for a run
-            without a watchdog.
+        guard: Guard of this rank, which gets heartbeats and has the stop flag.
+        timeline: Record of the phases of this start.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         compiles: Whether the first training step and the first evaluation step compile the model,
             so that the watchdog must allow them COMPILING_S.
         typed: Key -> value of the overrides of the optimizer and the scheduler group.
-        timeline: Record of the phases of this start. None records nothing.
 
     Attributes:
         speed: Clock of the steps, set when training starts.
@@ -96,22 +95,23 @@ class TrainingMonitor(Callback):
         lengths: RunLengths,
         model_config: dict[str, Any],
         decisions: StepDecisions,
+        guard: Guard,
+        timeline: Timeline,
         *,
-        guard: Guard | None = None,
-        checkpoints: Checkpoints | None = None,
-        compiles: bool = False,
-        typed: Mapping[str, Any] | None = None,
-        timeline: Timeline | None = None,
+        checkpoints: Checkpoints | None,
+        compiles: bool,
+        typed: Mapping[str, Any],
     ):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
         self.model_config = model_config
         self.decisions = decisions
         self.guard = guard
+        self._beat = guard.heartbeat.beat
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
-        self.typed = typed or {}
-        self.timeline = timeline or Timeline(None)
+        self.typed = typed
+        self.timeline = timeline
         self.votes = Vote()
         self.missing_targets = MissingTargets()
         self.stopping = False  # the ranks have agreed to stop
@@ -145,8 +145,7 @@ class TrainingMonitor(Callback):
             PreemptedError: If the run was asked to stop before the first step.
             IncompatibleModelError: If a hook has switched to manual optimization.
         """
-        if self.guard:
-            self.guard.leave_if_asked()
+        self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         check_optimization(pl_module)  # a second check, because hooks may have changed the module
         if trainer.is_global_zero and has_own_optimizer(pl_module):
@@ -247,8 +246,6 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Pass the error to the loggers, and give the samples of the batch to the error report."""
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
-        if self.guard is None:
-            return
         step = trainer.global_step
         rank = trainer.global_rank
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
@@ -289,8 +286,7 @@ class TrainingMonitor(Callback):
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
         if trainer.state.fn != "fit":
-            if self.guard is not None:
-                self.guard.leave_if_asked()
+            self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
             self._vote(trainer)
             self._stop_if_agreed(trainer)
@@ -384,15 +380,6 @@ class TrainingMonitor(Callback):
                 left_s = (self.lengths.n_steps - trainer.global_step) * values["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))
 
-    def _beat(self, *args: Any, **kwargs: Any) -> None:
-        """Send a heartbeat to the watchdog, if the run has a guard.
-
-        The arguments are those of `Heartbeat.beat`: the number of steps done, the name of the
-        phase, and `allow_s`, the seconds that the watchdog adds for a slow phase.
-        """
-        if self.guard:
-            self.guard.heartbeat.beat(*args, **kwargs)
-
     def _vote(self, trainer: Trainer) -> None:
         """Vote on stopping and on saving, and apply the results of the previous vote.
 
@@ -400,7 +387,7 @@ class TrainingMonitor(Callback):
         guard was asked to stop. The results are identical on all ranks, and set `stopping` here and
         `stopping` and `time_is_up` of `checkpoints`.
         """
-        wants_stop = self.guard is not None and bool(self.guard.stop)
+        wants_stop = bool(self.guard.stop)
         wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
         stops, saves = self.votes.ask(wants_stop, wants_save) or (False, False)
         self.stopping |= stops

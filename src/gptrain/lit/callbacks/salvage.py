@@ -18,7 +18,7 @@ AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, 
 
 
 def may_save(
-    trainer: Trainer, exception: BaseException, facts: list[Any], agreement_folder: Path | None
+    trainer: Trainer, exception: BaseException, facts: list[Any], agreement_folder: Path
 ) -> bool:
     """Return whether all ranks have failed after the same step, so that the step can be saved.
 
@@ -31,21 +31,15 @@ def may_save(
         trainer: Trainer of the run.
         exception: Error of this rank.
         facts: Description of the save, which must be equal on all ranks.
-        agreement_folder: Shared folder of this start of the run, in which the ranks agree. If
-            None, several ranks cannot agree and do not save.
+        agreement_folder: Shared folder of this start of the run, in which the ranks agree.
     """
     is_salvaged = CAUSES[ending_of(exception).cause].is_salvaged
     if not is_salvaged or isinstance(exception, SaveFailedError):
         return False
     facts = [*facts, strategy_of(trainer).is_updating, n_collectives()]
-    rank = trainer.global_rank
-    world_size = trainer.world_size
-    if world_size > 1:
-        if agreement_folder is None:
-            return False
-        if not all_agree(agreement_folder, rank, world_size, facts, AGREEMENT_S):
-            return False
-    return not strategy_of(trainer).is_updating
+    rank, world_size = trainer.global_rank, trainer.world_size
+    is_agreed = all_agree(agreement_folder, rank, world_size, facts, AGREEMENT_S)
+    return is_agreed and not strategy_of(trainer).is_updating
 
 
 def allow_amendment(trainer: Trainer, path: Path) -> None:
