@@ -75,30 +75,23 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
 
 
 @pytest.mark.slow
-def test_the_command_starts_its_ranks(command, tmp_path):
-    words = ["--explain", "trainer.accelerator=cpu", "trainer.devices=2", "max_bytes=65536"]
-    done = command("-m", "gptrain.collectives", *words, f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    check_pictures(done.stdout, 2)
-    assert (tmp_path / "run").is_dir()  # the other words are not lost
-
-
-@pytest.mark.slow
 def test_under_torchrun_only_rank_0_prints(command, tmp_path):
     words = ["-m", "gptrain.collectives", "trainer.accelerator=cpu"]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
     done = command(*torchrun, *words, "max_bytes=65536", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     check_pictures(done.stdout, 2)
+    assert (tmp_path / "run").is_dir()  # the other words are not lost
 
 
-FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 1.5, "all_to_all": 0.75, "gather": 0.75}
+# Bus bandwidth of three ranks, relative to the bytes of a rank's buffer per second.
+FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 4 / 3, "all_to_all": 2 / 3, "gather": 2 / 3}
 
 
 @pytest.mark.slow
 def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_path):
     (tmp_path / "machine.json").write_text("{}")  # damaged
-    for n_ranks in (2, 4):
+    for n_ranks in (2, 3):
         text = run(n_ranks, f"output_dir={tmp_path}", job=measure)
     tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", text, re.MULTILINE))
     assert len(tables) == 8
@@ -113,7 +106,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_pat
     }  # fmt: skip
     assert facts["flops_per_s"].keys() == {"float32", "bfloat16"}
     assert 1e8 < facts["memory_bytes_per_s"] < 1e13 and 1e-8 < facts["op_s"] < 1e-2
-    assert facts["links"]["gloo"].keys() == {"2", "4"}  # the second run kept the first's
+    assert facts["links"]["gloo"].keys() == {"2", "3"}  # the second run kept the first's
     for link in facts["links"]["gloo"].values():
         assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
         assert 0 <= link["wait_s"] < 1

@@ -148,3 +148,23 @@ def test_missing_or_damaged_weights_are_one_line_with_an_exit_code(
     assert run.code == code and message in line and line.count("/readme") <= 1
     assert "weights_only" not in run.err
     assert "init_strict" not in line  # helps with another net only
+
+
+@pytest.mark.slow
+def test_adapters_on_sharded_weights_resume_bit_for_bit(train):
+    net = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+           "model.n_layers=2", "model.vocab_size=64", "model.d_ff=32")  # fmt: skip
+    base = train(*net, "trainer.max_steps=1", name="base")
+    words = ("experiment=lora", *net, "strategy=fsdp", "trainer.devices=2", "scheduler=constant",
+             "checkpoint.every_n_steps=2")  # fmt: skip
+    for name, steps in (("one", 4), ("other", 2)):
+        run = train(*words, f"init_from={base.folder}", f"trainer.max_steps={steps}", name=name)
+        assert run.code == 0, run.err
+    resumed = train(*words, "ckpt_path=last", name="other")
+    assert resumed.code == 0, resumed.err
+    weights, expected = (
+        gptrain.load(resumed.folder.with_name(name), "last", ["recipes"]).state_dict()
+        for name in ("other", "one")
+    )
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert all(expected[name].any() for name in expected if name.endswith("lora_b"))

@@ -43,17 +43,11 @@ def run(monkeypatch, capfd) -> Callable[..., str]:
 
 
 train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
-SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=SLOW)])
-def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(
-    strategy, run, tmp_path
-):
-    devices = "1" if strategy == "single" else "2"
-    words = (*WORDS, f"strategy={strategy}", f"trainer.devices={devices}")
+def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(run, tmp_path):
     run(train, *WORDS, f"run_dir={tmp_path}/base", "trainer.max_steps=1")
-    lora = (*words, "experiment=lora")
+    lora = (*WORDS, "strategy=single", "experiment=lora")
     start = f"init_from={tmp_path}/base"
     out = run(train, *lora, start, f"run_dir={tmp_path}/a", "trainer.max_steps=4")
     # Two blocks with two adapters of rank 8: q 16 -> 16, v 16 -> 8.
@@ -70,13 +64,12 @@ def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(
     checkpoint = tmp_path / "a" / "checkpoints" / "step-00000004"
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["config"]["base"]["path"] == str(tmp_path / "base/checkpoints/step-00000001")
-    if strategy == "single":
-        state = torch.load(checkpoint / "state.ckpt", weights_only=True)["state_dict"]
-        assert {name.rpartition(".")[2] for name in state} == {"lora_a", "lora_b"}
-        exported = tmp_path / "base/checkpoints"
-        exported.rename(tmp_path / "moved")
-        resume = (*lora, f"run_dir={tmp_path}/b", "trainer.max_steps=6", "ckpt_path=last")
-        assert f"error: init_from={exported}/step-00000001: no such" in run(train, *resume, code=66)
+    state = torch.load(checkpoint / "state.ckpt", weights_only=True)["state_dict"]
+    assert {name.rpartition(".")[2] for name in state} == {"lora_a", "lora_b"}
+    exported = tmp_path / "base/checkpoints"
+    exported.rename(tmp_path / "moved")
+    resume = (*lora, f"run_dir={tmp_path}/b", "trainer.max_steps=6", "ckpt_path=last")
+    assert f"error: init_from={exported}/step-00000001: no such" in run(train, *resume, code=66)
 
 
 def test_a_base_that_has_changed_is_one_line(run, tmp_path):
