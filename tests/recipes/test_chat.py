@@ -90,7 +90,8 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
     here += (f"data.documents={documents}",)
     run(train, *words, *here, "data.held_out=0.5", "trainer.max_steps=4", "optimizer.lr=1e-2")
     out = capfd.readouterr().out
-    assert "«" in out and "150 conversations in " in out
+    if devices == 1:
+        assert "«" in out and "150 conversations in " in out
     net = gptrain.load(tmp_path / "run", "last")
     talks = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
     with torch.no_grad():

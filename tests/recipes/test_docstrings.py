@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from gptrain.evaluate.__main__ import main as evaluate
+from gptrain.generate.__main__ import main as generate
 from recipes.docstrings import main
 from recipes.scores import cleaned, read_questions
 
@@ -23,6 +27,21 @@ def docs(tmp_path_factory) -> Path:
         patch.setattr(sys, "argv", ["docstrings.py", str(folder)])
         main()
     return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capfd) -> Callable[..., str]:
+    """Return a function that does what a command line does, and returns what it prints."""
+
+    def call(main: Callable[[], object], *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capfd.readouterr()
+        assert not left.value.code, captured
+        return captured.out
+
+    return call
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -51,7 +70,7 @@ def test_functions_that_are_asked_about_are_not_trained_on(docs):
 
 
 @pytest.mark.slow
-def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, tmp_path):
+def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, tmp_path):
     """The README's story, with fewer steps and fewer questions."""
     for name, n_lines in (("held_out", 20), ("questions", 4)):
         lines = (docs / f"{name}.jsonl").read_text().splitlines()[:n_lines]
@@ -62,19 +81,16 @@ def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, tmp_path):
         for key, name in (("path", "chats"), ("held_out", "held_out"))
     ]
     scores = f"callbacks.scores.files.docs={docs}/questions.jsonl"
-    train = [sys.executable, "train.py", f"output_dir={tmp_path}", "trainer.max_steps=2"]
-
-    def run(*words: str) -> str:
-        return subprocess.run(words, cwd=ROOT, check=True, text=True, capture_output=True).stdout
-
-    text = ["data.tokenizer=bpe", "model.vocab_size=512", f"data.path={ROOT}/src"]
-    run(*train, "experiment=quickstart", f"run_dir={base}", *text)
-    run(*train, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files, scores)
-    module = (sys.executable, "-m")
-    scored = run(*module, "gptrain.evaluate", f"from_run={chat}")
+    train = partial(runpy.run_path, str(ROOT / "train.py"), run_name="__main__")
+    start = (f"output_dir={tmp_path}", "trainer.max_steps=2")
+    text = ("data.tokenizer=bpe", "model.vocab_size=512", f"data.path={ROOT}/src")
+    run(train, *start, "experiment=quickstart", f"run_dir={base}", *text)
+    run(train, *start, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files,
+        scores)  # fmt: skip
+    scored = run(evaluate, f"from_run={chat}")
     assert {line.split("\t")[0] for line in scored.splitlines()} == {
         "eval/docs/acc", "eval/docs/acc_norm",
     }  # fmt: skip
     question = "What does os.path.join do?"
     ask = [f"from_run={chat}", f"prompt={question}", "chat=true", "n_tokens=8"]
-    assert run(*module, "gptrain.generate", *ask)
+    assert run(generate, *ask)
