@@ -1,4 +1,6 @@
-"""Communication hooks of data-parallel gradients."""
+"""Communication hooks of data-parallel gradients, and the comparison of the ranks' speed."""
+
+import logging
 
 import torch
 import torch.distributed as dist
@@ -6,6 +8,7 @@ import torch.nn.functional as F
 from kinds import close, make_batch, make_net
 from ranks import on_ranks
 
+from gptrain.lit import slowest
 from gptrain.parallel.ddp import build_comm_hook
 from gptrain.plan.counters import Sent
 
@@ -30,3 +33,22 @@ def test_comm_hooks_round_gradients_and_halve_the_bytes():
     assert not torch.equal(gradients["bf16"], gradients["none"])
     assert sent["bf16"] == sent["fp16"] == sent["none"] / 2 > 0
     assert sent["powersgd"] == sent["none"]
+
+
+@on_ranks(2)
+def test_a_rank_that_takes_1_6_times_as_long_as_the_other_is_reported_once():
+    """With two ranks the median is the time of the faster one."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    slowest.log.addHandler(handler)
+    rank = dist.get_rank()
+    ranks = slowest.SlowestRank(rank, torch.device("cpu"))
+    for n_steps in range(1, 25):
+        values = ranks.compare(1.6 if rank == 1 else 1.0)
+        assert len(records) == (rank == 0 and n_steps >= slowest.SLOW_STEPS)
+    assert values["perf/slowest_rank"] == 1.0
+    close(torch.tensor(values["perf/slowest_over_median"]), torch.tensor(1.6), 1e-6)
+    if rank == 0:
+        assert records[0].getMessage().startswith("warning: rank 1 on ")
+        assert "cpu computes 1.6 times as long" in records[0].getMessage()

@@ -444,7 +444,8 @@ class RunConfig(Section):
         seed: Seed of weights, data order and dropout.
         max_tokens: Number of tokens after which the run ends, over all ranks, or None.
         on_nonfinite: Reaction to a loss or a gradient that is NaN or infinite.
-        on_spike: Reaction to a spike of the loss or the gradient norm.
+        on_spike: Reaction to a spike of the loss or the gradient norm. Refused under diloco, whose
+            replicas would skip different steps.
         spike: Definition of a spike.
         max_skips: Largest number of steps in a row that `on_nonfinite` and `on_spike` may skip.
         objective: Logged name of the metric that a sweep optimizes.

@@ -14,11 +14,12 @@ class ComputeClock:
     Ranks that train together finish every step at the same time, because the collectives of a step
     make the fast ranks wait for the slowest one. The clock therefore stops where a rank may wait:
 
-        counted      callbacks, the wait for data, the forward passes, the optimizer's update
+        counted      callbacks, loggers (on rank 0), the wait for data, the forward passes, the
+                     optimizer's update
         not counted  backward passes, in which gradients are communicated while they are computed;
                      collectives of the number of targets, the gradient norm and DiLoCo; FSDP's
                      all-gathers in the forward pass; the schedule of a pipeline; saves,
-                     validations, votes and the logging of a step
+                     validations, votes and the collectives of a logged step
 
     A backward pass takes a fixed multiple of the forward pass, so leaving it out keeps the ratio of
     two ranks. The collectives of tensor parallelism within the forward pass are counted: ranks of
