@@ -348,3 +348,12 @@ def count_targets(targets: Tensor) -> Tensor:
     The result is a tensor on the device of the targets: an int would wait for the GPU.
     """
     return (targets != IGNORED).sum().clamp(min=1)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which many losses or counts are summed: float64, but float32 on MPS.
+
+    Args:
+        device: Device of the sum. MPS has no float64.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -38,6 +38,7 @@ from gptrain.checkpoints.status import RefusedStepError
 from gptrain.lit.callbacks.targets import MissingTargets
 from gptrain.lit.lightning import forget_last_step, strategy_of
 from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.parallel.state import options_of
 from gptrain.runtime.measure import HostCopy
 
 log = logging.getLogger(__name__)
@@ -256,11 +257,6 @@ class StepDecisions:
             group.update(options)
         for scheduled, state in zip(self.trainer.lr_scheduler_configs, step.schedules, strict=True):
             scheduled.scheduler.load_state_dict(state)
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from gptrain.core.errors import DataError
 from gptrain.lit.metrics import named_in_errors, named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
-from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions
+from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
@@ -180,8 +180,7 @@ class LanguageModel(pl.LightningModule):
         sums = [nats, is_counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
-        # MPS has no float64.
-        dtype = torch.float32 if nats.device.type == "mps" else torch.float64
+        dtype = sum_dtype(nats.device)
         batch_sums = torch.stack([value.to(dtype) for value in sums])  # (2,) or (3,)
         self.eval_sums = self.eval_sums + batch_sums
         if part is not None:

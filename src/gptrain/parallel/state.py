@@ -260,11 +260,7 @@ def load_optimizer_state(
             for name, parameter in parameters.items()
         }
     names = _names(parameters, optimizer)
-    options_of = {
-        name: {key: value for key, value in group.items() if key != "params"}
-        for group in groups
-        for name in group["params"]
-    }
+    saved_options = {name: options_of(group) for group in groups for name in group["params"]}
     # Indices of parameters in torch's state dict: counted over all groups.
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     indices = {parameter: index for index, parameter in enumerate(ordered)}
@@ -272,9 +268,9 @@ def load_optimizer_state(
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
         for name in members:
-            if name not in options_of or options_of[name] != options_of.get(members[0]):
+            if name not in saved_options or saved_options[name] != saved_options.get(members[0]):
                 raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
-        options = options_of[members[0]] if members else {}
+        options = saved_options[members[0]] if members else {}
         members_of_group = [indices[p] for p in group["params"]]
         restored_groups.append({**group, **options, "params": members_of_group})
     state = {indices[p]: values[names[p]] for p in indices if values[names[p]]}
@@ -503,6 +499,11 @@ def _match(
         name: tensor for name, tensor in tensors.items() if shapes.get(name) == local_shapes[name]
     }
     return matching, tables, unmatched
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group of an optimizer: all entries but its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from gptrain.loss import (
     cross_entropy_in_place,
     logits_in_chunks,
     next_token_loss,
+    sum_dtype,
 )
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
@@ -85,8 +86,7 @@ class StepMean:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
         self.n_ranks = 1 if self.group is None else self.group.size()
-        # MPS has no float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = sum_dtype(device)
         self.divisor = torch.ones((), dtype=dtype, device=device)
         # Sums over the micro-steps so far: of the divisors, and of the numbers of targets.
         self._sums = torch.zeros(2, dtype=dtype, device=device)

@@ -2,12 +2,12 @@
 
 from typing import Any, cast
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.loss import sum_dtype
 from gptrain.parallel.strategy import ParallelStrategy
 
 
@@ -56,8 +56,7 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
         """
         is_mean = str(reduce_op).lower() in ("mean", "avg")
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
-            # MPS has no float64.
-            tensor = tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+            tensor = tensor.to(sum_dtype(tensor.device))
         return super().reduce(tensor, group, reduce_op)
 
     def configure_ddp(self) -> None:

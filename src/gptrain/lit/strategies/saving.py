@@ -254,10 +254,7 @@ class SavingStrategy(Strategy):
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
-        self.fresh_options = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self.fresh_options = [states.options_of(group) for group in optimizer.param_groups]
         source = self._shard_reader() or state["state"]
         parameters = self.saved_parameters()
         states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
