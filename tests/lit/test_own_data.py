@@ -195,13 +195,14 @@ def test_a_stream_resumes_exactly_on_two_ranks(resumes, splits):
     assert text in line_of(run, "data") and "resumes exactly" in line_of(run, "data")
 
 
-def test_a_stream_without_a_state_begins_again_with_one_warning(fit):
+def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     words = of("Endless")
     run = fit(*words, "data.num_samples=20", "checkpoint.every_n_steps=1", "checkpoint.keep=9")
     losses = run.column("train/loss")
-    assert len(losses) == 6 and "begins again on a resume" in line_of(run, "data")
-    with pytest.warns(UserWarning, match="no state_dict.*its first 16 samples are read again"):
-        fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "again"))
+    assert len(losses) == 6 and "is read again on a resume" in line_of(run, "data")
+    with pytest.warns(UserWarning, match="no state; the first 16 samples of each rank are read"):
+        again = fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "a"))
+    assert again.column("train/loss")[-2:] == losses[-2:]
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line

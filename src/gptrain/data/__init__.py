@@ -14,7 +14,7 @@ A dataset may have these attributes and methods in addition:
 - `describe(n_samples) -> str`: Description of the data that a run of `n_samples` samples sees. The
   run prints the description when training starts.
 
-A stream, such as an IterableDataset or `datasets` in streaming mode, works as well: see
+A stream, such as an IterableDataset, `datasets` in streaming mode or litdata, works as well: see
 `gptrain.data.stream` for what it may have.
 
 Samples in the form of Hugging Face work as well: dicts of `input_ids` and `labels`, each a tensor

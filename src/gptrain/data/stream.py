@@ -1,10 +1,11 @@
 """Reads an iterable dataset as if its samples had an index, and saves its position.
 
-A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, or a
-`torch.utils.data.IterableDataset`. It may have in addition:
+A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, a
+StreamingDataset of litdata, or a `torch.utils.data.IterableDataset`. It may have in addition:
 
 - `split_by_rank(rank, world_size)`: Returns the stream of this rank's samples.
 - `state_dict()` and `load_state_dict(state)`: Position after the sample that was yielded last.
+  Without them, a resumed run reads the samples of the pass again, without training on them.
 - `set_epoch(epoch)`: Called before a pass over the data begins again.
 """
 
@@ -54,6 +55,7 @@ class StreamDataset(Dataset):
         self.rank, self.stride = 0, 1  # a rank keeps one of each group of `stride` samples
         self.accumulate = 1
         self.epoch = 0
+        self.n_read = 0  # samples of this rank in the current pass
         self._first: Any = None
         self._is_started = False
         self._samples = self._read_passes()
@@ -73,12 +75,12 @@ class StreamDataset(Dataset):
             DataError: If the stream is empty.
         """
         if self._first is None:
-            state = self._state()
+            state = self._state()["state"]
             self._first = next(iter(self.stream), None)
             if self._first is None:
                 raise DataError(f"{self.name}: the stream has no sample")
             if state is not None:
-                self.part.load_state_dict(state["state"])
+                self.part.load_state_dict(state)
         return self._first
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -104,9 +106,9 @@ class StreamDataset(Dataset):
         """Return how the stream is divided over ranks and resumed, as one line.
 
         Args:
-            n_samples: Not used, because the length of a stream may be unknown.
+            n_samples: Number of samples of the run, not used.
         """
-        resumes = "resumes exactly" if self._has_state() else "begins again on a resume"
+        resumes = "resumes exactly" if self._has_state() else "is read again on a resume"
         return f"a stream · {self.split} · {resumes}"
 
     def start(self, rank: int, world_size: int, accumulate: int) -> None:
@@ -137,7 +139,7 @@ class StreamDataset(Dataset):
                 message = f"{self.name}: {self.split}; a method split_by_rank would read less"
                 warnings.warn(message, stacklevel=2)
 
-    def state_at(self, n_batches: int) -> dict[str, Any] | None:
+    def state_at(self, n_batches: int) -> dict[str, Any]:
         """Return the position after a number of micro-batches since the start of this process.
 
         Args:
@@ -145,39 +147,41 @@ class StreamDataset(Dataset):
                 may have been read already.
 
         Returns:
-            Dict of `epoch` (number of the pass over the data) and `state` (result of the dataset's
-            state_dict). None if the dataset cannot save its position.
+            Dict of `epoch` (number of the pass over the data), `state` (result of the dataset's
+            state_dict, or None) and `n_read` (samples of this rank in the pass).
         """
         positions = {**dict(self._positions), self._n_batches: self._state()}
-        return positions.get(n_batches)
+        return positions[n_batches]
 
-    def load_state(self, position: dict[str, Any] | None, n_done: int) -> None:
+    def load_state(self, position: dict[str, Any]) -> None:
         """Continue from a position that `state_at` returned in an earlier process.
 
+        If the position has no state, the samples of the pass are read again and left out. A warning
+        says so.
+
         Args:
-            position: Dict of `epoch` and `state`, the position of this rank in its part of the
-                stream. None begins the stream again, with a warning.
-            n_done: Number of samples that were read before, over all ranks, for the warning.
+            position: Position of this rank in its part of the stream.
         """
-        if position is None or not hasattr(self.part, "load_state_dict"):
-            if self.rank == 0:
-                text = f"its first {n_done} samples are read again"
-                warnings.warn(f"{self.name}: the stream has no state_dict; {text}", stacklevel=2)
-            return
         self.epoch = position["epoch"]
         self._set_epoch()
-        self.part.load_state_dict(position["state"])
+        if position["state"] is not None:
+            self.part.load_state_dict(position["state"])
+        else:
+            self.n_read = position["n_read"]
+            text = f"the first {self.n_read} samples of each rank are read again and left out"
+            if self.rank == 0:
+                warnings.warn(f"{self.name}: the stream has no state; {text}", stacklevel=2)
         self._samples = self._read_passes()
 
     def _has_state(self) -> bool:
         """Return whether this rank's part of the stream can save and load its position."""
-        return hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
+        has_methods = hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
+        return has_methods and not has_shuffle_buffer(self.part)
 
-    def _state(self) -> dict[str, Any] | None:
-        """Return `epoch` and a copy of the part's state, or None if it cannot save its position."""
-        if not self._has_state():
-            return None
-        return {"epoch": self.epoch, "state": copy.deepcopy(self.part.state_dict())}
+    def _state(self) -> dict[str, Any]:
+        """Return the current position, with a copy of the part's state, see `state_at`."""
+        state = copy.deepcopy(self.part.state_dict()) if self._has_state() else None
+        return {"epoch": self.epoch, "state": state, "n_read": self.n_read}
 
     def _set_epoch(self) -> None:
         """Pass the number of the pass that begins to `set_epoch`, if the stream has this method."""
@@ -195,15 +199,74 @@ class StreamDataset(Dataset):
         """
         is_complete = False  # the first pass may begin at the end of the stream
         while True:
-            samples, n_samples = iter(self.part), 0
+            samples = islice(self.part, self.n_read * self.stride, None)
             while len(group := list(islice(samples, self.stride))) == self.stride:
+                self.n_read += 1
                 yield group[self.rank % self.stride]
-                n_samples += 1
-            if is_complete and not n_samples:
+            if is_complete and not self.n_read:
                 raise DataError(f"{self.name}: the stream has no sample for this rank")
             is_complete = True
             self.epoch += 1
+            self.n_read = 0
             self._set_epoch()
+
+
+def has_shuffle_buffer(stream: Any) -> bool:
+    """Return whether a stream of the package `datasets` shuffles its samples in a buffer.
+
+    The state of such a stream has no content of the buffer.
+    """
+    part = getattr(stream, "_ex_iterable", None)
+    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
+        part = getattr(part, "ex_iterable", None)
+    return part is not None
+
+
+class LitDataStream:
+    """Stream of litdata's StreamingDataset, in the form that `StreamDataset` reads.
+
+    litdata divides the samples over the ranks, and counts the passes, by itself. Its `state_dict`
+    takes the number of samples that a rank has read in the pass, which this class counts.
+
+    Args:
+        dataset: StreamingDataset. As `stream` it yields the samples of all ranks.
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+        self.n_nodes = dataset.distributed_env.num_nodes
+        self.n_read = 0
+        self.split_by_rank(0, 1)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self.dataset:
+            self.n_read += 1
+            yield sample
+        self.n_read = 0
+
+    def split_by_rank(self, rank: int, world_size: int) -> "LitDataStream":
+        """Read the samples of one rank from now on.
+
+        Args:
+            rank: Index of the rank among those that read different samples.
+            world_size: Number of these ranks.
+        """
+        n_nodes = 1 if world_size % self.n_nodes else self.n_nodes
+        environment = type(self.dataset.distributed_env)
+        self.dataset.distributed_env = environment(world_size, rank, n_nodes)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return litdata's state after the sample that was yielded last."""
+        return self.dataset.state_dict(self.n_read, 1, self.dataset.batch_size)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of `state_dict`."""
+        self.dataset.load_state_dict(state)
+        self.n_read = state["num_samples_yielded"]
 
 
 class ReadStream(Dataset):
@@ -238,6 +301,8 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
     """
     if not is_stream(dataset):
         return dataset
+    if hasattr(dataset, "distributed_env"):
+        dataset = LitDataStream(dataset)
     is_training = name == "data.train"
     return StreamDataset(dataset, name) if is_training else ReadStream(dataset, n_samples)
 

@@ -151,15 +151,15 @@ class TextDataModule(pl.LightningDataModule):
             self.batches.resume_point = (self._loaded_step, *place)
             if isinstance(self.batches.order, MixtureOrder):
                 self.batches.order.resume(*place, state_dict["taken"])
-            if self.stream is not None:
-                self._load_stream(self.stream, state_dict.get("stream", [None] * self.world_size))
+            if self.stream is not None and "stream" in state_dict:
+                self._load_stream(self.stream, state_dict["stream"])
 
-    def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any] | None]) -> None:
+    def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any]]) -> None:
         """Continue each data rank's part of a stream.
 
         Args:
             stream: Stream of the training.
-            positions: Position of each data rank in its part, or None for one without a state.
+            positions: Position of each data rank in its part.
 
         Raises:
             ConfigError: If the stream was read by another number of ranks.
@@ -170,8 +170,7 @@ class TextDataModule(pl.LightningDataModule):
             )
             hint = f"trainer.devices={len(positions)}"
             raise ConfigError.of("trainer.devices", self.world_size, message, hint=hint)
-        n_samples = self._loaded_step * self.batches.global_batch_size
-        stream.load_state(positions[self.rank], n_samples)
+        stream.load_state(positions[self.rank])
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches, from the run's position on."""
