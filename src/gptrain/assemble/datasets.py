@@ -120,11 +120,8 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
             needs data workers or samples with an index.
     """
     check_end(cfg, "data.train._target_", cfg.data.train.target, dataset)
-    for key, value in (
-        ("data.num_workers", cfg.data.num_workers),
-        ("trainer.overfit_batches", cfg.trainer.overfit_batches),
-    ):
-        if value:
+    for key in ("data.num_workers", "trainer.overfit_batches"):
+        if value := cfg.value_of(key):
             message = "a stream is read in the training process, and from its beginning"
             raise ConfigError.of(key, value, message, hint=f"{key}=0")
 

@@ -174,12 +174,11 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
         DamagedCheckpointError: If they have another hash.
     """
     path = base["path"]
-    try:
-        weights = find_weights(path)
-    except FileNotFoundError:
+    if not Path(path).exists():
         message = "no such file or folder, which has the frozen weights of the run"
         hint = f"if they were moved: {shell.command('ln', '-s', 'FOLDER', path)}"
-        raise FileNotFoundError(f"{path}: {message}; {hint}") from None
+        raise FileNotFoundError(f"{path}: {message}; {hint}")
+    weights = find_weights(path)
     if verifies and hash_weights(weights) != base["sha256"]:
         message = "not the weights that the run has started from, they have another sha256"
         raise DamagedCheckpointError(base["path"], message)

@@ -165,9 +165,7 @@ class TextDataModule(pl.LightningDataModule):
             ConfigError: If the stream was read by another number of ranks.
         """
         if len(positions) != self.world_size:
-            message = (
-                f"{len(positions)} ranks have read the stream of the checkpoint, each its part"
-            )
+            message = f"{len(positions)} ranks have read the stream of the checkpoint"
             hint = f"trainer.devices={len(positions)}"
             raise ConfigError.of("trainer.devices", self.world_size, message, hint=hint)
         stream.load_state(positions[self.rank])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -24,7 +24,6 @@ IM_END = "<|im_end|>"
 # Unicode reserves these two characters for internal use of programs. BREAK marks a place at which
 # the text is cut before it is encoded, and PROBE stands for the content of a message.
 BREAK, PROBE = "\ufdd0", "\ufdd1"
-_GENERATION = r"\{%(-?)\s*generation\s*(-?)%\}"  # statement that only transformers knows
 
 
 class EncodedChat(NamedTuple):
@@ -137,9 +136,8 @@ class ChatFormat:
         other = self._render([*probed, *messages[number + 1 :]], add_generation_prompt)
         begin = _common_length(text, other)
         end = len(text) - _common_length(text[begin:][::-1], other[begin:][::-1])
-        with suppress(
-            DataError
-        ):  # the template may refuse a conversation that begins with an answer
+        # The template may refuse a conversation that begins with an answer.
+        with suppress(DataError):
             asked = self._render(messages[:number], True)
             begin = min(begin, len(asked)) if text.startswith(asked) else begin
         rest = text[end:].lstrip()
@@ -212,7 +210,7 @@ def _compile(template: str) -> Any:
         DataError: If the template is not valid.
     """
     from jinja2 import TemplateError  # a requirement of torch; imported only for a conversation
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
@@ -221,16 +219,22 @@ def _compile(template: str) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
+    class Generation(Extension):
+        """Reads {% generation %}, by which transformers marks the answers, as its content."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            """Return the nodes up to {% endgeneration %}."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    template = re.sub(_GENERATION, r"{%\1 if true \2%}", template)
-    template = re.sub(
-        _GENERATION.replace("generation", "endgeneration"), r"{%\1 endif \2%}", template
-    )
     try:
         return environment.from_string(template)
     except TemplateError as error:
