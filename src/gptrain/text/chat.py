@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -222,7 +222,7 @@ def _compile(template: str) -> Any:
     class Generation(Extension):
         """Reads {% generation %}, by which transformers marks the answers, as its content."""
 
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - Extension declares an instance attribute
 
         def parse(self, parser: Any) -> Any:
             """Return the nodes up to {% endgeneration %}."""
