@@ -105,6 +105,16 @@ def test_a_control_token_in_a_text_is_text(name, folder):
     assert attack in decoded.replace("\ufffd", "")
 
 
+def test_a_call_of_a_tool_is_a_target_without_and_after_a_content(folder):
+    template = CHATML.replace(" + '<|im_end|>'", " + message.get('call', '') + '<|im_end|>'")
+    chat = ChatFormat(load_tokenizer(folder), template)
+    calls = [{"role": "assistant", "content": text, "call": "{f}"} for text in ("", "a")]
+    tokens, is_target = chat.encode([TALK[0], calls[0], TALK[2], calls[1], TALK[2]])
+    assert chat.tokenizer.decode(tokens[is_target]) == "{f}<|im_end|>a{f}<|im_end|>"
+    with pytest.raises(DataError, match="needed: messages of role and content, not 'hi'"):
+        chat.encode(["hi"])
+
+
 def test_special_tokens_are_encoded_on_request_only(folder):
     for tokenizer in (load_tokenizer(folder), ByteTokenizer()):
         end_id = tokenizer.token_to_id("<|im_end|>")

@@ -71,7 +71,7 @@ class ChatDataset(Dataset):
             if val_path is None and is_val != (split == "val"):
                 continue
             try:
-                chat = self._encode(messages)
+                chat = self._encode(list(messages or []))
             except DataError as error:
                 raise DataError(f"{file}: conversation {number + 1}: {error}") from None
             self.n_left_out += chat is None
@@ -111,7 +111,8 @@ class ChatDataset(Dataset):
         n_targets = sum(int(chat.is_target[1:].sum()) for chat in self.chats)
         share = n_targets / sum(len(chat.tokens) for chat in self.chats)
         return (
-            f"{len(self.chats)} conversations in {len(self)} samples, {self.documents} · "
+            f"{labels.count_text(len(self.chats), 'conversation')} in "
+            f"{labels.count_text(len(self), 'sample')}, {self.documents} · "
             f"{self.n_cut} cut, {self.n_left_out} left out · {share:.0%} of the tokens are targets"
         )
 

@@ -140,3 +140,5 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
     assert dataset(tmp_path / files[0], keys=["q", "a"]).example().endswith("\n«0!·»\n")
     with pytest.raises(DataError, match="record 1 has no messages; try"):
         dataset(tmp_path / files[0])
+    with pytest.raises(DataError, match=r"data.keys=.*allowed: messages, or two keys"):
+        dataset(tmp_path / files[0], keys=["q", "a", "c"])

@@ -70,16 +70,16 @@ class ChatFormat:
         self._values = {**tokenizer.special_tokens, "tools": None, "documents": None}
         question: Messages = [{"role": "user", "content": "a"}]
         talk = self._render([*question, {"role": "assistant", "content": PROBE}], False)
-        self.end_token = self._token_at(talk.partition(PROBE)[2])
-        if not self.end_token:
+        ending = _search(self.control, talk, talk.find(PROBE))
+        if ending is None:
             raise DataError("the chat template writes no control token at the end of an answer")
+        self.end_token = ending[0]
         self.end_id = cast(int, tokenizer.token_to_id(self.end_token))
         # An answer may contain other names of the template, such as <think> around its reasoning.
         frame = self._render(question, True) + self.end_token
-        framing = {name for name in self.control if name in frame}
-        self._answer_control = [
-            name for name in self.control if name in framing | tokenizer.control_tokens.keys()
-        ]
+        self._frame_control = [name for name in self.control if name in frame]
+        in_answer = {*self._frame_control, *tokenizer.control_tokens}
+        self._answer_control = [name for name in self.control if name in in_answer]
 
     def encode(self, messages: Messages, add_generation_prompt: bool = False) -> EncodedChat:
         """Return the tokens of a conversation.
@@ -90,10 +90,12 @@ class ChatFormat:
                 appended.
 
         Raises:
-            DataError: If the template refuses the messages.
+            DataError: If a message is no mapping, or the template refuses the messages.
         """
         safe = []
         for message in messages:
+            if not isinstance(message, Mapping):
+                raise DataError(f"needed: messages of role and content, not {message!r:.40}")
             is_answer = message.get("role") == "assistant"
             control = self._answer_control if is_answer else self.control
             safe.append(self._without_control(message, control))
@@ -140,15 +142,11 @@ class ChatFormat:
         with suppress(DataError):
             asked = self._render(messages[:number], True)
             begin = min(begin, len(asked)) if text.startswith(asked) else begin
-        rest = text[end:].lstrip()
-        if ending := self._token_at(rest):
-            end = len(text) - len(rest) + len(ending)
+        # Calls of tools may stand between the content and the end token.
+        ending = _search(self._frame_control, text, end)
+        if ending is not None and ending[0] == self.end_token:
+            end = ending.end()
         return begin, end
-
-    def _token_at(self, text: str) -> str:
-        """Return the control token with which a text begins after white space, or ""."""
-        text = text.lstrip()
-        return next((name for name in self.control if text.startswith(name)), "")
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -173,6 +171,11 @@ class ChatFormat:
         value = value.replace(BREAK, "").replace(PROBE, "")
         pattern = "|".join(map(re.escape, control))
         return re.sub(pattern, lambda name: name[0][0] + BREAK + name[0][1:], value)
+
+
+def _search(names: Sequence[str], text: str, start: int) -> re.Match[str] | None:
+    """Return the first of some names that a text contains from a position on, or None."""
+    return re.compile("|".join(map(re.escape, names))).search(text, start) if names else None
 
 
 def _common_length(first: str, second: str) -> int:
