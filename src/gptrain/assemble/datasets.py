@@ -57,8 +57,8 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
         raise ConfigError.of(key, section.target, message, hint="a LightningDataModule")
     devices, process = find_devices(cfg), this_process()
     module.trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices.n_local,
+        accelerator=devices.accelerator,
+        devices=1 if devices.accelerator == "cuda" else devices.n_local,
         num_nodes=devices.n_nodes,
         strategy="ddp" if devices.world_size > 1 else "auto",
         plugins=[RankEnvironment(process, devices.n_local)],
