@@ -176,8 +176,9 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
     path = base["path"]
     if not Path(path).exists():
         message = "no such file or folder, which has the frozen weights of the run"
-        hint = f"if they were moved: {shell.command('ln', '-s', 'FOLDER', path)}"
-        raise FileNotFoundError(f"{path}: {message}; {hint}")
+        folder = shell.command("mkdir", "-p", str(Path(path).parent))
+        link = shell.command("ln", "-s", "NEW_PATH", path)
+        raise FileNotFoundError(f"{path}: {message}; if they were moved: {folder}; {link}")
     weights = find_weights(path)
     if verifies and hash_weights(weights) != base["sha256"]:
         message = "not the weights that the run has started from, they have another sha256"
