@@ -66,6 +66,11 @@ ONE_LINE = {
     "data.val=null": ["data.val=null: not a group of keys"],
     # Options that would be without effect, or that cannot be together.
     "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": ["no effect under strategy=fsdp"],
+    "strategy=context_parallel strategy.shard=false strategy.accumulate_shards=true "
+    "trainer.devices=2": ["strategy.accumulate_shards=true: no effect on weights that are not"],
+    "strategy=context_parallel strategy.shard=false strategy.cpu_offload=true trainer.devices=2": [
+        "strategy.cpu_offload=true: no effect on weights that are not sharded",
+    ],
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],
     "strategy=pipeline trainer.devices=8": ["strategy.pipeline_parallel_size", "model.n_layers=6"],

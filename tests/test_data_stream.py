@@ -37,6 +37,22 @@ class Resumable(Numbers):
         self.position = state["position"]
 
 
+class Passes(Numbers):
+    """Numbers to which each pass adds another hundred; the position is not saved."""
+
+    epoch = 0
+
+    def __iter__(self):
+        return (100 * self.epoch + number for number in super().__iter__())
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class ResumablePasses(Passes, Resumable):
+    """Numbers to which each pass adds another hundred; the position is saved."""
+
+
 class Counted:
     """A stream with the methods of litdata's StreamingDataset: a rank has a row of its samples."""
 
@@ -113,6 +129,15 @@ def test_no_sample_is_repeated_or_left_out_across_a_stop(n_ranks, kind, tmp_path
     values = [x["x"] if isinstance(kind, int) else x for x in before + after]
     assert sorted(values) == list(range(48))
     assert sorted(read(streams, 24 // n_ranks), key=str)  # the next pass begins by itself
+
+
+@pytest.mark.parametrize("kind", [Passes, ResumablePasses])
+@pytest.mark.filterwarnings("ignore:data.train. the stream has no state")
+def test_a_stop_in_a_later_pass_continues_in_that_pass(kind):
+    (stream,) = parts(lambda: kind(8), 1)
+    assert read([stream], 6) == [*range(8), 100, 101, 102, 103]
+    states = [pickle.dumps(stream.state_at(6))]
+    assert read(parts(lambda: kind(8), 1, states), 4) == [*range(104, 108), *range(200, 204)]
 
 
 def test_a_stream_without_a_state_or_without_samples_says_so():

@@ -18,6 +18,7 @@ from gptrain.data import DataError, TextDataset, load_tokenizer
 from gptrain.data.corpus import find_sources, read_pieces
 from gptrain.data.prepare import map_in_order
 from gptrain.data.records import format_of, read_records
+from gptrain.data.samples import pack_samples
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "größe", "値", "was", "🙂", "seen", "by", "all"]
 
@@ -333,6 +334,15 @@ def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):
     ends = {split: (stream(dataset, split) == 399).sum() for split in ("train", "val")}
     assert len(stream(dataset, "val")) > 1000
     assert sum(ends.values()) == 2 + 2  # two documents, and the context token of each split
+    # The context of each section's first token is the end token, not the last token before a cut.
+    options = {"tokenizer": "bpe", "seq_len": 64}
+    masked = read(tmp_path / "texts", documents="masked", **options)
+    tokens, _, numbers = masked.__getitems__(range(len(masked)))
+    is_first = numbers.flatten().diff(prepend=torch.tensor([-1])) != 0
+    assert is_first.sum() > 2 and (tokens.flatten()[is_first] == 399).all()
+    separate = read(tmp_path / "texts", documents="separate", **options)
+    begins = np.cumsum([0, *(-(-np.diff(separate.ends) // 64))])[:-1]
+    assert len(begins) > 2 and (separate.__getitems__(begins.tolist())[0][:, 0] == 399).all()
 
 
 def test_bytes_end_documents_where_asked(jsonl):
@@ -404,6 +414,11 @@ def test_masked_samples_are_full_and_number_the_document_of_each_token(tokenizer
     inner = ~is_first
     assert torch.equal(tokens.flatten()[inner], targets.flatten()[:-1][inner[1:]])
     assert len(dataset[0]) == 3 and len(dataset) == (len(content) - 1) // seq_len
+
+
+def test_packing_takes_the_longest_item_first_into_the_fullest_sample_that_has_space():
+    """Three samples of 6 positions hold 17. Items in another order would need a fourth sample."""
+    assert pack_samples([1, 4, 3, 3, 5, 1], 6) == [[4, 0], [1, 5], [2, 3]]
 
 
 def test_batches_come_back_in_their_order_whichever_is_done_first():

@@ -16,6 +16,7 @@ import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
+from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.writing import TokenIds, Writer, cut_at_stop, decode_incrementally
 from tests.conftest import CORPUS
 
@@ -245,6 +246,45 @@ def on_a_terminal(monkeypatch) -> tuple[Writer, Screen]:
     screen = Screen(net)
     monkeypatch.setattr("sys.stdout", screen)
     return Writer(cfg, net, BYTES, "cpu"), screen
+
+
+class Answers(torch.nn.Module):
+    """Says "xy" and the end of a message to the second question, and "abcd" to any other.
+
+    `given` has the tokens that were read before each answer.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def forward(self, tokens):
+        prompt = tokens[0].tolist()
+        first = b"x" if prompt.count(BYTES.token_to_id("<|im_start|>")) == 4 else b"a"
+        said = dict(zip(b"\nabcxy", first + b"bcdy\xff", strict=True))
+        if prompt[-1] == ord("\n"):
+            self.given.append(prompt)
+        return torch.nn.functional.one_hot(tokens * 0 + said[prompt[-1]], 256) * 99.0
+
+
+def test_a_chat_continues_its_conversation_and_ends_an_answer_at_each_end_token(monkeypatch):
+    """The byte d ends a text of the run, and the byte 255 ends a message of the template."""
+    tokenizer, net, screen = ByteTokenizer(), Answers(), io.StringIO()
+    tokenizer.chat_template, tokenizer.stop_ids = CHATML, [ord("d")]
+    options = dict.fromkeys(("top_k", "top_p", "interactive"))
+    cfg = SimpleNamespace(**options, n_tokens=5, temperature=0, stop=[], cache=True, seed=0)
+    cfg.chat = True
+    writer = Writer(cfg, net, tokenizer, "cpu")
+    monkeypatch.setattr("sys.stdout", screen)
+    questions, talk = ["one?", "two??", "three???"], []
+    for question in questions:
+        writer.write(question)
+    assert screen.getvalue() == "abc\nxy\nabc\n"
+    for question, answer, prompt in zip(questions, ("abc", "xy", "abc"), net.given, strict=True):
+        talk.append({"role": "user", "content": question})
+        expected = ChatFormat(tokenizer).encode(talk, add_generation_prompt=True)
+        assert prompt == expected.tokens.tolist()
+        talk.append({"role": "assistant", "content": answer})
 
 
 def test_text_is_shown_as_it_is_made(monkeypatch):

@@ -86,6 +86,18 @@ def test_the_order_follows_from_the_seed_and_the_position_alone():
     assert others.step_samples(0).tolist() != both[0].step_samples(0).tolist()
 
 
+def test_the_samples_of_a_part_do_not_depend_on_the_place_of_its_name_in_the_config():
+    first, second = mixture({"a": 1, "b": 2}, a=30, b=50), mixture({"b": 2, "a": 1}, b=50, a=30)
+    first_samples, second_samples = (m.order(7).index(0, np.arange(80)) for m in (first, second))
+    assert second.firsts.tolist() == [0, 50, 80]
+    for name in ("a", "b"):
+        read = []
+        for mixed, samples in ((first, first_samples), (second, second_samples)):
+            number = [*mixed.parts].index(name)
+            read.append((samples[owners(mixed, samples) == number] - mixed.firsts[number]).tolist())
+        assert read[0] == read[1]
+
+
 def test_a_batch_has_the_samples_of_its_parts():
     mixed = mixture({"a": 1, "b": 1}, a=30, b=50)
     tokens, targets = mixed.__getitems__([79, 0, 30, 29])

@@ -13,7 +13,7 @@ from gptrain.costs.machine import Machine, machine_of
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
 from gptrain.costs.optimizers import MuonFacts, facts_of, muon_flops
 from gptrain.costs.shape import gpt_shape, llama_shape
-from gptrain.costs.speed import estimate, find_link, matmul_flops_per_s
+from gptrain.costs.speed import estimate, find_link, matmul_flops_per_s, moved_bytes
 from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
@@ -268,6 +268,8 @@ def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
         ("data", ParallelDims(data=2, tensor=8), 1),
         ("tensor", ParallelDims(tensor=16), 8),
         ("pipeline", ParallelDims(data=8, pipeline=2), 1),
+        ("context", ParallelDims(context=16), 8),
+        ("data", ParallelDims(data=4, context=4), 8),  # gradients of all ranks that hold weights
     ],
 )
 def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n_cards):
@@ -275,6 +277,19 @@ def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n
     machine = machine_of(DEVICES["h100_sxm"], 8, link, network)
     route = find_link(Traffic("", axis, 1e6, 1), dims, machine)
     assert route.bytes_per_s == pytest.approx(n_cards * 0.8 * 1e9)
+
+
+def test_both_kinds_of_recomputation_repeat_the_elementwise_work_of_the_forward_pass():
+    """Half of the elementwise work of a block is done twice; the logits are computed once."""
+    machine = machine_of(DEVICES["h100_sxm"], 1)
+    work = Work(GPT2, default_options("single"), ParallelDims(), 4, 512)
+    moved = {
+        mode: moved_bytes(replace(work, checkpointing=mode), machine, weights=0.0)
+        for mode in ("none", "selective", "full")
+    }
+    logits = 10 * 4 * GPT2.vocab_size * 4 * 512
+    assert moved["selective"] == moved["full"]
+    assert moved["full"] - logits == pytest.approx(1.5 * (moved["none"] - logits))
 
 
 def test_interleaving_halves_the_idle_time_of_a_pipeline():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 
 from gptrain.assemble.provenance import read_git
+from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, measure, recovery_times
 from tests.conftest import ROOT
@@ -156,6 +159,17 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     assert recovery_times(KILLED + RESUMED) == [158 + 3 - 120]
     assert recovery_times(KILLED + RESUMED[:2]) == []
     assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
+
+
+def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_recorded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(timeline.time, "time", partial(next, itertools.count(10.0)))
+    timeline.begin_command()
+    for step in (0, 7):
+        timeline.add_start(tmp_path, step)
+    rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)
+    assert rows == [{"start": 0, "time": 10.0}, {"start": 7, "time": 11.0}]
 
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):

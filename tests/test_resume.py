@@ -16,13 +16,20 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
+from gptrain.assemble.resume import (
+    check_data,
+    differences,
+    find_checkpoint,
+    identity,
+    keep_warmup,
+)
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
 from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
 from gptrain.runtime.supervisor import record_start
@@ -158,6 +165,17 @@ def test_a_resume_removes_what_killed_saves_left_and_brings_a_replaced_checkpoin
     assert find_checkpoint(compose("ckpt_path=last"), LOCK, 1).name == "step-00000006"
     names = sorted(path.name for path in store.folder.iterdir())
     assert names == ["step-00000005", "step-00000006"]
+
+
+def test_a_derived_warm_up_stays_that_of_the_first_start_unless_another_is_asked_for(compose):
+    """The first start had a warm-up of 3 steps, a tenth of its 30 steps."""
+    lengths = RunLengths(BatchPlan(32, 1, 1), 16, 99, n_steps=60, validate_every=60)
+    saved = {"warmup_steps": 3, "scheduler.warmup_steps": None, "scheduler.warmup_tokens": None}
+    for words, warmup in (((), 3), (("scheduler.warmup_steps=5",), None)):
+        assert keep_warmup(compose(*words), lengths, saved).warmup_steps == warmup
+    in_tokens = compose("scheduler.warmup_tokens=5120")
+    assert keep_warmup(in_tokens, lengths, saved).warmup_steps is None
+    assert keep_warmup(compose(), lengths, {}).warmup_steps is None  # an older library's run
 
 
 def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, caplog):

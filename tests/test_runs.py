@@ -224,7 +224,7 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
 
 
 def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, typed, tmp_path):
-    words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=tokens", "checkpoint.mode=min",
+    words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=lr", "checkpoint.mode=max",
              "trainer.val_check_interval=1", f"checkpoint.mirror={tmp_path}/mirror")  # fmt: skip
     line = train(*words, "checkpoint.keep=1").err
     assert "checkpoint.keep=1: " in line and "newest is damaged" in line

@@ -10,6 +10,7 @@ import torch
 import gptrain
 from gptrain.data import ByteTokenizer, train_bpe
 from gptrain.models import SimpleGPT
+from gptrain.text.scoring import score_continuations
 
 BYTES, LIMIT = ByteTokenizer(), 8
 TEXT = "für naïve 數據, and more"
@@ -77,6 +78,21 @@ def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context
     assert score.log_probs[:LIMIT].tolist() == pytest.approx(
         [look(net, tokens, n) for n in range(1, LIMIT + 1)], abs=1e-5
     )
+
+
+def test_a_continuation_is_scored_after_all_of_its_context_that_the_net_can_see(net):
+    """The net reads eight tokens before the last token of a pair."""
+    tokens = BYTES.encode(TEXT).tolist()
+    pairs = [(tokens[:3], tokens[3:5]), (tokens[:-1], tokens[-1:]), (tokens[:20], tokens[20:22])]
+    scores = score_continuations(net.eval(), pairs)
+    short, long = (torch.tensor(tokens[:5]), torch.tensor(tokens))
+    expected = [look(net, short, 3) + look(net, short, 4), look(net, long, len(tokens) - 1)]
+    assert [nats for nats, _ in scores[:2]] == pytest.approx(expected, abs=1e-5)
+    with torch.no_grad():
+        log_probs = net(long[None, 13:21])[0].log_softmax(-1)  # the last eight before token 21
+    of_last = log_probs[[6, 7], long[20:22]]
+    assert scores[2][0] == pytest.approx(of_last.sum().item(), abs=1e-5)
+    assert scores[2][1] == bool((log_probs[6:].argmax(-1) == long[20:22]).all())
 
 
 def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):

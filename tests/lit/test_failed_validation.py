@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.writer import CheckpointWriter
-from gptrain.lit.callbacks import checkpoints
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"
@@ -56,16 +53,16 @@ def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "first"), [((), 1), (TWO, 2)], ids=["one", "two"])
-def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, monkeypatch, ranks, first):
-    """Only rank 0's clock moves: a rank that read its own clock would not join the save."""
-    clock = checkpoints.monotonic
-    is_first = partial(os.environ.get, "RANK", "0")
-    monkeypatch.setattr(checkpoints, "monotonic", lambda: clock() if is_first() == "0" else 0.0)
-    words = ("checkpoint.every_minutes=1e-9", "checkpoint.keep=9", "strategy.timeout_s=30", *ranks)
-    run = fit(*words, "data.num_samples=64")
+def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first):
+    """Only rank 0's clock moves: a rank that read its own clock would not join the save.
+
+    The clock moves by 100 seconds whenever it is read, which is at most three times in a step.
+    """
+    words = (f"+callbacks.clock._target_={CALLBACKS}.Clock", "strategy.timeout_s=30", *ranks)
+    run = fit(*words, "checkpoint.every_minutes=1.6", "checkpoint.keep=9", "data.num_samples=64")
     # Several ranks learn rank 0's decision one step later. The last step is always saved.
     assert run.steps() == list(range(first, 7))
-    assert fit(*ranks, "checkpoint.every_minutes=60", name="rarely").steps() == [6]
+    assert fit(*words, "checkpoint.every_minutes=60", name="rarely").steps() == [6]
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 

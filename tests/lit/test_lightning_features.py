@@ -133,13 +133,15 @@ def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resum
     [
         ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
         ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "+scheduler.patience=0",
-         "+scheduler.threshold=10.0", "+scheduler.mode=max", "trainer.val_check_interval=1"],
+         "+scheduler.threshold=10.0", "checkpoint.mode=max", "trainer.val_check_interval=1"],
     ],
 )  # fmt: skip
 def test_schedulers_from_the_config_resume(resumes, words):
     run = resumes(*words, SEES, stops=(1, 5))  # the plateau's best value is its first
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
+    (schedule,) = run.state(6)["lr_schedulers"]
+    assert schedule.get("mode", "max") == "max"  # a plateau takes the mode of the checkpoints
 
 
 def test_training_without_a_schedule_keeps_the_learning_rate_constant(fit):

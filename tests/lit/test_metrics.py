@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -15,8 +16,10 @@ import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.lit.metrics import try_metric
+from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN
+from tests.lit.own.metrics import Nats
 
 DEEP = ("model.n_layers=2",)
 
@@ -43,6 +46,27 @@ def test_a_metric_equals_torchmetrics_over_all_logits(fit):
     assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
     tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
     assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
+
+
+def test_a_metric_sees_masked_documents_as_the_loss_does():
+    """The documents of a sample do not see each other, neither in the loss nor in a metric."""
+    net = SimpleGPT(61, 16, n_heads=4, n_layers=2, max_seq_len=16, dropout=0.0).double()
+    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1).where(tokens % 5 != 0, -100)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [5] * 3])
+    metric = Nats()
+    module = LanguageModel(net, torch.optim.AdamW, metrics={"nats": metric})
+    module.evaluate(tokens, targets, None, documents)
+    nats = 0.0
+    for row, parts in enumerate((((0, 5), (5, 12)), ((0, 9), (9, 12)))):
+        for start, end in parts:  # each document alone
+            with torch.no_grad():
+                logits = net(tokens[row : row + 1, start:end])[0]
+            own = targets[row, start:end]
+            nats += F.cross_entropy(logits, own, reduction="sum").item()
+    n_targets = int((targets != -100).sum())
+    assert module.eval_sums.tolist() == pytest.approx([nats, n_targets])
+    assert float(metric.compute()) == pytest.approx(nats)
 
 
 def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):

@@ -6,10 +6,16 @@ import json
 from contextlib import nullcontext
 
 import pytest
+import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from gptrain.assemble.datasets import build_dataset
+from gptrain.lit.user_data import UserData
+from tests import command_line
+from tests.command_line import compose_run
 from tests.lit.conftest import OWN
-from tests.lit.own.data import Points
+from tests.lit.own.data import DataModule, Points
 
 DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
 TWO = ("trainer.devices=2", "model.n_layers=2")
@@ -195,6 +201,21 @@ def test_a_stream_resumes_exactly_on_two_ranks(resumes, splits):
     assert text in line_of(run, "data") and "resumes exactly" in line_of(run, "data")
 
 
+def test_a_failure_within_a_step_saves_the_position_of_a_stream_before_that_step(fit):
+    """Four micro-batches of step 2 have been read; the checkpoint has 2 steps of 4 x 4 samples."""
+    kill = f"{{_target_: {OWN}.callbacks.FailsInHook, hook: on_before_backward, step: 2}}"
+    words = (f"data.train._target_={DATA}.Resumable", "trainer.accumulate_grad_batches=4")
+    failed = fit(*words, f"+callbacks.fails={kill}", code=70)
+    (position,) = failed.state(2)["TextDataModule"]["stream"]
+    assert (position["epoch"], position["state"]) == (0, {"position": 32})
+
+
+SHORT_VALIDATION = (
+    "data.val.num_samples=99", "data.batch_size=4", "trainer.limit_val_batches=3",
+    "trainer.devices=2", "trainer.accelerator=cpu", "model=gpt_nano",
+)  # fmt: skip
+
+
 def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     words = of("Endless")
     run = fit(*words, "data.num_samples=20", "checkpoint.every_n_steps=1", "checkpoint.keep=9")
@@ -203,6 +224,8 @@ def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     with pytest.warns(UserWarning, match="no state; the first 16 samples of each rank are read"):
         again = fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "a"))
     assert again.column("train/loss")[-2:] == losses[-2:]
+    val = build_dataset(compose_run(*SHORT_VALIDATION, *words), "val")
+    assert len(val) == 3 * 4 * 2  # batches, samples of a batch, ranks
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
@@ -251,6 +274,17 @@ def test_a_lightning_data_module_may_read_a_stream(fit):
     assert "a stream without a length; try: trainer.max_steps=1000" in line
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_rank(is_cut):
+    samples = TensorDataset(torch.arange(35))
+    loader = DataLoader(samples, 4, drop_last=is_cut)
+    for n_ranks in (1, 2, 3):
+        sampler = DistributedSampler(samples, n_ranks, rank=0)
+        divided = DataLoader(samples, 4, sampler=sampler, drop_last=is_cut)
+        counted = UserData(DataModule(35), loader, "data._target_", n_ranks)
+        assert counted.epoch_batches == len(divided)
+
+
 @pytest.mark.slow
 def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     words = ("trainer.devices=2", f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
@@ -258,6 +292,7 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     ranks = read_by_ranks(run)
     assert ranks[0]["val"] == ranks[1]["val"]  # the ranks split the samples in the same way
     assert sorted(rank["prepared"] for rank in ranks) == [False, True]
+    assert ranks[0]["seed"] != ranks[1]["seed"]  # the ranks draw different dropout
     # 35 samples are 18 for each rank, one of them twice: 5 batches, of which 4 fill steps.
     assert [len(rank["seen"]) for rank in ranks] == [2 * 16, 2 * 16]
     assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
@@ -274,9 +309,14 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
     assert "strategy.name=fsdp: not with a LightningDataModule" in refused(
         *DATA_MODULE, *TWO, "strategy=fsdp"
     )
-    assert "max_tokens=1000.0: not with a LightningDataModule" in refused(
-        *DATA_MODULE, "max_tokens=1000.0"
-    )
+    without_order = (
+        "max_tokens=1000.0", "trainer.overfit_batches=2", "scheduler.warmup_tokens=64",
+        "scheduler.decay_tokens=65", "scheduler.total_tokens=640",
+    )  # fmt: skip
+    words = ("model=gpt_nano", "scheduler=warmup_stable_decay", *without_order)
+    lines = command_line.refused(*DATA_MODULE, *words)
+    for word in without_order:
+        assert any(f"error: {word}: not with a LightningDataModule" in line for line in lines)
     (line,) = fit(*DATA_MODULE, "task=test", code=2, begun=True).errors
     assert "data._target_" in line and "test_dataloader" in line
 

@@ -101,6 +101,23 @@ def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, 
     assert not (mismatches := differences(two_ranks.state(3), again.state(3))), mismatches[:8]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ("trainer.devices=4", "strategy=fsdp", "strategy.replicas=2", "data.batch_size=3"),
+        ("trainer.devices=3", "strategy=pipeline", "data.batch_size=12"),
+    ],
+)
+def test_a_parameter_outside_the_net_counts_once_in_the_gradient_norm_of_all_ranks(fit, ranks):
+    """The ranks have two axes, or a stage that is neither the first nor the last."""
+    words = (f"{MODULES}.WithExtraParameters", "model.n_layers=3", "trainer.max_steps=2")
+    one_rank = fit(*words, "data.batch_size=12", name=None)
+    many_ranks = fit(*words, *ranks)
+    for name in ("train/loss", "grad_norm"):
+        assert many_ranks.column(name) == pytest.approx(one_rank.column(name), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
 def test_a_plain_lightning_module_trains_and_resumes_under_ddp(fit, name):
     words = (f"{MODULES}.{name}", "trainer.val_check_interval=2", "checkpoint.keep=9")

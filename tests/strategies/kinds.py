@@ -214,6 +214,20 @@ def check_equals_one_process(partitioned, packs=False):
             close(gradient, expected[name], GRADIENT_RTOL)
 
 
+def check_logits_of_documents(partitioned):
+    """Check the logits for metrics of packed documents, on the ranks that compute them."""
+    (tokens, targets), documents = make_batch(0, 0), make_documents()
+    parallel = partitioned.parallel
+    chunks = [*parallel.logits(partitioned.net, tokens, targets, documents)]
+    if parallel.is_pipeline and parallel.rank != parallel.last:
+        assert not chunks
+        return
+    with torch.no_grad():
+        expected = OneProcess().net(tokens, **layout_argument(documents))[targets != -100]
+    close(torch.cat([logits for logits, _ in chunks]), expected, GRADIENT_RTOL)
+    assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[targets != -100])
+
+
 def training_bytes(partitioned):
     """Return the bytes of parameters, gradients and optimizer states on this rank."""
     parameters = list(partitioned.net.parameters())

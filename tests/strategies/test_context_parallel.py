@@ -5,7 +5,15 @@ from unittest.mock import patch
 import kinds
 import own_nets
 import torch.nn.functional as F
-from kinds import GRADIENT_RTOL, NOISE, OneProcess, Parallel, check_equals_one_process, close
+from kinds import (
+    GRADIENT_RTOL,
+    NOISE,
+    OneProcess,
+    Parallel,
+    check_equals_one_process,
+    check_logits_of_documents,
+    close,
+)
 from ranks import on_ranks
 from test_own_nets import build, check_refused
 
@@ -15,7 +23,9 @@ from gptrain.models import Llama
 @on_ranks(2)
 def test_a_step_equals_one_process_also_with_masked_documents_and_recomputation():
     for packs, options in ((False, {}), (True, {"shard": False}), (True, {"recomputes": "full"})):
-        check_equals_one_process(Parallel("context_parallel", **options), packs)
+        kind = Parallel("context_parallel", **options)
+        check_equals_one_process(kind, packs)
+        check_logits_of_documents(kind)
     check_equals_one_process(Parallel("context_parallel", recomputes="selective"))
 
 

@@ -8,6 +8,7 @@ from kinds import (
     OneProcess,
     Parallel,
     check_equals_one_process,
+    check_logits_of_documents,
     close,
     make_batch,
     make_documents,
@@ -50,6 +51,7 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
         documents = make_documents()[:6]
         loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
         close(loss, loss_of_one_process(tokens, targets, documents), LOSS_RTOL)
+        check_logits_of_documents(kind)
         assert all(p.grad is None for p in kind.net.parameters())
     check_equals_one_process(kind, packs=True)
 

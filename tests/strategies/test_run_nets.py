@@ -29,6 +29,16 @@ def test_llama_equals_one_process(name, runs):
     helpers.check_same_run(runs(*helpers.PLACES[name], model=LLAMA), truth)
 
 
+def test_the_flops_of_attention_follow_the_width_of_its_heads(runs):
+    """Four heads of 10 features, of which two heads of k and v, in a net of 32 features."""
+    run = runs(*helpers.PLACES["single"], model=LLAMA)
+    matrices = 4 * (2 * 32 * 40 + 2 * 32 * 20 + 3 * 32 * 40) + 61 * 32
+    token_flops = 6 * matrices + 12 * 4 * (4 * 10) * 15
+    speeds = run.column("perf/tokens_per_s")
+    expected = [token_flops * speed / run.record()["peak"] for speed in speeds]
+    assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_number_of_heads_that_ranks_cannot_divide_is_refused(runs):
     words = (*helpers.PLACES["tensor_parallel"], "model.n_kv_heads=1")
     output = runs(*words, model=LLAMA, code=2).output

@@ -232,6 +232,10 @@ def test_a_large_checkpoint_is_written_in_the_background_by_default(background, 
     ):
         assert train(tmp_path, f"checkpoint.background={str(background).lower()}")[0] == 0
     assert asked == [(4, background), (8, False)]  # the last save is complete when the run ends
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for path in store.ranking("val/loss"):
+        assert store.verify(path).manifest["metrics"]["val/loss"] > 0
+    assert len(store.ranking("val/loss")) == 2
 
 
 EARLY = (

@@ -12,6 +12,7 @@ from kinds import (
     OneProcess,
     Parallel,
     check_equals_one_process,
+    check_logits_of_documents,
     close,
     make_batch,
     make_net,
@@ -32,6 +33,7 @@ def test_activation_checkpointing_changes_no_value():
     for mode in ("full", "selective"):
         kind = Parallel("tensor_parallel", recomputes=mode)
         check_equals_one_process(kind, packs=mode == "selective")
+        check_logits_of_documents(kind)
 
 
 @on_ranks(2)

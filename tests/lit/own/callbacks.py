@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
+from itertools import count, repeat
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder
+
+from gptrain.lit.callbacks import checkpoints
 
 SEEN = "seen.jsonl"
 
@@ -106,6 +111,21 @@ class FailsInHook(Callback):
             raise RuntimeError("the callback is broken")
 
 
+class Clock(Callback):
+    """Replaces the clock of `checkpoint.every_minutes`.
+
+    It moves by 100 seconds whenever rank 0 reads it, and stands still on the other ranks.
+    """
+
+    def setup(self, trainer, module, stage):
+        seconds = count(step=100.0) if trainer.is_global_zero else repeat(0.0)
+        self.patch = patch.object(checkpoints, "monotonic", partial(next, seconds))
+        self.patch.start()
+
+    def teardown(self, trainer, module, stage):
+        self.patch.stop()
+
+
 class Signals(Callback):
     """Sends SIGTERM to this process, once, in one of the hooks."""
 
@@ -154,7 +174,7 @@ class Counts(Callback):
 
 
 class BreaksLayer(Callback):
-    """Makes a layer's weight, output or gradient non-finite from step 2 on."""
+    """Makes a layer's weight, output or output's gradient non-finite from step 2 on."""
 
     def __init__(self, layer, at):
         self.layer, self.at = layer, at
@@ -168,7 +188,11 @@ class BreaksLayer(Callback):
         elif self.at == "output":
             part.register_forward_hook(lambda module, inputs, output: output * float("nan"))
         else:
-            part.weight.register_hook(lambda gradient: gradient * float("nan"))
+            part.register_forward_hook(self.break_gradient)
+
+    def break_gradient(self, module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("nan"))
 
 
 class SpikesLoss(Callback):

@@ -216,6 +216,7 @@ class DataModule(pl.LightningDataModule):
     def teardown(self, stage):
         facts = {"val": sorted(self.val.indices), "seen": self.seen}
         facts["prepared"] = hasattr(self, "is_prepared")
+        facts["seed"] = torch.initial_seed()
         print("\ndatamodule", json.dumps(facts), flush=True)
 
 

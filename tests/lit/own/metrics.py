@@ -1,8 +1,9 @@
-"""A user metric that fails."""
+"""Metrics as a user writes them."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
 
@@ -23,3 +24,17 @@ class Breaks(Metric):
         if self.n_computed == self.at:
             raise RuntimeError("the metric is broken")
         return self.n
+
+
+class Nats(Metric):
+    """The sum of the cross entropies of all targets, as a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits, targets):
+        self.total += cross_entropy(logits, targets, reduction="sum")
+
+    def compute(self):
+        return self.total
