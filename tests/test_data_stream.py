@@ -116,7 +116,7 @@ def hugging_face(folder, n_files: int):
      pytest.param(2, marks=pytest.mark.engine("datasets"))],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:data.train. every rank reads all samples")
-@pytest.mark.filterwarnings("ignore:data.train. the stream has no state")
+@pytest.mark.filterwarnings("ignore:data.train. the stream cannot save")
 def test_no_sample_is_repeated_or_left_out_across_a_stop(n_ranks, kind, tmp_path):
     def make():
         return hugging_face(tmp_path, kind) if isinstance(kind, int) else kind(48)
@@ -144,7 +144,9 @@ def test_a_stream_without_a_state_or_without_samples_says_so():
     (stream,) = parts(lambda: Numbers(6), 1)
     assert "is read again on a resume" in stream.describe()
     read([stream], 2)
-    with pytest.warns(UserWarning, match="data.train: .* no state; the first 4 samples of each"):
+    with pytest.warns(
+        UserWarning, match="data.train: .* cannot save its position; the first 4 samples"
+    ):
         stream.load_state(stream.state_at(2))
     with pytest.warns(UserWarning, match="every rank reads all samples and keeps one of 2"):
         stream.start(0, 2, 1)

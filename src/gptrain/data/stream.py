@@ -170,7 +170,9 @@ class StreamDataset(Dataset):
             self.n_read = position["n_read"]
             text = f"the first {self.n_read} samples of each rank are read again and left out"
             if self.rank == 0:
-                warnings.warn(f"{self.name}: the stream has no state; {text}", stacklevel=2)
+                warnings.warn(
+                    f"{self.name}: the stream cannot save its position; {text}", stacklevel=2
+                )
         self._samples = self._read_passes()
 
     def _has_state(self) -> bool:
