@@ -56,6 +56,15 @@ def test_a_resumed_run_keeps_init_from_to_which_its_tokenizer_may_refer(old_run)
     assert cfg.init_from == "weights" == cfg.data.tokenizer
 
 
+def test_the_runs_keys_fit_a_typed_choice_or_are_named_with_the_way_to_leave_them_out(old_run):
+    old = old_run("callbacks=ema", "callbacks.ema.decay=0.9", "model=llama_nano", "model.d_ff=8")
+    cfg = compose_command([old, "callbacks=[my_callback,ema]", "model=llama_1b"])
+    assert (cfg.callbacks.ema.decay, cfg.model.d_ff) == (0.9, 8)
+    with pytest.raises(ConfigError, match=r"callbacks.ema.decay=0.9: unknown.*try: '~callbacks.e"):
+        compose_command([old, "callbacks=my_callback"])
+    assert "ema" not in compose_command([old, "callbacks=none", "~callbacks.ema.decay"]).callbacks
+
+
 def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):
     old = old_run("seed=3", "strategy.shards=2", "trainer.tpu_cores=8", "model=gpt5")
     with pytest.raises(ConfigError) as caught:

@@ -302,8 +302,11 @@ def _find_refused(
     problems = [] if is_trusted else list(_find_foreign_choices(kept))
     prefix = f"{UNTRUSTED}: "
     if not problems:
-        permissions = [line_of(override) for override in typed if is_permission(override)]
-        cfg, unfit = compose_and_explain([*permissions, *map(line_of, kept)])
+        # A typed choice such as callbacks=[ema,scores] replaces that of the run.
+        context = [line_of(item) for item in typed if is_choice(item) or is_permission(item)]
+        cfg, unfit = compose_and_explain([*context, *map(line_of, kept)])
+        keys = {override.key_or_group for override in kept}
+        unfit = [problem for problem in unfit if problem.key in keys]
         if unfit or is_trusted:
             problems = unfit
             prefix = ""
@@ -311,7 +314,7 @@ def _find_refused(
             problems = list(_find_untrusted(kept, cfg, run_dir, reads_data))
     for problem in problems:
         message = f"{prefix}was started with {problem.key}={problem.value}: {problem.message}"
-        hint = problem.hint or command(f"~{problem.key}")
+        hint = problem.hint.removeprefix("--help") or command(f"~{problem.key}")
         yield ConfigIssue("from_run", run_dir, message, hint=hint)
 
 
