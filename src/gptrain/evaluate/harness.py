@@ -78,8 +78,6 @@ class RunModel(TemplateLM):
         for prompt, how in (request.args for request in requests):
             until = how.get("until", ())
             stop = [until] if isinstance(until, str) else until
-            n_tokens = how.get("max_gen_toks", 256)
-            texts += generate(
-                self.net, self.tokenizer, [prompt], n_tokens, temperature=0, stop=stop
-            )
+            limit = how.get("max_gen_toks", 256)
+            texts += generate(self.net, self.tokenizer, [prompt], limit, temperature=0, stop=stop)
         return texts
