@@ -1,10 +1,14 @@
-"""Train a language model: compose, check, build, fit, report. The whole run is on this page.
+"""Train a language model. The whole run is on this page.
 
 python train.py                                       SimpleGPT on dummy text, one device
 python train.py experiment=quickstart                 a small Llama learns Python on a laptop's CPU
 python train.py trainer.devices=4                     the same run on four GPUs
 python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    four runs, one after another
 """
+
+# Read this page from its last line upwards. `config.main` composes and checks the config of each
+# job. `main` checks that the parts of a run fit, and starts its ranks. `train` builds the parts in
+# each rank, fits, and reports the result.
 
 from __future__ import annotations
 
@@ -44,6 +48,7 @@ def main(cfg: RunConfig) -> float | None:
     from gptrain.assemble.run import check
 
     check(cfg)
+    # The runtime calls find_checkpoint once it holds the run folder, and again before a restart.
     metrics = runtime.run(train, cfg, find_checkpoint)
     return metrics.get(cfg.objective)
 

@@ -16,8 +16,8 @@ import pytest
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
 from gptrain.checkpoints.manifest import (
+    AllDamagedError,
     DamagedCheckpointError,
-    NoGoodCheckpointError,
     read_manifest,
     seal,
     verify,
@@ -101,7 +101,7 @@ def test_a_draft_that_a_dead_process_has_left_does_not_stop_a_replacement(tmp_pa
 def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
     monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
     save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
-    checkpoint = CheckpointStore(store.folder, RUN).newest_good()
+    checkpoint = CheckpointStore(store.folder, RUN).newest_intact()
     assert checkpoint.path.name == "step-00000500" and holds(checkpoint.path, 500)
     assert checkpoint.step == 500
     about = checkpoint.manifest
@@ -114,7 +114,7 @@ def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
 
 def test_an_exception_in_the_block_leaves_nothing_and_an_empty_folder_is_no_error(store):
     store.clean()
-    assert store.newest_good() is store.best("val/loss") is None and store.steps() == []
+    assert store.newest_intact() is store.best("val/loss") is None and store.steps() == []
     save(store, 1)
     with pytest.raises(KeyError), store.writing(2) as draft, draft.open("state.ckpt") as file:
         file.write(b"half")
@@ -126,7 +126,7 @@ def test_a_step_saved_twice_holds_the_second_save(store):
     save(store, 1)
     with store.writing(1) as draft, draft.open("state.ckpt") as file:
         file.write(b"second")
-    assert (store.newest_good().path / "state.ckpt").read_bytes() == b"second"
+    assert (store.newest_intact().path / "state.ckpt").read_bytes() == b"second"
     assert os.listdir(store.folder) == ["step-00000001"]
 
 
@@ -165,7 +165,7 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
         # The last three sync the folder's names: the new one is there, whole.
         steps = [1] if at < n_operations - 2 else [1, 2]
         assert sorted(os.listdir(store.folder)) == [f"step-{step:08d}" for step in steps]
-        assert store.newest_good().step == steps[-1] and holds(store.folder / "step-00000001", 1)
+        assert store.newest_intact().step == steps[-1] and holds(store.folder / "step-00000001", 1)
 
 
 def test_a_save_that_reads_otherwise_than_written_fails_and_harms_nothing(store, monkeypatch):
@@ -183,7 +183,7 @@ def test_a_save_that_reads_otherwise_than_written_fails_and_harms_nothing(store,
             save(store, 2, in_background=in_background)
             store.finish()
         assert "reads differently" in str(failed.value.__cause__)
-        assert os.listdir(store.folder) == ["step-00000001"] and store.newest_good().step == 1
+        assert os.listdir(store.folder) == ["step-00000001"] and store.newest_intact().step == 1
 
 
 class Medium:
@@ -238,7 +238,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
     def look(how, folder):
         restarted = CheckpointStore(folder / "checkpoints", RUN)
         restarted.clean()
-        checkpoint = restarted.newest_good()
+        checkpoint = restarted.newest_intact()
         found_steps[how].append(checkpoint.step if checkpoint else 0)
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
             assert holds(path, restarted.verify(path).step)
@@ -312,12 +312,12 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_is_used(s
     save(store, 1)
     DAMAGES[how](save(store, 2))
     with caplog.at_level(logging.WARNING):
-        checkpoint = store.newest_good()
+        checkpoint = store.newest_intact()
     assert checkpoint.step == 1
     (aside,) = store.folder.glob("*.corrupt")  # set aside, not deleted
     assert f"set aside as {aside.name}" in caplog.text
     caplog.clear()
-    assert store.newest_good().step == 1 and not caplog.text
+    assert store.newest_intact().step == 1 and not caplog.text
 
 
 def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
@@ -333,7 +333,7 @@ def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
         return operation(*arguments, **options)
 
     wrap_os(monkeypatch, refuse)
-    assert store.newest_good().step == 1
+    assert store.newest_intact().step == 1
     assert "step-00000002.corrupt: Read-only" in caplog.text
     assert (
         "state.ckpt has 1000 bytes" in caplog.text and "an older checkpoint is used" in caplog.text
@@ -352,29 +352,27 @@ def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, mon
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stale)
             with pytest.raises(OSError, match="Stale"):
-                store.newest_good()  # returning None would start the run from the beginning
-    assert store.newest_good().step == 1
+                store.newest_intact()  # returning None would start the run from the beginning
+    assert store.newest_intact().step == 1
 
 
 def test_two_damaged_saves_of_one_step_are_both_kept_and_count_as_checkpoints(store):
     good, both = save(store, 1), ["step-00000002.corrupt", "step-00000002.corrupt-2"]
     for _ in range(2):
         DAMAGES["missing"](save(store, 2))
-        store.newest_good()
+        store.newest_intact()
     assert sorted(os.listdir(store.folder)) == [good.name, *both]
     shutil.rmtree(good)
-    with pytest.raises(
-        NoGoodCheckpointError, match=r"step-00000002\.corrupt: was found damaged earlier"
-    ):
-        store.newest_good()
+    with pytest.raises(AllDamagedError, match=r"step-00000002\.corrupt: was found damaged earlier"):
+        store.newest_intact()
 
 
-def test_if_none_is_good_every_start_stops_and_lists_each_with_its_reason(store):
+def test_if_none_is_intact_every_start_stops_and_lists_each_with_its_reason(store):
     DAMAGES["truncated"](save(store, 1))
     DAMAGES["missing"](save(store, 2))
     for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(NoGoodCheckpointError) as stop:
-            store.newest_good()
+        with pytest.raises(AllDamagedError) as stop:
+            store.newest_intact()
         assert "step-00000001: state.ckpt has 1000 bytes" in str(stop.value)
         assert "step-00000002: state.ckpt is missing" in str(stop.value)
 
@@ -382,7 +380,7 @@ def test_if_none_is_good_every_start_stops_and_lists_each_with_its_reason(store)
 def test_order_is_by_step_and_never_by_time(store):
     for step in (100, 20, 3):
         os.utime(save(store, step), (4e9, 4e9) if step == 3 else (0, 0))
-    assert store.newest_good().step == 100
+    assert store.newest_intact().step == 100
 
 
 @pytest.mark.parametrize("name", ["../step-00000001/state.ckpt", "..", "/etc/passwd", "a\0b", ""])
@@ -440,7 +438,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert steps_seen == [[1], [1, 2]]
     assert not store.is_unfinished and not store.is_writing
     assert (store.folder / "step-00000001" / "state.ckpt").read_bytes() == b"before"
-    assert holds(store.newest_good().path, 2)
+    assert holds(store.newest_intact().path, 2)
 
 
 def test_progress_is_reported_while_bytes_are_written_and_read_back(tmp_path):
@@ -455,7 +453,7 @@ def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
     store = CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1))
     save(store, 1, in_background=True)
     store.finish()
-    assert holds(store.newest_good().path, 1) and not beats
+    assert holds(store.newest_intact().path, 1) and not beats
 
 
 def test_a_damaged_checkpoint_is_the_same_error_after_it_was_sent_to_another_process():

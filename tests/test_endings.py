@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
 
-from gptrain.checkpoints.manifest import DamagedCheckpointError, NoGoodCheckpointError
+from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
 from gptrain.checkpoints.status import NonFiniteError, PreemptedError
 from gptrain.checkpoints.writer import SaveFailedError
@@ -30,7 +30,7 @@ from gptrain.runtime.watchdog import Heartbeat, read_progress
         (DataError("a.txt: empty"), 65, "data"),
         (DamagedCheckpointError("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpointError("step-1", "contains os.system"), 65, "data"),
-        (NoGoodCheckpointError("checkpoints", []), 65, "data"),
+        (AllDamagedError("checkpoints", []), 65, "data"),
         (SaveFailedError(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
         (SaveFailedError(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
         (OSError(errno.ENOSPC, "refused", "/some/file"), 74, "disk"),

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.checkpoints.manifest import NoGoodCheckpointError
+from gptrain.checkpoints.manifest import AllDamagedError
 from gptrain.core.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -41,7 +41,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     assert equal(gptrain.load(saved_twice.folder, "last"), saved_twice.state(2)["state_dict"])
     assert newest.exists()
     shutil.rmtree(saved_twice.folder / "checkpoints" / "step-00000002")
-    with pytest.raises(NoGoodCheckpointError, match="step-00000004"):
+    with pytest.raises(AllDamagedError, match="step-00000004"):
         gptrain.load(saved_twice.folder)
 
 

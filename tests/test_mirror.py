@@ -127,7 +127,7 @@ def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(pair, tmp
     copy(store, mirror)
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
-    assert (again.newest_good().path / "state.ckpt").read_bytes() == b"second"
+    assert (again.newest_intact().path / "state.ckpt").read_bytes() == b"second"
 
 
 def test_a_copy_cut_off_while_a_step_is_copied_again_counts_as_unfinished(
@@ -224,7 +224,7 @@ def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):
     save(store, b"whole")
     copy(store, mirror)
     assert caplog.text.count("warning: checkpoint.mirror=") == 1
-    assert "own checkpoints are intact" in caplog.text and store.newest_good().step == 1
+    assert "own checkpoints are intact" in caplog.text and store.newest_intact().step == 1
 
 
 class StopsOneRank(Callback):
@@ -257,7 +257,7 @@ def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
     run = train(*words, f"+callbacks.slow={slow}")
     assert run.code == 75, run.err
     newest = CheckpointStore(run.folder / "checkpoints").newest()
-    assert CheckpointStore(tmp_path / "mirror").newest_good().path.name == newest.name
+    assert CheckpointStore(tmp_path / "mirror").newest_intact().path.name == newest.name
 
 
 def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path):

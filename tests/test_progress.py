@@ -53,5 +53,5 @@ def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
     with store.writing(1) as draft, draft.open("state.ckpt") as file:
         file.write(b"x" * 3_000_000)
-    store.newest_good()
+    store.newest_intact()
     assert [(bar.what, bar.n, bar.total) for bar in made] == [("verifying", 3_000_000, 3_000_000)]

@@ -124,7 +124,7 @@ def save_shards(folder, state, in_background=False):
     with store.writing(7, kind="sharded", in_background=in_background) as draft:
         dcp.save(state, storage_writer=ShardWriter(draft))
     store.finish()
-    return store.newest_good().path
+    return store.newest_intact().path
 
 
 def blank(state):

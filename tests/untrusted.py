@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from gptrain.checkpoints.manifest import (
+    AllDamagedError,
     DamagedCheckpointError,
-    NoGoodCheckpointError,
     read_manifest,
     seal,
 )
@@ -23,7 +23,7 @@ from gptrain.data import DataError
 from gptrain.models import SimpleGPT
 
 REFUSALS = (
-    ConfigError, DamagedCheckpointError, NoGoodCheckpointError, DataError, FileNotFoundError,
+    ConfigError, DamagedCheckpointError, AllDamagedError, DataError, FileNotFoundError,
     ValueError
 )  # fmt: skip
 SIZES = {"vocab_size": 256, "d_model": 4, "n_heads": 1, "n_layers": 1, "max_seq_len": 32,

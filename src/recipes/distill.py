@@ -73,7 +73,7 @@ class Distilled(LanguageModel):
             net: Student or teacher.
             tokens: Token ids, (B, T).
             is_counted: True at the N positions whose target counts, (B, T).
-            documents: List with the number of the document of each token, (B, T), or an empty list.
+            documents: List with the index of the document of each token, (B, T), or an empty list.
         """
         logits = net(tokens, **layout_argument(*documents or [None]))[
             is_counted

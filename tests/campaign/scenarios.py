@@ -58,7 +58,7 @@ SCENARIOS = (
     Scenario("F14", "a bit of the newest is flipped", harm=trial.flip, **DAMAGED),
     Scenario("F15", "shards of two steps, or one missing", harm=trial.mix_up, reference=FSDP,
              **DAMAGED, quick=1),
-    Scenario("F16", "all are damaged", again=65, quick=1, says="no checkpoint is good",
+    Scenario("F16", "all are damaged", again=65, quick=1, says="no checkpoint is intact",
              harm=lambda folder, draw: [trial.flip(p, draw) for p in folder.parent.iterdir()]),
     Scenario("F17", "the folder turns read-only", ("EROFS",), **REFUSED | {"codes": (73,)}, rank=0),
     Scenario("F18", "a loss that is not a number", ("poison",), ("backward",), codes=(79,),

@@ -45,7 +45,7 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
         assert failed.value.needed > 80000
     loaded = {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)]), "step": 0}
     (newest,) = Path(folder).iterdir()
-    checkpoint = store.newest_good()
+    checkpoint = store.newest_intact()
     assert newest == checkpoint.path == store.folder / "step-00000003"
     assert (checkpoint.manifest["kind"], checkpoint.manifest["world_size"]) == ("sharded", 2)
     assert list(checkpoint.manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]

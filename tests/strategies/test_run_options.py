@@ -256,4 +256,4 @@ def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tm
     assert exit_code == code
     assert any(f"step {step}" in line for line in output.splitlines()[-3:]), output
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    assert store.newest_good().step == step
+    assert store.newest_intact().step == step

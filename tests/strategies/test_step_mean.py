@@ -45,28 +45,28 @@ def begun(n_targets, n_micro_batches, group=None):
 
 def test_without_ignored_targets_the_loss_is_the_micro_batch_mean_bit_for_bit():
     mean, targets = begun(3 * 77, 3), torch.ones(7, 11, dtype=torch.long)
-    assert [mean.divisor_for(targets).item() for _ in range(3)] == 3 * [77.0]
-    assert mean.correction(LOSS) == 1.0
+    assert [mean.count_and_get_divisor(targets).item() for _ in range(3)] == 3 * [77.0]
+    assert mean.reduce(LOSS) == 1.0
 
 
 def test_each_step_is_corrected_only_by_its_own_targets():
     mean = begun(8, 2)
     for _ in range(2):
-        mean.divisor_for(torch.tensor([1, -100, -100, -100]))
-    assert mean.correction(LOSS) == 8 / 2
+        mean.count_and_get_divisor(torch.tensor([1, -100, -100, -100]))
+    assert mean.reduce(LOSS) == 8 / 2
     mean.compute_divisor(12, 2)
     mean.reset_counts()
     for _ in range(2):
-        mean.divisor_for(torch.tensor([1, 2, 3, -100]))
-    assert mean.correction(LOSS) == 12 / 6
+        mean.count_and_get_divisor(torch.tensor([1, 2, 3, -100]))
+    assert mean.reduce(LOSS) == 12 / 6
 
 
 def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
     mean = begun(0, 2)
     for _ in range(2):
-        loss = torch.zeros(()) / mean.divisor_for(torch.full((2, 3), -100))
+        loss = torch.zeros(()) / mean.count_and_get_divisor(torch.full((2, 3), -100))
         assert loss == 0.0
-    assert mean.correction(LOSS) == 1.0
+    assert mean.reduce(LOSS) == 1.0
 
 
 def test_gradients_are_measured_and_clipped_after_the_correction():
@@ -105,7 +105,7 @@ def test_targets_changed_in_training_step_are_counted_at_the_end_of_the_step():
     rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
     mean = begun(6, 2, world)
     for n in (1 + rank, 2):  # the steps have seven targets; the batch had twelve
-        mean.divisor_for(torch.tensor(n * [5] + 3 * [-100]))
+        mean.count_and_get_divisor(torch.tensor(n * [5] + 3 * [-100]))
     assert mean.divisor == 3.0
-    assert mean.correction(LOSS * (1 + rank)) * 7 == 12.0
+    assert mean.reduce(LOSS * (1 + rank)) * 7 == 12.0
     assert mean.loss == pytest.approx(0.75 * 12 / 7)

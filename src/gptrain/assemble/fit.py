@@ -75,6 +75,7 @@ class FinishedRun:
 
     @cached_property
     def _loaded(self) -> Any:
+        """Net and tokenizer, loaded when they are first read."""
         from gptrain.assemble.load import load  # imports torch
 
         # Classes of the project's src/ may be loaded, and can be imported.

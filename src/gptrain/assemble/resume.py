@@ -123,7 +123,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
     with named_source("ckpt_path", requested or ""):
         if requested == "last":
             store.clean()
-            checkpoint = store.newest_good()
+            checkpoint = store.newest_intact()
         elif requested == "best":
             checkpoint = store.best(monitor, cfg.checkpoint.mode)
             if checkpoint is None:

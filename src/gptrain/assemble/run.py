@@ -1,4 +1,4 @@
-"""Build a run from its config: datasets, net, module, Trainer, in the order of this file.
+"""Check a run, and build it from its config. `build` makes the parts in the order of its lines.
 
 Each part has a file of its own in this package, see its README.
 """
@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import Dataset
 
 from gptrain.assemble.base import load_start
 from gptrain.assemble.callbacks import check_callbacks
@@ -100,7 +100,6 @@ class TrainingRun:
             ConfigError: If Lightning or a part of the run refuses the config.
         """
         cfg, trainer = self.cfg, self.trainer
-        parts: dict[str, Any] = {"datamodule": self.datamodule}
         use_checkpoint(trainer, self.checkpoint)
         self.report.start(trainer)
         with (
@@ -109,18 +108,18 @@ class TrainingRun:
             missing_monitor_as_config_error(cfg, trainer),
         ):
             if cfg.task == "fit":
-                trainer.fit(self.module, **parts)
+                trainer.fit(self.module, datamodule=self.datamodule)
             if cfg.task == "validate":
-                trainer.validate(self.module, **parts, verbose=False)
-            is_tried = (
+                trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
+            tests_too = (
                 cfg.trainer.fast_dev_run
                 and has_step(type(self.module), "test_step")
                 and has_loader(self.datamodule, "test")
             )
-            if cfg.task == "test" or is_tried:
+            if cfg.task == "test" or tests_too:
                 # Keep the metrics of the fit under fast_dev_run.
                 fitted = dict(trainer.callback_metrics)
-                trainer.test(self.module, **parts, verbose=False)
+                trainer.test(self.module, datamodule=self.datamodule, verbose=False)
                 trainer.callback_metrics.update(fitted)
         return self.report.end(trainer)
 
@@ -162,7 +161,8 @@ def check(cfg: RunConfig) -> None:
             documents=cfg.data.masks_documents,
         )
     if cfg.task == "fit" and issubclass(module_type, LanguageModel):
-        # Some optimizers need weights with values. They raise these errors on the meta device.
+        # Some optimizers need weights with values and raise one of these errors on the meta device.
+        # Any other error of these types is then seen at the start. The batch does not matter here.
         with suppress(RuntimeError, AssertionError):
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
@@ -191,6 +191,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
     Joins the process group, prepares the data on rank 0 first, and builds the net with its initial
     weights or those of `init_from`. A checkpoint to resume from is loaded later, by the Trainer.
+    Before a fit, rank 0 writes the files of the tokenizer to the run folder.
 
     Args:
         cfg: Configuration of the run. On rank 0, `ckpt_path` is the folder of the verified
@@ -202,7 +203,8 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     """
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
-    device = devices.device(process.local_rank)
+    name = strategy_name(cfg.strategy.name, devices.world_size)
+    module_type = module_class(cfg, name)
     guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         start_rank(cfg, process, devices)
@@ -211,27 +213,18 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
     train, val, test = prepare_data(cfg, process.rank, guard)
     if cfg.task == "fit" and process.rank == 0:
-        if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
-            # A run that was moved can then generate text without its data.
-            tokenizer.save(Path(cfg.run_dir))
-        sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
-        copy_tokenizer_files(
-            [Path(source).expanduser() for source in sources if source], Path(cfg.run_dir)
-        )
-        if (end_id := getattr(train, "end_id", None)) is not None:
-            write_end_token(Path(cfg.run_dir), end_id)
-    name = strategy_name(cfg.strategy.name, devices.world_size)
-    module_type = module_class(cfg, name)
+        write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
-    start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
-    checkpoint = None if start is None else Path(start)
     sample = train[0]
     sized = cfg
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         sized = cfg.changed({"data.batch_size": train.batch_size})
     lengths = plan_lengths(sized, len_of(train), check_sample(cfg, sample), dims.data)
+
+    start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
+    checkpoint = None if start is None else Path(start)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         saved = read_manifest(checkpoint)["config"]
@@ -241,13 +234,14 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     precision = resolve_precision(cfg, devices)
     compile = choose_compile(cfg, devices)
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
-    torch.manual_seed(cfg.seed)
+
+    torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
     with as_config_errors(cfg):
         net, strategy = build_strategy(
             partial(build_net, cfg.model),
             cfg.strategy,
             dims,
-            device,
+            devices.device(process.local_rank),
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=precision,
@@ -274,7 +268,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             test,
             lengths,
             seed=cfg.seed,
-            rank=process.rank // dims.ranks_per_sample % dims.data,
+            rank=dims.data_rank(process.rank),
             world_size=dims.data,
             ranks_per_sample=dims.ranks_per_sample,
             equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
@@ -283,6 +277,24 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         )
     report = build_report(cfg, devices, lengths, trainer, train, module)
     return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
+
+
+def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
+    """Write the tokenizer and its companion files to the run folder.
+
+    A run that was moved can then generate text without its data.
+
+    Args:
+        cfg: Configuration of the run.
+        train: Training set. Its attributes `tokenizer` and `end_id` are used if it has them.
+    """
+    run_dir = Path(cfg.run_dir)
+    if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
+        tokenizer.save(run_dir)
+    sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
+    copy_tokenizer_files([Path(source).expanduser() for source in sources if source], run_dir)
+    if (end_id := getattr(train, "end_id", None)) is not None:
+        write_end_token(run_dir, end_id)
 
 
 def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
@@ -301,11 +313,12 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
     if devices.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
     pl.seed_everything(cfg.seed, verbose=False)
-    backend, device = cfg.strategy.backend or devices.backend, devices.device(process.local_rank)
     if strategy_name(cfg.strategy.name, devices.world_size) != "single":
-        place = process.rank, devices.world_size
-        where = store_path(cfg.run_dir), rank_variables()
-        start_group(backend, device, *place, cfg.strategy.timeout_s, *where)
+        start_group(
+            cfg.strategy.backend or devices.backend, devices.device(process.local_rank),
+            process.rank, devices.world_size, timeout_s=cfg.strategy.timeout_s,
+            store_path=store_path(cfg.run_dir), variables=rank_variables(),
+        )  # fmt: skip
 
 
 def check_shared(run_dir: str, rank: int) -> None:

@@ -15,9 +15,9 @@ from gptrain.checkpoints.manifest import (
     BASE,
     MANIFEST_NAME,
     STATE_NAME,
+    AllDamagedError,
     Checkpoint,
     DamagedCheckpointError,
-    NoGoodCheckpointError,
 )
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, load_file
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
@@ -69,13 +69,13 @@ def find_weights(
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the checkpoint is damaged.
-        NoGoodCheckpointError: If all checkpoints of the run are damaged.
+        AllDamagedError: If all checkpoints of the run are damaged.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
         best = store.best(by.monitor, by.mode) if which == "best" else None
-        if checkpoint := best or store.newest_good():
+        if checkpoint := best or store.newest_intact():
             return checkpoint
     folder = source.parent if source.name == STATE_NAME else source
     if (folder / MANIFEST_NAME).exists():
@@ -103,7 +103,7 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
     """
     try:
         yield
-    except (FileNotFoundError, DamagedCheckpointError, NoGoodCheckpointError, ValueError) as error:
+    except (FileNotFoundError, DamagedCheckpointError, AllDamagedError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
         hint = misfit if isinstance(error, ValueError) else ""
         message = str(error).removeprefix(f"{Path(value).expanduser()}: ")

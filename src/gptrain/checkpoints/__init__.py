@@ -1,6 +1,6 @@
 """Checkpoints and other files that let a run survive a failure.
 
-Nothing in this package knows a model, a Trainer or a configuration.
+Nothing in this package knows a model, a Trainer or a typed config.
 
 lock       one process per run folder, one run per run folder
 status     how a run ended: status.json, result.json
@@ -8,6 +8,8 @@ store      checkpoints that are complete or do not exist
 writer     one rank's part of one save
 manifest   list of a checkpoint's files with their hashes
 amendment  the second file of a checkpoint that was saved before its validation
+timeline   phases of every start of a run, goodput and recovery: timeline.jsonl
+json_lines files with one JSON object per line
 fileops    file operations that survive a power cut
 mirror     copies of the checkpoints in another folder or in an object store
 safe_load  loading of torch's files without running code, and shards written by each rank

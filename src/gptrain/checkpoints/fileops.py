@@ -17,6 +17,9 @@ _PIECE_BYTES = 1 << 26
 def create(path: Path) -> int:
     """Create an empty file and return its descriptor, open for writing. The caller closes it.
 
+    Args:
+        path: Path of the file, in an existing folder.
+
     Raises:
         FileExistsError: If a file or a link of this name exists.
     """

@@ -65,10 +65,12 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
+    """Return an object as one line of JSON, in which NaN and infinity are null."""
     return json.dumps(finite_values(dict(row)), allow_nan=False).encode() + b"\n"
 
 
 def _decode(line: bytes) -> Any:
+    """Return the value of a line of JSON, or None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):  # ValueError: also if the bytes are not UTF-8

@@ -167,7 +167,11 @@ def read_holder(run_dir: str | Path) -> dict:
 def is_held(run_dir: str | Path) -> bool:
     """Return whether a live process holds the run folder. Writes nothing.
 
-    The check locks the folder for an instant. A run that starts in this instant tries again.
+    The check locks the folder for an instant. A run that starts in this instant tries again. A
+    folder without a lock file, or one whose lock file cannot be read, is not held.
+
+    Args:
+        run_dir: Run folder, which need not exist.
     """
     try:
         with open_regular(Path(run_dir) / LOCK_NAME) as file:

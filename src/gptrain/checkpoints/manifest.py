@@ -49,7 +49,7 @@ class DamagedCheckpointError(Exception):
         return printable(f"{self.path}: {self.reason}")
 
 
-class NoGoodCheckpointError(Exception):
+class AllDamagedError(Exception):
     """Raised if there are checkpoints and all of them are damaged. The user must decide what to do.
 
     Args:
@@ -62,7 +62,7 @@ class NoGoodCheckpointError(Exception):
     def __init__(self, folder: Path, damaged: list[DamagedCheckpointError]) -> None:
         self.folder, self.damaged = folder, damaged
         reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
-        super().__init__(f"{folder}: no checkpoint is good: {reasons}")
+        super().__init__(f"{folder}: no checkpoint is intact: {reasons}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
         dcp.save(state, storage_writer=ShardWriter(draft))
-    dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_good().path))
+    dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_intact().path))
 
 A pickle may call any function, so unpickling an untrusted file runs its author's code. torch.load
 with `weights_only=True` refuses unknown names, and gptrain loads files in this way only.

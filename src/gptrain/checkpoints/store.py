@@ -24,9 +24,9 @@ from pathlib import Path
 
 from gptrain.checkpoints import fileops, manifest
 from gptrain.checkpoints.manifest import (
+    AllDamagedError,
     Checkpoint,
     DamagedCheckpointError,
-    NoGoodCheckpointError,
     folder_name,
 )
 from gptrain.checkpoints.writer import CheckpointWriter, SaveFailedError, free_bytes
@@ -160,7 +160,8 @@ class CheckpointStore:
         """Add files to the checkpoint of a step, and replace its metrics.
 
         All ranks must call it. If that save is still in the background, the files become part of
-        it.
+        it: `rank` and `gather` are then those of the save, and an error of these files fails the
+        whole save in `finish`.
 
         Args:
             step: Step of the checkpoint, which must be the last one that was saved.
@@ -171,11 +172,12 @@ class CheckpointStore:
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error,
-                and the checkpoint is unchanged.
+                and a checkpoint that was complete before is unchanged.
         """
         is_in_background = self._unfinished is not None
         if self._unfinished is not None:
             draft, entries = self._unfinished
+            assert entries["step"] == step
             entries["metrics"] = metrics
         else:
             draft = CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress)
@@ -241,14 +243,14 @@ class CheckpointStore:
         """
         return Checkpoint(path, manifest.verify(path, self.run_id))
 
-    def newest_good(self) -> Checkpoint | None:
+    def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
         If the store has a `run_id`, newer damaged checkpoints are renamed to `*.corrupt` once an
         intact one was found. Call it on one rank, and with a `run_id` under the run lock.
 
         Raises:
-            NoGoodCheckpointError: If all checkpoints are damaged, or were found damaged by an
+            AllDamagedError: If all checkpoints are damaged, or were found damaged by an
                 earlier start.
         """
         damaged = []
@@ -264,7 +266,7 @@ class CheckpointStore:
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpointError(path, "was found damaged earlier"))
         if damaged:
-            raise NoGoodCheckpointError(self.folder, damaged)
+            raise AllDamagedError(self.folder, damaged)
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
@@ -350,6 +352,8 @@ class CheckpointStore:
         fileops.write_new_file(draft / manifest.MANIFEST_NAME, manifest.seal(entries))
         fileops.sync_folder(draft)
         if target.exists():
+            # Until the next line, a reader without the lock sees the step before this one. `clean`
+            # reverses the renaming if this process is killed here.
             os.rename(target, old)
         os.rename(draft, target)
         fileops.sync_folder(self.folder)

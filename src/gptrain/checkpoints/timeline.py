@@ -40,7 +40,7 @@ _command_time_s: float | None = None
 
 
 def begin_command() -> None:
-    """Note that the command, or a job of a sweep, begins now."""
+    """Note that the command, or a job of a sweep, begins now: `add_start` records this time."""
     global _command_time_s
     _command_time_s = time.time()
 

@@ -2,8 +2,11 @@
 
 The rules need neither torch nor the machine that will run the job. A rule is a generator with one
 `if ...: yield checked.error(...)` per mistake. A key with an invalid value is None in
-`checked.run`, so that no mistake is reported twice. Rules about `model.*` apply to the nets that
-ship with gptrain only.
+`checked.run`, so that no mistake is reported twice. Rules about the sizes of a net apply only to
+the decoders that ship with gptrain.
+
+A function `check_...` is a rule: `check_config` applies the rules in order, and `preflight` applies
+two of them again when it knows the devices. A function `_check_...` is a part of a rule.
 """
 
 import math
@@ -42,6 +45,10 @@ LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 class CheckedConfig:
     """A config and the problems that the checks found in it.
 
+    `add` runs a rule and keeps its problems. A rule is a generator that runs while its problems are
+    added, so that it sees, in `wrong_keys`, the errors that it has found itself. Only the first
+    error of a key is kept.
+
     Attributes:
         run: Typed config. If there are problems, invalid and missing values are None in it.
         values: The same config as nested dicts, with all references resolved.
@@ -73,8 +80,7 @@ class CheckedConfig:
         """Append problems to `problems`, except those of keys that have an error already.
 
         Args:
-            problems: Problems that a rule found. It may be a generator that reads `wrong_keys` as
-                it runs.
+            problems: Problems that a rule has found, usually the generator of the rule.
         """
         for problem in problems:
             if problem.key not in self.wrong_keys:
@@ -188,7 +194,10 @@ def _check_width(checked: CheckedConfig, sizes: dict[str, Any]) -> Iterator[Conf
 
 
 def check_data_module(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check that the run can be fed by a user's LightningDataModule, if the data group is one."""
+    """Yield a problem for each option that a run with a user's LightningDataModule cannot have.
+
+    Yields nothing if the data group is no LightningDataModule.
+    """
     run = checked.run
     if not isinstance(run.data, DataModuleConfig):
         return
@@ -202,10 +211,11 @@ def check_data_module(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem if nothing ends the run, or if two keys give the same length.
+    """Yield a problem if nothing ends the run, or if the lengths of its phases do not fit together.
 
-    A schedule that decays until the last step needs a known number of steps, so that a run which
-    only a time limit ends is a problem, too.
+    Two keys must not give the same length, and a warm-up must not be longer than its schedule. A
+    schedule that decays until the last step needs a known number of steps, so that a run which only
+    a time limit ends is a problem, too.
     """
     run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
     for name in ("warmup", "decay", "total"):
@@ -270,7 +280,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         message = f"strategy={name} has collectives and hooks between the blocks"
         yield checked.error("model.compile", message, "model.compile=blocks")
     recomputes = (run.model.activation_checkpointing or "none") != "none"
-    if "tensor" in name and recomputes and (run.model.compile or "none") != "none":
+    if TENSOR in STRATEGIES[name].axes and recomputes and (run.model.compile or "none") != "none":
         message = (
             f"under strategy={name} torch cannot compile the recomputation of activations "
             "from sharded weights"
@@ -309,7 +319,8 @@ def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue]:
     """Yield a problem if the net, the batch or the steps cannot be divided over a number of ranks.
 
-    Yields nothing if a key of the strategy has an error already.
+    Yields a warning for a strategy of several ranks on one device. Yields nothing if a key of the
+    strategy has an error already.
 
     Args:
         checked: Config to check.
@@ -402,6 +413,8 @@ def _check_microbatches(
 
 def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
     """Yield a problem about the global batch size, the length of an epoch or the warm-up.
+
+    Gradient accumulation under a static graph of DDP is a problem, too.
 
     Args:
         checked: Config to check.

@@ -22,9 +22,8 @@ from gptrain.runtime.process import run_stamp
 
 LONGEST_NAME = 80  # characters of the name of a job's folder
 SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its context length
-LONG_SEQ_LEN = (
-    8192  # largest default data.seq_len: longer contexts are an extension of a trained net
-)
+# Largest default data.seq_len: longer contexts are an extension of a trained net.
+LONG_SEQ_LEN = 8192
 
 
 class LibraryChoices(SearchPathPlugin):
@@ -186,4 +185,5 @@ def open_hydra() -> Generator[Any, None, None]:
 
 
 def _compose(overrides: list[str]) -> DictConfig:
+    """Compose and return the config of train.py, with Hydra's own node."""
     return compose("train", overrides, return_hydra_config=True)

@@ -95,6 +95,7 @@ def folder_argument(path: str | os.PathLike) -> str:
 
 
 def _shell_word(word: str) -> str:
+    """Return a word quoted for a POSIX shell; one with control characters in bash's $'…'."""
     if not word.isprintable():  # bash's $'…' writes a line feed as \n
         return "$'" + "".join(map(_escape, word)) + "'"
     # Double quotes are easier to read than escaped single quotes; they do not protect $ ` \ and !.

@@ -61,6 +61,9 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 def read_json(path: str | Path) -> Any:
     """Return the value of a JSON file.
 
+    Args:
+        path: Path of the file. A symbolic link is followed.
+
     Raises:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not JSON, or the path is not a regular file.
@@ -70,6 +73,9 @@ def read_json(path: str | Path) -> Any:
 
 def read_yaml(path: str | Path) -> Any:
     """Return the value of a YAML file. Tags that would create Python objects are refused.
+
+    Args:
+        path: Path of the file. A symbolic link is followed.
 
     Raises:
         OSError: If the file does not exist or cannot be read.

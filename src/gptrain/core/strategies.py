@@ -437,6 +437,14 @@ class ParallelDims:
         """Number of neighboring ranks that read the same samples."""
         return self.context * self.tensor
 
+    def data_rank(self, rank: int) -> int:
+        """Return the index of a rank's samples among those of the data-parallel ranks.
+
+        Args:
+            rank: Global rank of the process.
+        """
+        return rank // self.ranks_per_sample % self.data
+
 
 def strategy_name(name: str, world_size: int) -> str:
     """Return the key of STRATEGIES for a `strategy.name`.

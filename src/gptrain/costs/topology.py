@@ -69,6 +69,7 @@ class Topology:
         return next((word for word in words if self._has_ring(speed(word), first)), None)
 
     def _has_nvlink(self, gpu: int, peer: int) -> bool:
+        """Return whether two GPUs are linked by NVLink."""
         return speed(self.links[gpu, peer]) > 0
 
     def _has_ring(self, min_speed: int, path: tuple[int, ...]) -> bool:

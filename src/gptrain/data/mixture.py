@@ -108,7 +108,7 @@ class Mixture(BatchDataset):
                 of the next part.
 
         Returns:
-            Tokens (B, T) and targets (B, T), int64. If the parts return documents, also the number
+            Tokens (B, T) and targets (B, T), int64. If the parts return documents, also the index
             of the document of each token, (B, T).
         """
         samples = np.asarray(indices, dtype=np.int64)

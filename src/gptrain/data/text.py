@@ -46,7 +46,7 @@ class TextDataset(TokenDataset):
             ends of documents. With `separate`, the first sample of a document begins at the
             document's first token, a longer document continues in the next sample, and the rest of
             its last sample is padding with targets -100. With `masked`, a batch has a third item,
-            the number of the document of each token, so that a document attends to itself only.
+            the index of the document of each token, so that a document attends to itself only.
             With `separate` and `masked`, what a net computes for a document depends on this
             document only. The context of its first token is the first token of the file, which is
             the end token if there is one.

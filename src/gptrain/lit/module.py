@@ -41,9 +41,9 @@ class LanguageModel(pl.LightningModule):
 
             def training_step(self, batch):
                 tokens, targets, *documents = batch
-                loss = self.loss(tokens, targets, *documents)
-                self.log("train/penalised", loss)
-                return loss + self.weight * penalty(self.net)
+                loss = self.loss(tokens, targets, *documents) + self.weight * penalty(self.net)
+                self.log("train/penalized", loss)
+                return loss
 
     Args:
         net: Net with `forward(tokens)`. Some strategies and options need more attributes, such as
@@ -63,7 +63,7 @@ class LanguageModel(pl.LightningModule):
     Attributes:
         groups_read: Config groups that were used so far, of `optimizer` and `scheduler`.
         eval_sums: Sums over the evaluation on this rank: nats, number of targets and, with
-            `token_bytes`, number of bytes. It is 0.0 if `evaluate` was not called.
+            `token_bytes`, number of bytes. None if `evaluate` was not called.
         part_sums: Name of a mixture's part -> sums like `eval_sums` over its batches.
     """
 
@@ -85,7 +85,7 @@ class LanguageModel(pl.LightningModule):
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.eval_sums: Tensor | float = 0.0
+        self.eval_sums: Tensor | None = None
         self.part_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -93,7 +93,7 @@ class LanguageModel(pl.LightningModule):
 
         Args:
             tokens: Token ids, (B, T).
-            documents: Number of the document of each token, (B, T). A token then attends to tokens
+            documents: Index of the document of each token, (B, T). A token then attends to tokens
                 of its own document only. None if each sequence is one document.
         """
         return self.net(tokens, **layout_argument(documents))
@@ -109,9 +109,9 @@ class LanguageModel(pl.LightningModule):
         In a pipeline this method also computes the gradients.
 
         Args:
-            tokens: Token indices (B, T), int64.
+            tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64.
-            documents: Number of the document of each token, (B, T), int64: the third item of a
+            documents: Index of the document of each token, (B, T), int64: the third item of a
                 batch whose samples hold documents that do not see each other.
         """
         options = self.loss_options
@@ -122,7 +122,7 @@ class LanguageModel(pl.LightningModule):
 
         Args:
             batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
-                other, the number of each token's document (B, T).
+                other, the index of each token's document (B, T).
             batch_idx: Index of the micro-batch in the epoch, not used.
         """
         tokens, targets, *documents = batch
@@ -135,7 +135,7 @@ class LanguageModel(pl.LightningModule):
 
         Args:
             batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
-                other, the number of each token's document (B, T).
+                other, the index of each token's document (B, T).
             batch_idx: Index of the batch, from which the part of a mixture follows.
             dataloader_idx: Index of the loader. The batches of all loaders are added to one
                 evaluation.
@@ -168,11 +168,11 @@ class LanguageModel(pl.LightningModule):
         All ranks that hold a part of the net must call this method.
 
         Args:
-            tokens: Token indices (B, T), int64.
+            tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
             part: Part of a mixture that the batch belongs to. Its loss is also logged by itself.
                 None if the dataset is not a mixture.
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
         parallel = self._parallel()
         is_counted = targets != IGNORED  # (B, T)
@@ -182,7 +182,7 @@ class LanguageModel(pl.LightningModule):
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
         dtype = sum_dtype(nats.device)
         batch_sums = torch.stack([value.to(dtype) for value in sums])  # (2,) or (3,)
-        self.eval_sums = self.eval_sums + batch_sums
+        self.eval_sums = batch_sums if self.eval_sums is None else self.eval_sums + batch_sums
         if part is not None:
             self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
@@ -209,7 +209,7 @@ class LanguageModel(pl.LightningModule):
             DataError: On all ranks, if the evaluation or a part of it had no target that counts.
         """
         values: dict[str, Tensor] = {}
-        if isinstance(self.eval_sums, Tensor):
+        if self.eval_sums is not None:
             nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums)
             self._check_counted(n_targets, prefix)
             values["loss"] = nats / n_targets
@@ -225,7 +225,7 @@ class LanguageModel(pl.LightningModule):
                 nats, n_targets, *_ = self._sum_over_ranks(sums)
                 self._check_counted(n_targets, f"{prefix} (part {part})")
                 values[f"{part}/loss"] = nats / n_targets
-            self.eval_sums = 0.0
+            self.eval_sums = None
             self.part_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 

@@ -39,7 +39,7 @@ an error names the attribute before training begins.
 `forward(tokens, layout=None)`, and the same argument of `hidden` and, for pipelines, of `embed` and
 of each block
     Packed documents that do not see each other, `data.documents=masked`. The `SequenceLayout` (see
-    attention.py) has the position of each token in its document and the number of the document.
+    attention.py) has the position of each token in its document and the index of the document.
     The argument is only passed if the samples have documents.
 `vocab_size` and `max_seq_len`
     A check that the data fits the net, before training begins.

@@ -28,7 +28,7 @@ class SequenceLayout:
 
     Attributes:
         positions: Position of each token of `tokens`, (T,) or (B, T), int64.
-        documents: Number of the document of each position of the sequence, (B, S), int64. A token
+        documents: Index of the document of each position of the sequence, (B, S), int64. A token
             attends to the tokens of its own document only. None puts all into one document.
         block_mask: Mask of `documents` for FlexAttention, or None.
     """
@@ -42,7 +42,7 @@ class SequenceLayout:
         """Return the layout of packed documents, in each of which the positions start at 0.
 
         Args:
-            documents: Number of the document of each token, (B, T), int64. The tokens of a
+            documents: Index of the document of each token, (B, T), int64. The tokens of a
                 document are neighbors.
         """
         index = torch.arange(documents.shape[1], device=documents.device)  # (T,)
@@ -56,7 +56,7 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
     """Return {"layout": layout} for a net that is called with packed documents, else {}.
 
     Args:
-        documents: Number of the document of each token, (B, T), or None.
+        documents: Index of the document of each token, (B, T), or None.
     """
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
@@ -217,7 +217,7 @@ def document_mask(documents: Tensor) -> Tensor:
     These are the positions of its own document up to and including the token.
 
     Args:
-        documents: Number of the document of each token, (B, T).
+        documents: Index of the document of each token, (B, T).
     """
     return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
 
@@ -228,7 +228,7 @@ def document_block_mask(documents: Tensor) -> BlockMask:
     A token attends to the tokens of its own document up to itself, as in `document_mask`.
 
     Args:
-        documents: Number of the document of each token, (B, T).
+        documents: Index of the document of each token, (B, T).
     """
     # This import loads torch's compiler, which takes seconds.
     from torch.nn.attention.flex_attention import create_block_mask

@@ -16,7 +16,10 @@ INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in 
 
 
 class Decoder(nn.Module):
-    """Token embedding, blocks, final norm and head, with the full contract of gptrain.models.
+    """Token embedding, blocks, final norm and head: the base class of the nets of gptrain.
+
+    It fulfils the contract of `gptrain.models` except for the conversions `from_hugging_face`,
+    `to_hugging_face` and `to_peft`, which a subclass has.
 
     The constructor of a subclass creates `token_embedding`, `blocks`, `norm` and `head` on the meta
     device and then calls `initialize`. On the meta device PyTorch's own initialization, which would
@@ -33,9 +36,8 @@ class Decoder(nn.Module):
         tie_head: True if head and token embedding share one parameter.
     """
 
-    tensor_plan: ClassVar[
-        dict[str, str]
-    ] = {  # layers that every subclass has; roles: see gptrain.models
+    # Layers that every subclass has. The roles are those of gptrain.models.
+    tensor_plan: ClassVar[dict[str, str]] = {
         "token_embedding": "vocab_embedding",
         "blocks.*.norm_[12]": "sequence",
         "blocks.*.attention.[qkv]_proj": "colwise",
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
         Args:
             tokens: Token ids, (B, T).
             cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
-                are appended to the cache.
+                are appended to the cache. None if `tokens` are full sequences.
             layout: Positions and documents of the tokens. By default all tokens of a sequence
                 belong to one document, and their positions follow those of the cache.
         """
@@ -99,7 +101,7 @@ class Decoder(nn.Module):
         """
         x = self.embed(tokens, 0 if cache is None else cache.length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
-        options = {} if layout is None else {"layout": layout}
+        options = {} if layout is None else {"layout": layout}  # a user's block may not have it
         if cache is None:
             for block in blocks:
                 x = block(x, **options)
@@ -110,6 +112,9 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
         """Compute the embeddings (B, T, D) of tokens (B, T), the input of the first block.
+
+        A subclass adds the embeddings of positions, if it has a table of them. This method uses
+        `start` and `layout` only to check the length.
 
         Args:
             tokens: Token ids, (B, T).
@@ -172,7 +177,10 @@ class Decoder(nn.Module):
             tensor.copy_(normal.normal_(0.0, std, generator=generator))
 
     def _apply(self, fn, recurse=True):
-        # Tie the head again: to_empty() creates a separate parameter for each of the two names.
+        """Apply a function to all tensors, as nn.Module does, and tie the head again.
+
+        `to_empty` would leave a separate parameter under each of the two names.
+        """
         tied = self.head is not None and self.token_embedding is not None
         tied = tied and self.head.weight is self.token_embedding.weight
         super()._apply(fn, recurse)

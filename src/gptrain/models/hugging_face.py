@@ -79,6 +79,7 @@ class HuggingFace(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def _hidden(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states (B, T, D) of the decoder, after its final norm."""
         return self.model.get_decoder()(input_ids=tokens, use_cache=False)[0]  # (B, T, D)
 
     @torch.no_grad()
@@ -179,6 +180,7 @@ def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str,
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested keys of a config.json without those that could load code."""
     return {
         key: _without_code(value) if isinstance(value, Mapping) else value
         for key, value in keys.items()

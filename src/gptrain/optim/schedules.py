@@ -95,6 +95,7 @@ def constant(step: int) -> float:
 
 
 def _warmup(step: int, warmup_steps: int, start_factor: float) -> float:
+    """Return the factor within the warm-up: a line from `start_factor` to 1 at `warmup_steps`."""
     return start_factor + (1 - start_factor) * step / warmup_steps
 
 

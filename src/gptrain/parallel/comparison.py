@@ -175,7 +175,7 @@ class Comparison:
 
         Args:
             dtype: Type of the weights and of the computation.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T).
 
         Raises:
@@ -235,7 +235,7 @@ class Comparison:
         Args:
             plain: Result of `run_plain`.
             dtype: Type of the weights and of the computation.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T).
 
         Raises:

@@ -123,10 +123,10 @@ class ContextParallel(Sharded[ContextParallelOptions]):
 
         Args:
             net: Net as `split` and `shard` have left it.
-            tokens: Token indices (B, T) of full sequences.
+            tokens: Token ids (B, T) of full sequences.
             targets: Next tokens (B, T). The loss ignores -100.
             options: Label smoothing and z-loss.
-            documents: Number of the document of each token, (B, T), if documents are packed that
+            documents: Index of the document of each token, (B, T), if documents are packed that
                 must not see each other; otherwise None.
         """
         part = self.part_layout(tokens, **layout_argument(documents))

@@ -146,16 +146,16 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         Args:
             net: Net as `split` has left it.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T). The loss ignores -100.
             options: Label smoothing and z-loss.
-            documents: Number of the document of each token, (B, T), if documents are packed that
+            documents: Index of the document of each token, (B, T), if documents are packed that
                 must not see each other; otherwise None.
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, tokens, targets, options, documents)
         scale = 1 / self.accumulate
-        factor = scale / self.loss_divisor(targets)
+        factor = scale / self.count_and_get_divisor(targets)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             total = self.head_loss(net, hidden, targets, options)
@@ -181,10 +181,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         Args:
             net: Net as `split` has left it.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T). The loss ignores -100.
             options: Label smoothing and z-loss.
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -202,9 +202,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         Args:
             net: Net as `split` has left it.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T).
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
 
@@ -238,12 +238,12 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         All ranks of the pipeline must call this method, and all get the sum.
 
         Args:
-            tokens: Token indices (B, T). B may differ from the batch size of the training; then
+            tokens: Token ids (B, T). B may differ from the batch size of the training; then
                 fewer microbatches may be used.
             targets: Next tokens (B, T).
             loss: Function of a microbatch's hidden states and targets. It is called on the last
                 stage only.
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
         microbatches = gcd(len(tokens), self.microbatches)
         if len(self.indices) > 1 and microbatches % (self.last + 1):
@@ -278,10 +278,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         Args:
             training: True runs forward and backward passes, False forward passes only.
             microbatches: Number of microbatches. It divides B.
-            tokens: Token indices (B, T).
+            tokens: Token ids (B, T).
             targets: Next tokens (B, T).
             loss: Function of a microbatch's hidden states and targets that returns a scalar.
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
         # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))
@@ -386,7 +386,7 @@ class Stage(nn.Module):
         Args:
             x: Tokens (b, T) in the first stage, activations (b, T, D) of the previous stage
                 otherwise.
-            documents: Number of the document of each token, (b, T), if documents are packed that
+            documents: Index of the document of each token, (b, T), if documents are packed that
                 must not see each other; otherwise None.
         """
         options = layout_argument(documents)

@@ -1,19 +1,21 @@
 """The base class of the parallelism strategies, and the training loss of all of them.
 
 `ParallelStrategy` trains the full net on one rank (`strategy=single`). Its subclasses are
-`ddp.Replicated`, `sharded.Sharded`, `sharded.TensorParallel`, `pipeline.Pipeline` and
-`diloco.DiLoCo`. Every rank has one such object, which is built before the net. It partitions the
-net, then computes losses, logits and the gradient norm. It does not depend on Lightning.
+`ddp.Replicated`, `sharded.Sharded`, `sharded.TensorParallel`, `context.ContextParallel`,
+`pipeline.Pipeline` and `diloco.DiLoCo`. Every rank has one such object, which is built before the
+net. It partitions the net, then computes losses, logits and the gradient norm. It does not depend
+on Lightning.
 
-The loss of a training step is computed in four methods of this file and one function of
-`gptrain.loss`, in this order:
+The loss of a training step is computed by these functions, in this order. Each indented function is
+called by the one above it:
 
-    StepMean.compute_divisor    before the step: compute the divisor from the number of targets
-    ParallelStrategy.loss_sum   run the net on a micro-batch and sum its losses over the targets,
-                                see `loss.next_token_loss` and `loss.chunked_next_token_loss`
-    ParallelStrategy.mean_loss  divide this sum by the divisor
-    StepMean.correction         after the last micro-step: return the factor for loss and gradients
-                                that corrects targets changed in training_step
+    StepMean.compute_divisor       before the step: compute the divisor from the number of targets
+    ParallelStrategy.mean_loss     for each micro-batch: divide the sum of its losses by the divisor
+        count_and_get_divisor      count the targets of the micro-batch, and return the divisor
+        ParallelStrategy.loss_sum  run the net and sum the losses over the targets, by
+                                   `loss.chunked_next_token_loss` or `loss.next_token_loss`
+    StepMean.reduce                after the last micro-step: return the factor for loss and
+                                   gradients that corrects targets changed in training_step
 """
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
@@ -65,8 +67,8 @@ class StepMean:
         divisor = targets of the step on all data ranks / (data ranks * micro-steps)
 
     The targets are counted in the batches as they were loaded. If training_step passes other
-    targets to the loss, the true number is known only after the last micro-step; `correction`
-    returns the remaining factor, which otherwise is exactly 1.
+    targets to the loss, the true number is known only after the last micro-step; `reduce`
+    returns the remaining factor, the correction, which otherwise is exactly 1.
 
     Args:
         group: Data ranks. None if there is only one.
@@ -107,8 +109,10 @@ class StepMean:
         self._sums = torch.zeros_like(self._sums)
         self._has_loss = False
 
-    def divisor_for(self, targets: Tensor) -> Tensor:
-        """Return `divisor`, and count the targets of a micro-batch for `correction`.
+    def count_and_get_divisor(self, targets: Tensor) -> Tensor:
+        """Count the targets of a micro-batch for `reduce`, and return `divisor`.
+
+        Call it once for each micro-batch: a second call would count the targets twice.
 
         Args:
             targets: Next tokens (B, T) that are passed to the loss. -100 is not counted.
@@ -118,12 +122,13 @@ class StepMean:
         self._sums = self._sums + torch.stack((self.divisor, n_targets))
         return self.divisor
 
-    def correction(self, loss: Tensor) -> Tensor:
-        """Return the factor for loss and gradients that corrects targets changed in training_step.
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum the counts over the data ranks, and return the correction of loss and gradients.
 
-        The factor is sum of the divisors used / number of targets counted, over all micro-steps
-        and data ranks; 1 if no target was counted. Also sets `n_targets` and `loss`. All data ranks
-        must call this method after the last micro-step.
+        The correction is a factor for targets that were changed in training_step: sum of the
+        divisors used / number of targets counted, over all micro-steps and data ranks; 1 if no
+        target was counted. Also sets `n_targets` and `loss`. All data ranks must call this method
+        after the last micro-step.
 
         Args:
             loss: Mean loss of this rank's micro-steps. It is summed in the same all-reduce.
@@ -146,6 +151,8 @@ class StepMean:
 class DividesUpdates(Protocol):
     """An optimizer that divides its updates among the ranks that hold the same weights.
 
+    Any optimizer with an attribute of this name counts as one, and gets the mesh.
+
     Attributes:
         replicas: Mesh of the ranks that hold the same weights. None if no other rank does.
     """
@@ -158,7 +165,9 @@ class ParallelStrategy(Generic[OptionsT]):
     """Train the full net on this rank, without other ranks.
 
     Subclasses override the partitioning (`split`, `shard`), parts of the loss, and what completes
-    the gradients of a step.
+    the gradients of a step. The attributes up to `n_nodes` are arguments of the constructor. Those
+    up to `step_group` are set by `__post_init__` of a subclass. Then follow the state of a run, and
+    facts about a subclass, from `is_partitioned` on.
 
     Attributes:
         options: Options of the `strategy` group.
@@ -230,6 +239,7 @@ class ParallelStrategy(Generic[OptionsT]):
         On a GPU the uncompiled loss takes a quarter of a step of GPT-2. On a CPU the compiled loss
         is slower. The loss of a vocabulary that is split over ranks is never compiled.
         """
+        # A subclass may have replaced the chunked loss.
         if self.device.type == "cuda" and self.chunked_loss is chunked_next_token_loss:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
             self.chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
@@ -305,27 +315,29 @@ class ParallelStrategy(Generic[OptionsT]):
 
         Args:
             net: Net as `split` and `shard` have left it.
-            tokens: Token indices (B, T), int64.
+            tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64. The loss ignores -100.
             options: Label smoothing and z-loss.
-            documents: Number of the document of each token, (B, T), int64, if documents are packed
+            documents: Index of the document of each token, (B, T), int64, if documents are packed
                 that must not see each other.
         """
-        divisor = self.loss_divisor(targets)
+        divisor = self.count_and_get_divisor(targets)
         total = self.loss_sum(net, tokens, targets, options, documents)
         return total / divisor.to(total.dtype)
 
-    def loss_divisor(self, targets: Tensor) -> Tensor:
+    def count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Return the number by which the sum of the losses of these targets is divided.
 
         In a training_step with gradients this is `StepMean.divisor`, the same number for all
-        micro-batches of a step; otherwise the number of targets that are not -100, at least 1.
+        micro-batches of a step, and the targets are counted for `StepMean.reduce`: call this method
+        once for each micro-batch. Otherwise it is the number of targets that are not -100, at
+        least 1.
 
         Args:
             targets: Next tokens (B, T).
         """
         if self.step_mean is not None and torch.is_grad_enabled():
-            return self.step_mean.divisor_for(targets)
+            return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
 
     def loss_sum(
@@ -343,10 +355,10 @@ class ParallelStrategy(Generic[OptionsT]):
 
         Args:
             net: Net as `split` and `shard` have left it.
-            tokens: Token indices (B, T), int64.
+            tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64. The loss ignores -100.
             options: Label smoothing and z-loss.
-            documents: Number of the document of each token, (B, T), if documents are packed that
+            documents: Index of the document of each token, (B, T), if documents are packed that
                 must not see each other; otherwise None.
         """
         if supports_chunked_loss(net):
@@ -382,9 +394,9 @@ class ParallelStrategy(Generic[OptionsT]):
 
         Args:
             net: Net as `split` and `shard` have left it.
-            tokens: Token indices (B, T), int64.
+            tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64.
-            documents: Number of the document of each token, (B, T), or None.
+            documents: Index of the document of each token, (B, T), or None.
         """
         if supports_chunked_loss(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
@@ -476,9 +488,9 @@ def net_logits(
 
     Args:
         net: Net, which is called with the tokens and, if `documents` is given, with a `layout`.
-        tokens: Token indices (B, T).
+        tokens: Token ids (B, T).
         targets: Next tokens (B, T), only to check the shape of the logits.
-        documents: Number of the document of each token, (B, T), or None.
+        documents: Index of the document of each token, (B, T), or None.
 
     Raises:
         IncompatibleModelError: If the net returns anything else, such as a tuple.

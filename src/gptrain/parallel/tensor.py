@@ -176,7 +176,7 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
     Args:
         method: Method that pads its tokens and returns a tensor (B, T', ...) with T' >= T.
         n_ranks: Number of ranks of the tensor axis, of which T' is a multiple.
-        tokens: Token indices, (B, T).
+        tokens: Token ids, (B, T).
         arguments: Further arguments of the method.
         options: Keyword arguments of the method. A `layout` is padded as the tokens are.
     """

@@ -79,7 +79,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     Args:
         cfg: Configuration of the run and of its hardware.
         words: Overrides that the user typed, for the printed command.
-        flags: Flags that the user typed, such as `--json`.
+        flags: Flags that the user typed: some of FLAGS.
 
     Raises:
         ConfigError: If a value does not fit.

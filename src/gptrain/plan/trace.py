@@ -77,8 +77,7 @@ def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[st
         layers: [FEW, MORE, number of layers] if the result is extrapolated, else an empty list.
         strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} with the
             name of the strategy: bytes by part and in `total`, FLOPs with recomputation and the
-                update,
-            bytes that this rank sends, and the same by kind of collective.
+            update, bytes that this rank sends, and the same by kind of collective.
 
     Raises:
         ConfigError: If the strategy has a pipeline, or if the step cannot run without data.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.checkpoints.lock import LOCK_NAME, RunLock
-from gptrain.checkpoints.manifest import NoGoodCheckpointError, folder_name
+from gptrain.checkpoints.manifest import AllDamagedError, folder_name
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
@@ -90,8 +90,8 @@ def find_surplus(run: RunRecord) -> Surplus:
     monitor = str(run.config.get("checkpoint.monitor", "val/loss"))
     mode = "max" if run.config.get("checkpoint.mode") == "max" else "min"
     try:
-        verified = [store.best(monitor, mode), store.newest_good()]
-    except NoGoodCheckpointError as error:
+        verified = [store.best(monitor, mode), store.newest_intact()]
+    except AllDamagedError as error:
         raise refused(folder, f"nothing was deleted: {first_line(error)}") from error
     kept = {checkpoint.path for checkpoint in verified if checkpoint}
     kept |= {path for path in [store.newest()] if path}

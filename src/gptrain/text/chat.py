@@ -149,6 +149,15 @@ class ChatFormat:
         return begin, end
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
+        """Return the text that the chat template makes of messages.
+
+        Args:
+            messages: Messages of a conversation.
+            add_generation_prompt: Whether the text ends with the beginning of an answer.
+
+        Raises:
+            DataError: If the template refuses the messages.
+        """
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**self._values, **values)

@@ -147,7 +147,7 @@ def type_mismatch(target_object: Any, group: str) -> str:
             return ""
     owner = target_object.__self__ if inspect.ismethod(target_object) else target_object
     if group == "data":
-        if message := indexing_problem(owner):
+        if message := dataset_problem(owner):
             return message
         kind = "dataset"
         fits = inspect.isclass(owner) and hasattr(owner, "__getitem__")
@@ -158,7 +158,7 @@ def type_mismatch(target_object: Any, group: str) -> str:
     return "" if fits else f"not of type {kind}, which the {group} group needs"
 
 
-def indexing_problem(owner: Any) -> str:
+def dataset_problem(owner: Any) -> str:
     """Return why a class cannot be a dataset, or an empty string if it can.
 
     Subclasses of LightningDataModule are refused. Functions are accepted.

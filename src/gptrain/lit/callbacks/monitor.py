@@ -249,7 +249,8 @@ class TrainingMonitor(Callback):
         step = trainer.global_step
         rank = trainer.global_rank
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
-            self._beat(step)  # a step that was not taken is not counted
+            # `global_step` may be one lower than in the last heartbeat: the step was not taken.
+            self._beat(step)
             samples = data_of(trainer).step_samples(step, rank)
             self.guard.doing = f"step {step}, samples of rank {rank}: {shorten(samples)}"
         elif loader := evaluation_loader_of(trainer):
@@ -416,7 +417,8 @@ class TrainingMonitor(Callback):
             raise PreemptedError(trainer.global_step)
 
 
-# gptrain's callbacks, whose hooks at the start of a validation change nothing for its duration.
+# Those of gptrain's callbacks that override a hook that `user_code_has` looks for. Each is known to
+# change nothing for the duration of a validation, and to need no concluded step.
 OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
 
 

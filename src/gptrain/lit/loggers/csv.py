@@ -70,6 +70,7 @@ class Table:
         self.append(row)
 
     def _write(self, rows: list[Row]) -> None:
+        """Replace the file by a table of rows, with a column for each name."""
         names = [name for row in rows for name in row]
         self._columns = list(dict.fromkeys(["step", *names]))
         text = io.StringIO(newline="")

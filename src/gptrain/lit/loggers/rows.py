@@ -96,6 +96,11 @@ class RowLogger(Logger):
             self._open(step)
 
     def _open(self, last_step: float = float("inf")) -> RowFile:
+        """Open the file for writing, without its rows of later steps, and return it.
+
+        Args:
+            last_step: Step of the last row that is kept.
+        """
         rows = [row for row in self.read() if row["step"] <= last_step]
         self._last_row = rows[-1] if rows else {}
         self._file = self.create(rows)

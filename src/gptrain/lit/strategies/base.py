@@ -225,11 +225,12 @@ class LightningStrategy(SavingStrategy):
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def _clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        """Do the work of `clip`, which pauses the ComputeClock around it."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
         if not self._gradients_finished:
             self.parallel.finish_gradients()
-            scale = self.step_mean.correction(self._local_loss())
+            scale = self.step_mean.reduce(self._local_loss())
             self._gradients_finished = True
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.decide_step is not None:
