@@ -30,11 +30,11 @@ OPTIONS = {"seq_len": 256, "held_out": 0.1, "too_long": "cut", "documents": "sep
 def run(monkeypatch):
     """Do what a command line does, in this process."""
 
-    def call(main: Callable[[], object], *words: str) -> None:
+    def call(main: Callable[[], object], *words: str, code: int = 0) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
         with pytest.raises(SystemExit) as left:
             main()
-        assert not left.value.code
+        assert (left.value.code or 0) == code
 
     return call
 
@@ -98,6 +98,9 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
         expected = own_loss(net, talks[1::2])
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     assert metrics["val/loss"] == pytest.approx(expected, abs=1e-5)
+    if documents == "masked":
+        run(train, *words, *here[:2], "data.seq_len=300", f"run_dir={tmp_path}/long", code=2)
+        assert "model.max_seq_len=256: a sample has 300 positions; try: " in capfd.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("reads?\nand?\n"))
     run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
     shown = capfd.readouterr()

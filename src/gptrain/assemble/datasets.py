@@ -271,10 +271,9 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
 
 
 def check_sample(cfg: RunConfig, sample: Any) -> int | None:
-    """Check the token ids and the length of a sample against the sizes of the net.
+    """Check the token ids of a sample against the size of the net's embedding.
 
-    On a GPU the first step would otherwise end in a device-side assertion without a message, and a
-    net without learned positions would read packed documents that are longer than its context. A
+    On a GPU the first step would otherwise end in a device-side assertion without a message. A
     sample is a sequence of tokens if its first tensor with a dimension holds integers (T,).
 
     Args:
@@ -285,8 +284,7 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
         The number of positions T, or None if the sample is no sequence of tokens.
 
     Raises:
-        ConfigError: If a token id is not below `model.vocab_size`, or the sample is longer than
-            `model.max_seq_len`, with exit code 65.
+        ConfigError: If a token id is not below `model.vocab_size`, with exit code 65.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
     arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
@@ -300,13 +298,7 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
         message = f"data.train has token {highest} in its first sample"
         hint = f"model.vocab_size={highest + 1} or above"
         raise ConfigError.of("model.vocab_size", vocab_size, message, hint=hint, code=BAD_DATA)
-    n_positions = len(sequences[0])
-    max_seq_len = cfg.model.arguments.get("max_seq_len")
-    if isinstance(max_seq_len, int) and n_positions > max_seq_len:
-        message = f"data.train has samples of {n_positions} positions"
-        hint = f"model.max_seq_len={n_positions}"
-        raise ConfigError.of("model.max_seq_len", max_seq_len, message, hint=hint, code=BAD_DATA)
-    return n_positions
+    return len(sequences[0])
 
 
 def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:

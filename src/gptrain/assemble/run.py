@@ -249,7 +249,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             sample=tokens_to_compare(cfg, name, sample),
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
-            check_layout(net)
+            check_layout(net, len(sample[0]))
     load_start(cfg, checkpoint, net, strategy)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 

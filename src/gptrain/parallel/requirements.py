@@ -99,14 +99,17 @@ def check_fit(
         resolve_name(row.check)(net, options, dims)
 
 
-def check_layout(net: nn.Module) -> None:
+def check_layout(net: nn.Module, n_positions: int = 0) -> None:
     """Check that a net can keep packed documents apart.
 
     Args:
-        net: Net, whose class is inspected. It is not called.
+        net: Net, which is not called.
+        n_positions: Number of positions of a sample. The net itself does not check the positions of
+            packed documents.
 
     Raises:
-        IncompatibleModelError: If `forward` has no argument `layout`.
+        IncompatibleModelError: If `forward` has no argument `layout`, or a sample has more
+            positions than the `max_seq_len` of the net, if any.
     """
     if "layout" not in signature(type(net).forward).parameters:
         raise IncompatibleModelError(
@@ -114,6 +117,9 @@ def check_layout(net: nn.Module) -> None:
             f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models), by "
             "which attention keeps documents apart; without: packed, separate",
         )
+    if n_positions > (getattr(net, "max_seq_len", None) or n_positions):
+        message = f"a sample has {n_positions} positions; try: model.max_seq_len={n_positions}"
+        raise IncompatibleModelError("model.max_seq_len", message)
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
