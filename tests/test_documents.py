@@ -205,6 +205,9 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
     (tmp_path / "package.json").write_text(json.dumps(package))
     assert len(read(tmp_path / "package.json", format="text").ends) > 1
     assert len(read(tmp_path / "package.json").ends) > 1
+    poem = {"title": "A poem", "author": "Some One", "body": TEXTS[0] * 40}
+    (tmp_path / "poem.json").write_text(json.dumps(poem))
+    assert read(tmp_path / "poem.json").ends.tolist()
     with pytest.raises(DataError, match=r"neither one JSON array.*try: data\.format=jsonl"):
         read(tmp_path / "package.json", format="json")
     (tmp_path / "bracket.json").write_text("[")
@@ -220,6 +223,8 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
         (["chats"], [{"n": 1, "messages": [{"role": "user", "content": text}]} for text in TEXTS]),
         (["it's"], {str(number): {"output": text} for number, text in enumerate(TEXTS)}),
         ([], {str(number): {"output": text} for number, text in enumerate(TEXTS)}),
+        ([], {f"doc-{number}": text for number, text in enumerate(TEXTS[:3])}),
+        (["texts"], {f"by {chr(97 + number)}": text for number, text in enumerate(TEXTS[:8])}),
         (["train"], [{"output": f'"[{{ {text} ' * 400} for text in TEXTS[:80]]),  # above 1 MiB
     ],
 )

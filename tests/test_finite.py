@@ -179,8 +179,15 @@ def test_an_optimizer_that_is_told_to_skip_changes_no_weight_and_no_state(optimi
     assert all(value.isfinite().all() for value in values())
 
 
-def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train):
-    words = ("trainer.max_steps=30", "on_nonfinite=skip", "max_skips=3")
+SCALED = (
+    "trainer._target_=tests.lit.own.modules.trainer_with_loss_scaler",
+    "trainer.accelerator=auto", "trainer.precision=16-mixed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("skips", [["on_nonfinite=skip"], SCALED])
+def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train, skips):
+    words = ("trainer.max_steps=30", *skips, "max_skips=3")
     run = train(*words, BREAKS % ("blocks.1.mlp.down_proj", "output"))
     assert run.code == 79, run.err
     assert "3 steps in a row were skipped (max_skips)" in run.err

@@ -58,6 +58,7 @@ PRIVATE = {  # private name of Lightning -> file that uses it; lit/lightning.py 
     "_user_managed": "lit/lightning.py",
     "_batches_that_stepped": "lit/lightning.py",
     "_restarting": "lit/lightning.py",
+    "_results": "lit/lightning.py",
 }
 
 
@@ -136,6 +137,7 @@ def test_the_private_names_that_are_relied_on_are_there():
     assert trainer._checkpoint_connector._user_managed is False
     assert isinstance(vars(type(trainer._logger_connector))["metrics"], property)
     assert trainer.fit_loop._restarting is False
+    assert trainer.fit_loop.epoch_loop._results == {}
     state = trainer.fit_loop.state_dict()
     assert "_batches_that_stepped" in state["epoch_loop.state_dict"]
     assert {

@@ -108,15 +108,21 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
-BROKEN = {"none": 65, "short": 65, "raises": 70, "cannot be read": 73}
+BROKEN = {
+    "none": (65, "sample 5 is NoneType"), "short": (65, "sample 5 is (int64 (3,), int64 (3,))"),
+    "raises": (70, "the sample is broken"), "cannot be read": (73, "Permission denied"),
+    "a target of -1": (65, "data.train: sample 5 has the target -1; allowed: 0 to 255 and -100"),
+    "a token above the vocabulary": (65, "allowed: 0 to 255 (model.vocab_size=256)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_sample_in_the_middle_of_an_epoch_loses_no_step(fit, kind):
     words = (f"data.train._target_={OWN}.data.Broken", f"+data.train.kind='{kind}'")
-    failed = fit(*words, "data.train.num_samples=24", code=BROKEN[kind])
+    code, message = BROKEN[kind]
+    failed = fit(*words, "data.train.num_samples=24", code=code)
     step = failed.status["step"]
-    assert step > 0 and failed.steps() == [step]
+    assert step > 0 and failed.steps() == [step] and message in failed.errors[0]
     assert "ckpt_path=last" in failed.status["resume"]
 
 

@@ -114,14 +114,44 @@ def test_an_invalid_metric_or_objective_is_refused_in_one_line(refused):
         assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
 
 
-@pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
-def test_a_monitor_that_a_user_module_does_not_log_is_one_line_that_loses_no_step(fit, name):
+@pytest.mark.parametrize(
+    ("name", "n_checked", "step"), [("EarlyStopping", 1, 1), ("ModelCheckpoint", 0, 2)]
+)
+def test_a_monitor_that_a_user_module_does_not_log_is_one_line_that_loses_no_step(
+    fit, name, n_checked, step
+):
     callback = f"{{_target_: lightning.pytorch.callbacks.{name}, monitor: val/acc}}"
     words = (f"module._target_={OWN}.modules.Logs", f"+callbacks.c={callback}")
-    run = fit(*words, "trainer.val_check_interval=2", code=2, begun=True)
+    words += ("trainer.val_check_interval=2", f"trainer.num_sanity_val_steps={n_checked}")
+    run = fit(*words, code=2, begun=True)
     line = run.errors[0]
     assert line.startswith("error: callbacks.c.monitor=val/acc: no value of this name is logged; ")
-    assert "allowed: " in line and "val/mine" in line and run.steps() == [2]
+    assert "allowed: " in line and "val/mine" in line and run.steps() == [step]
+
+
+def test_names_that_are_logged_only_in_real_validations_or_at_the_end_of_an_epoch_may_be_monitored(
+    fit,
+):
+    stops = "_target_: lightning.pytorch.callbacks.EarlyStopping, patience: 9, monitor"
+    run = fit(
+        f"module._target_={OWN}.modules.Logs", "trainer.num_sanity_val_steps=1",
+        f"+callbacks.later={{_target_: {OWN}.callbacks.LogsLater, name: val/later}}",
+        f"+callbacks.a={{{stops}: val/later}}", "trainer.max_epochs=1", "data.num_samples=16",
+        f"+callbacks.b={{{stops}: train/epoch_mean, check_on_train_epoch_end: true}}",
+    )  # fmt: skip
+    (line,) = [line for line in run.out.splitlines() if "so far; logged: " in line]
+    assert line.startswith("warning: EarlyStopping monitors val/later, and no value of this name")
+    assert "train/epoch_mean" in line and run.metrics["val/later"] == run.steps()[-1]
+
+
+def test_a_schedule_of_a_user_module_that_monitors_an_unknown_name_is_found_after_one_step(fit):
+    target = f"{OWN}.modules.OwnOptimizers"
+    words = (f"module._target_={target}", "+module.kind=plateau of an unknown name")
+    run = fit(*words, "trainer.num_sanity_val_steps=1", code=2, begun=True)
+    (line,) = run.errors
+    assert line.startswith(f"error: module._target_={target}: no value is logged")
+    assert "with the name val/los, which its schedule monitors; allowed: " in line
+    assert run.steps() == [1]
 
 
 def test_training_metrics_may_be_monitored(fit):

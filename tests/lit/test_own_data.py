@@ -156,6 +156,8 @@ FORMS = {
     "shifted": "not shifted, as models of transformers take them",
     "more keys": "sample 0: position_ids: unknown key; needed: a dict of input_ids, labels",
     "lists": "sample 0 is (list of 16, list of 16)",
+    "two dimensions": "sample 0 is (int64 (1, 16), int64 (1, 16))",
+    "fewer targets": "sample 0 is (int64 (16,), int64 (15,))",
     "int32": "sample 0 is (int32 (16,), int32 (16,))",
     "float": "sample 0 is (float32 (16,), int64 (16,))",
     "list": "sample 0 is list of 17",

@@ -31,7 +31,7 @@ from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
 from gptrain.lit.decisions import StepDecisions, StepRule
-from gptrain.lit.nonfinite import NonFiniteRule
+from gptrain.lit.nonfinite import LossScalerRule, NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.process import this_process
@@ -97,9 +97,8 @@ def build_rules(cfg: RunConfig) -> list[StepRule]:
     Args:
         cfg: Configuration of the run, with the precision from `resolve_precision`.
     """
-    rules: list[StepRule] = []
-    if cfg.trainer.precision != "16-mixed":  # its loss scaler skips steps that are not finite
-        rules.append(NonFiniteRule(cfg.on_nonfinite))
+    is_scaled = cfg.trainer.precision == "16-mixed"
+    rules: list[StepRule] = [LossScalerRule() if is_scaled else NonFiniteRule(cfg.on_nonfinite)]
     if cfg.on_spike != "none":
         rules.append(SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window))
     return rules

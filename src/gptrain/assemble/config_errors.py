@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
+from gptrain.lit.callbacks.monitored import MissingMonitorError
 from gptrain.parallel.requirements import IncompatibleModelError
 
 # Lightning's errors about a value that is monitored and was never logged: the name of the value.
@@ -44,28 +45,50 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
 
 @contextmanager
 def missing_monitor_as_config_error(cfg: RunConfig, trainer: pl.Trainer) -> Generator[None]:
-    """Turn Lightning's error about a monitored value that is not logged into one line.
+    """Turn an error about a monitored value that is not logged into one line.
 
     Args:
         cfg: Config with the callbacks. ReduceLROnPlateau watches its `checkpoint.monitor`.
         trainer: Trainer that has the names of the logged values.
 
     Raises:
-        ConfigError: If the block raises such an error. The message has the option and the names
-            that are logged. Other errors pass unchanged.
+        ConfigError: If the block raises a MissingMonitorError, or Lightning's error at the first
+            use of the value. The message has the option and the names that are logged. Other errors
+            pass unchanged.
     """
     try:
         yield
+    except MissingMonitorError as error:
+        raise _missing_monitor(cfg, error, error.name, error.logged) from error
     except (MisconfigurationException, RuntimeError) as error:
         match = MISSING_MONITOR.search(str(error))
         if match is None:
             raise
-        name = match[1] or match[2]
-        monitors = {**monitors_of(cfg), "checkpoint.monitor": cfg.checkpoint.monitor}
-        key = next((key for key, monitor in monitors.items() if monitor == name), "callbacks")
-        logged = ", ".join(sorted(trainer.callback_metrics))
-        message = "no value of this name is logged"
-        raise ConfigError.of(key, name, message, allowed=logged) from error
+        logged = sorted(trainer.callback_metrics)
+        raise _missing_monitor(cfg, error, match[1] or match[2], logged) from error
+
+
+def _missing_monitor(cfg: RunConfig, error: Exception, name: str, logged: list[str]) -> ConfigError:
+    """Return the ConfigError for a monitored value that is not logged.
+
+    Args:
+        cfg: Config with the callbacks.
+        error: Error, whose message begins with the class of a schedule that has failed.
+        name: Monitored name.
+        logged: Names that are logged.
+    """
+    allowed = ", ".join(logged)
+    monitors = {**monitors_of(cfg), "checkpoint.monitor": cfg.checkpoint.monitor}
+    for key, monitor in monitors.items():
+        if monitor == name:
+            message = "no value of this name is logged"
+            return ConfigError.of(key, name, message, allowed=allowed)
+    # The callback or the schedule was made by code of the user.
+    message = f"no value is logged with the name {name}, which {{}} monitors"
+    if "ReduceLROnPlateau" in str(error):
+        key, value = "module._target_", cfg.module.target
+        return ConfigError.of(key, value, message.format("its schedule"), allowed=allowed)
+    return ConfigError.of("callbacks", None, message.format("a callback"), allowed=allowed)
 
 
 def monitors_of(cfg: RunConfig) -> dict[str, str]:

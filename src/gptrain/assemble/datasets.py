@@ -234,9 +234,12 @@ def check_pair(key: str, dataset: Dataset) -> None:
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     items = batch[:2] if is_pair else ()
-    types = [item.dtype for item in items if isinstance(item, Tensor)]  # tokens, targets
-    if len(types) == 2 and types[1] == torch.int64 and not types[0].is_floating_point:
-        return
+    tensors = [item for item in items if isinstance(item, Tensor)]  # tokens, targets
+    if len(tensors) == 2:
+        tokens, targets = tensors
+        is_integer = targets.dtype == torch.int64 and not tokens.dtype.is_floating_point
+        if is_integer and tokens.ndim == 2 and tokens.shape == targets.shape:
+            return
     message = f"sample 0 is {describe_sample(dataset[0])}"
     hint = USER_PAIR if isinstance(dataset, UserData) else PAIR
     raise ConfigError.of(key, None, message, hint=hint, code=BAD_DATA)

@@ -262,6 +262,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         torch.manual_seed(cfg.seed)  # a random split in `setup` is the same on all ranks
         callbacks_of(trainer).insert(0, SeedAfterSetup(cfg.seed + 1 + process.rank))
     else:
+        vocab_size = cfg.model.arguments.get("vocab_size")
         datamodule = TextDataModule(
             train,
             val,
@@ -272,6 +273,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             world_size=dims.data,
             ranks_per_sample=dims.ranks_per_sample,
             equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",
         )

@@ -64,7 +64,7 @@ class NonFiniteError(RefusedStepError):
         step: Optimizer step, counted from 0.
         rank: Lowest rank with a loss that was not finite. None if only gradients were not finite.
         samples: Dataset indices that the step has read: those of `rank`, or of all ranks if it is
-            None.
+            None. Empty if they are not known.
         place: Description of the first module with a value that was not finite. May be empty.
 
     Attributes:
@@ -76,8 +76,12 @@ class NonFiniteError(RefusedStepError):
     def __init__(self, step: int, rank: int | None, samples: list[int], place: str = "") -> None:
         where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
         verb = "are" if rank is None else "is"
-        text = f"{where} at step {step} {verb} not finite; samples: {shorten(samples)}"
-        super().__init__(text + (f"; {place}" if place else ""))
+        parts = [f"{where} at step {step} {verb} not finite"]
+        if samples:
+            parts.append(f"samples: {shorten(samples)}")
+        if place:
+            parts.append(place)
+        super().__init__("; ".join(parts))
         self.rank = rank
 
 

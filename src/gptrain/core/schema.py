@@ -447,7 +447,8 @@ class RunConfig(Section):
         on_spike: Reaction to a spike of the loss or the gradient norm. Refused under diloco, whose
             replicas would skip different steps.
         spike: Definition of a spike.
-        max_skips: Largest number of steps in a row that `on_nonfinite` and `on_spike` may skip.
+        max_skips: Number of steps in a row after which the run ends, if `on_nonfinite`, `on_spike`
+            or the loss scaler of 16-mixed skips all of them.
         objective: Logged name of the metric that a sweep optimizes.
         output_dir: Folder of all run folders.
         run_dir: Folder into which this run writes.

@@ -25,6 +25,7 @@ _CUT_CHARS = 16
 _DECODER = json.JSONDecoder()
 # A string, which the end of the text may cut, or a character outside of strings.
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{},]', re.DOTALL)
+_MIN_TEXTS = 8  # an object of so many texts counts as texts by id, whatever its keys are
 _MAX_KEYS = 4  # records are looked for under at most this many nested keys
 
 
@@ -195,7 +196,8 @@ def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
     Records are the elements of an array, or the values of an object of records by id. Most of them
     are documents, or objects with the same keys that contain a document. A document is a string
     with white space or with other letters than ASCII. Therefore package.json has no records: its
-    longest arrays contain names.
+    longest arrays contain names. An object of documents by id has a digit in each key or at least
+    eight keys. Otherwise it is one document, such as a title, an author and a text.
 
     Args:
         head: Text of a JSON file, or the beginning of the text.
@@ -244,11 +246,20 @@ def _record_places(
         yield keys, value
     elif isinstance(value, dict):
         objects = [child for child in value.values() if isinstance(child, dict)]
-        if 1 < len(objects) == len(value) and _are_records(objects, n_alike=2):
+        are_objects = 1 < len(objects) == len(value)
+        if (are_objects or _are_texts_by_id(value)) and _are_records(
+            list(value.values()), n_alike=2
+        ):
             yield keys, value
         elif len(keys) < _MAX_KEYS:
             for key, child in value.items():
                 yield from _record_places(child, (*keys, key))
+
+
+def _are_texts_by_id(value: dict) -> bool:
+    """Return whether the values of a JSON object are strings and its keys are probably ids."""
+    has_ids = len(value) >= _MIN_TEXTS or all(re.search(r"\d", key) for key in value)
+    return has_ids and all(isinstance(child, str) for child in value.values())
 
 
 def _are_records(values: list, n_alike: int = 1) -> bool:

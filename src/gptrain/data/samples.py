@@ -75,12 +75,21 @@ class BatchReader(Dataset):
         name: Config key of the dataset, for error messages.
         n_positions: Number of positions T that every sample must have. With None, samples may have
             any form as long as the samples of one batch have equal shapes.
+        vocab_size: Number of token ids V of the net, to which the tokens and targets of samples of
+            `n_positions` are compared. None does not compare them.
     """
 
-    def __init__(self, dataset: Dataset, name: str = "data", n_positions: int | None = None):
+    def __init__(
+        self,
+        dataset: Dataset,
+        name: str = "data",
+        n_positions: int | None = None,
+        vocab_size: int | None = None,
+    ):
         self.dataset = dataset
         self.name = name
         self.n_positions = n_positions
+        self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len_of(self.dataset)
@@ -99,8 +108,8 @@ class BatchReader(Dataset):
                 while other ranks have a sample.
 
         Raises:
-            DataError: If samples cannot be stacked. The message names the first sample that
-                differs.
+            DataError: If samples cannot be stacked, or if a token or a target is not below
+                `vocab_size`. The message names the first sample that differs.
         """
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
@@ -119,10 +128,39 @@ class BatchReader(Dataset):
                 raise self._stacking_error(indices[odd], samples[odd], reason) from error
             reason = "torch cannot stack it"
             raise self._stacking_error(indices[0], samples[0], reason) from error
-        if self.n_positions is not None and batch[0].shape[1] != self.n_positions:
-            reason = f"sample 0 has {self.n_positions} positions"
-            raise self._stacking_error(indices[0], samples[0], reason)
+        if self.n_positions is not None:
+            if batch[0].shape[1] != self.n_positions:
+                reason = f"sample 0 has {self.n_positions} positions"
+                raise self._stacking_error(indices[0], samples[0], reason)
+            self._check_ids(indices, batch)
         return batch
+
+    def _check_ids(self, indices: Sequence[int], batch: tuple[Tensor, ...]) -> None:
+        """Check that the net has the tokens and targets of a batch.
+
+        On a GPU, another id would end the run in a device-side assertion without a message.
+
+        Args:
+            indices: Indices of the samples.
+            batch: Tokens and targets, (B, T) each.
+
+        Raises:
+            DataError: If an id is negative or not below `vocab_size`. A target may be -100.
+        """
+        if self.vocab_size is None:
+            return
+        for kind, ids in zip(("token", "target"), batch[:2], strict=True):
+            is_valid = (ids >= 0) & (ids < self.vocab_size)
+            if kind == "target":
+                is_valid |= ids == IGNORED
+            if is_valid.all():
+                continue
+            row, position = (~is_valid).nonzero()[0].tolist()
+            also = f" and {IGNORED}" if kind == "target" else ""
+            raise DataError(
+                f"{self.name}: sample {indices[row]} has the {kind} {int(ids[row, position])}; "
+                f"allowed: 0 to {self.vocab_size - 1}{also} (model.vocab_size={self.vocab_size})"
+            )
 
     def _stacking_error(self, index: int, sample: Any, reason: str) -> DataError:
         """Return the error about a sample that cannot be stacked with the others of its batch.

@@ -46,6 +46,8 @@ class TextDataModule(pl.LightningDataModule):
             a tensor-parallel group.
         equal_lengths: Names of datasets, of "train", "val" and "test", whose samples must be pairs
             of token sequences of one length, because LanguageModel's own step reads them.
+        vocab_size: Number of token ids of the net, to which the tokens of these datasets are
+            compared. None if it is unknown.
         num_workers: Number of processes that load batches. 0 loads them in the training process.
         pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
 
@@ -68,6 +70,7 @@ class TextDataModule(pl.LightningDataModule):
         world_size: int = 1,
         ranks_per_sample: int = 1,
         equal_lengths: Collection[str] = (),
+        vocab_size: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
@@ -79,6 +82,7 @@ class TextDataModule(pl.LightningDataModule):
         self.world_size = world_size
         self.ranks_per_sample = ranks_per_sample
         self.equal_lengths = equal_lengths
+        self.vocab_size = vocab_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.worker_seed = seed + rank
@@ -239,7 +243,7 @@ class TextDataModule(pl.LightningDataModule):
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
         loader = Loader(
-            BatchReader(dataset, name, n_positions),
+            BatchReader(dataset, name, n_positions, self.vocab_size),
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
             # generator, and so change the random numbers of the training.

@@ -72,16 +72,19 @@ class StepRule:
     Attributes:
         reaction: Effect on a flagged step: "warn" reports the step, "skip" reports and refuses it,
             "stop" refuses it and ends the run.
+        logs_skips: Whether a skipped step is reported at once. If not, skipped steps are reported
+            only if `max_skips` of them in a row end the run.
         history: Values of earlier steps on which `flag` depends, on the device. Checkpoints contain
             it. None if there are none.
     """
 
     reaction: Literal["warn", "skip", "stop"]
+    logs_skips = True
     history: Tensor | None = None
 
     @property
     def refuses(self) -> bool:
-        """Whether a flagged step is not taken."""
+        """Whether the optimizer must not take a flagged step."""
         return self.reaction != "warn"
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
@@ -213,12 +216,12 @@ class StepDecisions:
         *flags, n_targets = step.values.read()
         self.missing_targets.check_step(self.trainer, step.step, n_targets)
         flagged = [rule for rule, flag in zip(self.rules, flags, strict=True) if flag == 1]
-        is_refused = any(rule.refuses for rule in flagged)
-        n_skipped = self.n_skipped + 1 if is_refused else 0
+        is_skipped = any(rule.reaction != "warn" for rule in flagged)
+        n_skipped = self.n_skipped + 1 if is_skipped else 0
         for rule in flagged:
             self._report(rule, step, n_skipped)
         self.n_skipped = n_skipped  # unchanged if the step ends the run: a resumed run repeats it
-        return is_refused
+        return any(rule.refuses for rule in flagged)
 
     def _report(self, rule: StepRule, step: DecidedStep, n_skipped: int) -> None:
         """Log a flagged step, or end the run because of it.
@@ -231,9 +234,12 @@ class StepDecisions:
         Raises:
             RefusedStepError: If the run ends. The step is then no longer counted.
         """
-        error = rule.describe(self.trainer, step)
         is_skipped = rule.reaction == "skip"
-        if is_skipped and n_skipped >= self.max_skips:
+        is_limit = is_skipped and n_skipped >= self.max_skips
+        if is_skipped and not rule.logs_skips and not is_limit:
+            return
+        error = rule.describe(self.trainer, step)
+        if is_limit:
             error.why = f"; {n_skipped} steps in a row were skipped (max_skips)"
         if rule.reaction == "stop" or error.why:
             self._go_back_to(step)

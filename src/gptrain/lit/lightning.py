@@ -150,6 +150,17 @@ def values_to_log(trainer: pl.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
+    """Return the names of the values that the training steps have logged so far.
+
+    The names include those of values that are published only at the end of an epoch.
+    """
+    results = trainer.fit_loop.epoch_loop._results.values()
+    at_epoch_end = {result.meta.name for result in results if result.meta.on_epoch}
+    forked = {f"{name}_epoch" for name in at_epoch_end}
+    return {*trainer.callback_metrics, *at_epoch_end, *forked}
+
+
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 

@@ -26,6 +26,7 @@ NOT_REPRODUCED = (
     "the step was finite when it was repeated: it uses random numbers of another generator, or the "
     "hardware is faulty"
 )
+OVERFLOW = "the scaled gradients overflow fp16; try trainer.precision=bf16-mixed"
 
 
 class NonFiniteRule(StepRule):
@@ -36,7 +37,12 @@ class NonFiniteRule(StepRule):
 
     Args:
         reaction: "stop" ends the run. "skip" logs the skipped step.
+
+    Attributes:
+        not_reproduced: Explanation if the repeated micro-step is finite.
     """
+
+    not_reproduced = NOT_REPRODUCED
 
     def __init__(self, reaction: Literal["stop", "skip"]):
         self.reaction = reaction
@@ -75,9 +81,24 @@ class NonFiniteRule(StepRule):
                 rank = loss_rank
                 micro_step = is_finite.index(False)
                 break
-        place = find_first(trainer, step, micro_step)
+        place = find_first(trainer, step, micro_step) or self.not_reproduced
         samples = data_of(trainer).step_samples(step.step, rank)
         return NonFiniteError(step.step, rank, samples, place)
+
+
+class LossScalerRule(NonFiniteRule):
+    """Counts the steps that the loss scaler of 16-mixed skips.
+
+    The scaler itself skips a step whose scaled gradients are not finite, and halves its scale. Some
+    such steps are normal. If no scale helps, the run would go on without any training.
+    """
+
+    refuses = False
+    logs_skips = False
+    not_reproduced = OVERFLOW  # the repeated step does not scale its loss
+
+    def __init__(self) -> None:
+        super().__init__("skip")
 
 
 def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
@@ -97,8 +118,8 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
         micro_step: Index of the micro-step within the optimizer step.
 
     Returns:
-        A phrase such as `first not finite in blocks.1.mlp`, with the rank if there are several; or
-        NOT_REPRODUCED. It is identical on all ranks that call this function.
+        A phrase such as `first not finite in blocks.1.mlp`, with the rank if there are several. It
+        is identical on all ranks that call this function, and empty if all values are finite.
     """
     strategy = strategy_of(trainer)
     args, kwargs, rng_state = step.micro_steps[micro_step]
@@ -117,7 +138,7 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
     ranks = gather((trainer.global_rank, finding), strategy.parallel.step_group)
     findings = [(rank, text) for rank, text in ranks if text]
     if not findings:
-        return NOT_REPRODUCED
+        return ""
     # A forward pass comes before every backward pass, so gradients come last.
     rank, text = min(findings, key=lambda item: (item[1].startswith(GRADIENT), item[0]))
     return text if len(ranks) == 1 else f"{text} (rank {rank})"

@@ -59,6 +59,17 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
+class LogsLater(Callback):
+    """Logs the step in each validation except the sanity check."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def on_validation_epoch_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            module.log(self.name, float(trainer.global_step))
+
+
 class Forwards(Callback):
     """Forwards its hooks to another callback."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -84,6 +85,8 @@ class Odd(Dataset):
             "shifted": {"input_ids": tokens, "labels": targets},
             "more keys": {"input_ids": whole, "labels": whole, "position_ids": whole},
             "lists": (tokens.tolist(), targets.tolist()),
+            "two dimensions": (tokens[None], targets[None]),
+            "fewer targets": (tokens, targets[1:]),
             "int32": (tokens.int(), targets.int()),
             "float": (tokens.float(), targets),
             "list": tokens_list,
@@ -100,7 +103,7 @@ class Broken(Dataset):
 
     Args:
         at: Index of that sample.
-        kind: Fault of the sample: raises, "cannot be read", none or short.
+        kind: Fault of the sample, such as "raises" or "none".
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind, at=5):
@@ -118,7 +121,13 @@ class Broken(Dataset):
             raise ValueError("the sample is broken")
         if self.kind == "cannot be read":
             raise PermissionError(13, "Permission denied", "sample.bin")
-        return {"none": None, "short": (tokens[:3], targets[:3])}[self.kind]
+        samples: dict[str, Any] = {
+            "none": None,
+            "short": (tokens[:3], targets[:3]),
+            "a target of -1": (tokens, torch.full_like(targets, -1)),
+            "a token above the vocabulary": (tokens + 1000, targets),
+        }
+        return samples[self.kind]
 
 
 class Endless(IterableDataset):

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
@@ -124,6 +125,8 @@ class OwnOptimizers(LanguageModel):
             return [torch.optim.SGD(parts[:half], 0.1), torch.optim.SGD(parts[half:], 0.1)]
         plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
         config = {"scheduler": plateau, "monitor": "val/loss"}
+        if self.kind == "plateau of an unknown name":
+            config = {"scheduler": plateau, "monitor": "val/los"}
         if self.kind == "plateau_steps":
             config |= {"interval": "step", "frequency": 2, "monitor": "train/loss"}
         return {"optimizer": optimizer, "lr_scheduler": config}
@@ -332,3 +335,10 @@ class LogsVector(LanguageModel):
 
     def on_validation_epoch_end(self):
         self.log("val/vector", torch.zeros(3, 4))
+
+
+def trainer_with_loss_scaler(**options):
+    """Make a Trainer for precision 16-mixed on a CPU, which Lightning itself does not offer."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    options["plugins"].append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    return pl.Trainer(**options | {"precision": None})

@@ -18,6 +18,7 @@ from gptrain.core.labels import shorten
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.ending import why_ended
+from gptrain.lit.callbacks.monitored import MonitoredNames
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
@@ -114,6 +115,7 @@ class TrainingMonitor(Callback):
         self.timeline = timeline
         self.votes = Vote()
         self.missing_targets = MissingTargets()
+        self.monitored = MonitoredNames()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.evaluated_step = 0  # step of the checkpoint in an evaluation
@@ -166,13 +168,17 @@ class TrainingMonitor(Callback):
     ) -> None:
         """End the run if the ranks have agreed to stop.
 
-        Otherwise, after a validation or a save, start the clock of the steps again.
+        Otherwise, after a validation or a save, start the clock of the steps again. After the first
+        step, check that all monitored values are logged.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
+            MissingMonitorError: On all ranks, if a callback monitors a value that is never logged.
         """
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)
+        if trainer.global_step != self.first_step:
+            self.monitored.after_first_step(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
@@ -251,14 +257,21 @@ class TrainingMonitor(Callback):
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
             # `global_step` may be one lower than in the last heartbeat: the step was not taken.
             self._beat(step)
+            self.guard.doing = f"step {step}"
             samples = data_of(trainer).step_samples(step, rank)
-            self.guard.doing = f"step {step}, samples of rank {rank}: {shorten(samples)}"
         elif loader := evaluation_loader_of(trainer):
             self.guard.doing = f"step {step}, evaluation of {loader.name}"
-            if samples := data_of(trainer).eval_batches.samples_of(loader.number):
-                self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
+            samples = data_of(trainer).eval_batches.samples_of(loader.number)
+        else:
+            return
+        if samples:
+            self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
 
     # Evaluations
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the names of the values that a validation logs."""
+        self.monitored.after_sanity_check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop.

@@ -45,18 +45,16 @@ class MissingTargets:
         self.is_last = n_targets == 0
         if not self.is_last:
             return
-        samples = shorten(data_of(trainer).step_samples(step))
+        message = f"data.train: {NO_TARGET} in step {step}"
+        if samples := data_of(trainer).step_samples(step):
+            message += f"; samples: {shorten(samples)}"
         if step == 0:
             needed = "needed: targets[t] = tokens[t + 1], and -100 only where no loss is counted"
-            raise DataError(f"data.train: {NO_TARGET} in step 0; samples: {samples}; {needed}")
+            raise DataError(f"{message}; {needed}")
         self.n_steps += 1
         if self.n_steps == 1 and trainer.is_global_zero:
             log.warning(
-                "warning: data.train: %s in step %d; samples: %s; "
-                "further steps without a target are counted and not logged",
-                NO_TARGET,
-                step,
-                samples,
+                "warning: %s; further steps without a target are counted and not logged", message
             )
 
 
