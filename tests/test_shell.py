@@ -70,6 +70,21 @@ def test_a_folder_name_is_never_read_as_an_option_or_a_home_folder(name, tmp_pat
     assert done.stdout.strip() == str(tmp_path / name)
 
 
+def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert locations.expand_home("~/runs") == Path("/home/me/runs")
+    for typed in ("./~", "./~x", "~nobody-of-this-name/x"):
+        folder = locations.expand_home(typed)
+        assert locations.expand_home(folder) == folder == tmp_path / typed
+
+
+def test_a_run_folder_that_hydra_would_take_for_a_reference_is_refused(train):
+    run = train(shell.override("run_dir", "out/${a}"))
+    (line,) = run.err.splitlines()
+    assert run.code == 73 and line.startswith("error: run_dir=out/${a}: contains ${; try: run_dir=")
+
+
 def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
     for name in ("conf", "inner"):
         (tmp_path / name).mkdir()
@@ -85,11 +100,13 @@ def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lr=1e-3", "#2 été, (v2)", "-it's $HOME ~[x]"])
 def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
-    name, train, tmp_path
+    name, train, tmp_path, monkeypatch
 ):
     folder = tmp_path / name
+    monkeypatch.setenv("HOME", str(tmp_path))
+    typed = f"~/{name}" if name.startswith("-") else folder
     words = (*TINY, "logger=none", "callbacks=none", "trainer.max_steps=1")
-    run = train(*words, shell.override("run_dir", folder), tiny=False)
+    run = train(*words, shell.override("run_dir", typed), tiny=False)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
     test, board = line.removeprefix("next").split("; ")

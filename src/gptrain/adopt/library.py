@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from gptrain.core.errors import ConfigError
-from gptrain.core.locations import LIBRARY
+from gptrain.core.locations import LIBRARY, expand_home
 
 VENDORED = "vendored"
 IN_PROJECT = "src/gptrain"
@@ -30,7 +30,7 @@ def requirement(library: str) -> str | None:
     Raises:
         ConfigError: If `library` is none of these.
     """
-    path = Path(library).expanduser()
+    path = expand_home(library)
     if library == VENDORED:
         return None
     if re.fullmatch(ADDRESS, library):
@@ -51,7 +51,7 @@ def package_in(library: str, temporary: Path) -> Path:
     Raises:
         ConfigError: If there is no such package.
     """
-    path = Path(library).expanduser()
+    path = expand_home(library)
     package = LIBRARY if library == VENDORED else path / IN_PROJECT
     if path.suffix == ".whl" and path.is_file():
         shutil.unpack_archive(path, temporary, "zip")

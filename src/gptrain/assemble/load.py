@@ -14,6 +14,7 @@ from gptrain.assemble.weights import BestBy, find_weights, load_weights, named_s
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.config.from_run import check_values
 from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.small_files import read_facts, read_yaml
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
@@ -56,7 +57,7 @@ def load(
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
-    source = Path(source).expanduser()
+    source = expand_home(source)
     content, run_dir = _read_config(source)
     model = {"model": content["model"]}
     if problems := list(check_values(model, allowed_targets)):

@@ -40,6 +40,7 @@ from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core import labels
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan
+from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
@@ -294,7 +295,7 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
         tokenizer.save(run_dir)
     sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
-    copy_tokenizer_files([Path(source).expanduser() for source in sources if source], run_dir)
+    copy_tokenizer_files([expand_home(source) for source in sources if source], run_dir)
     if (end_id := getattr(train, "end_id", None)) is not None:
         write_end_token(run_dir, end_id)
 

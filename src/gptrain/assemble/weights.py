@@ -24,6 +24,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels, shell
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.core.locations import expand_home
 from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
 from gptrain.parallel.requirements import tied_names
@@ -71,7 +72,7 @@ def find_weights(
         DamagedCheckpointError: If the checkpoint is damaged.
         AllDamagedError: If all checkpoints of the run are damaged.
     """
-    source = Path(source).expanduser()
+    source = expand_home(source)
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
         best = store.best(by.monitor, by.mode) if which == "best" else None
@@ -106,7 +107,7 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
     except (FileNotFoundError, DamagedCheckpointError, AllDamagedError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
         hint = misfit if isinstance(error, ValueError) else ""
-        message = str(error).removeprefix(f"{Path(value).expanduser()}: ")
+        message = str(error).removeprefix(f"{expand_home(value)}: ")
         raise ConfigError.of(key, value, message, hint=hint, code=code) from error
 
 

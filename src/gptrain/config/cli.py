@@ -212,10 +212,12 @@ def typed_config(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunCo
         cfg: Composed config of the job.
         schema: Type of the config.
         folder: Folder that Hydra created for the job. It replaces the value of `run_dir`, also in
-            the keys that refer to it: in a sweep each job has a folder of its own.
+            the keys that refer to it: in a sweep each job has a folder of its own. In `output_dir`
+            a `~` is replaced by the home folder.
     """
     cfg = cfg.copy()
     cfg.run_dir = str(Path(folder))
+    cfg.output_dir = str(locations.expand_home(cfg.output_dir))
     run, _ = read_config(plain(cfg, resolve=True), schema)
     return run
 

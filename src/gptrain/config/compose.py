@@ -176,7 +176,10 @@ def open_hydra() -> Generator[Any, None, None]:
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (locations.default_output_dir, job_folder, default_seq_len, of_parts, plus):
+    for resolver in (
+        locations.default_output_dir, locations.expand_home, job_folder, default_seq_len, of_parts,
+        plus,
+    ):  # fmt: skip
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(locations.find_conf() or locations.LIBRARY / "conf")

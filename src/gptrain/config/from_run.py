@@ -91,7 +91,7 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     if not sources or not isinstance(folder := sources[-1].value(), str):
         return typed
     typed_keys = {override.key_or_group for override in typed_overrides}
-    signed = read_signed_record(Path(folder).expanduser())
+    signed = read_signed_record(locations.expand_home(folder))
     saved = [
         override
         for override in read_overrides(folder, signed)
@@ -139,7 +139,7 @@ def read_overrides(run_dir: str, signed: Mapping[str, bytes] | None = None) -> l
     Raises:
         ConfigError: If the folder has no run (exit code 66), or its files cannot be read (65).
     """
-    file = Path(run_dir).expanduser() / ".hydra" / "overrides.yaml"
+    file = locations.expand_home(run_dir) / ".hydra" / "overrides.yaml"
     try:
         if signed is None:
             lines = read_yaml(file)

@@ -24,7 +24,7 @@ def allowed_roots(run_dir: str | Path) -> list[Path]:
     Args:
         run_dir: Folder of the run.
     """
-    run = Path(run_dir).expanduser().resolve()
+    run = locations.expand_home(run_dir).resolve()
     project = locations.find_project() or Path.cwd()
     roots = (Path.cwd(), project, Path(locations.default_output_dir()), run.parent)
     return [root.resolve() for root in roots]

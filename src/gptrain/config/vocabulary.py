@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from gptrain.config.values import walk
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
+from gptrain.core.locations import expand_home
 from gptrain.core.small_files import read_facts
 
 AUTO = "auto"
@@ -46,7 +46,7 @@ def _find_sizes(path: Any, data: Any) -> Iterator[int]:
         ConfigError: If the model's or a tokenizer's file does not give its size.
     """
     if isinstance(path, str):
-        facts = read_facts(Path(path).expanduser() / "config.json")
+        facts = read_facts(expand_home(path) / "config.json")
         text_config = facts.get("text_config")  # of a model that also reads images
         size = (text_config if isinstance(text_config, dict) else facts).get("vocab_size")
         if not isinstance(size, int):
@@ -76,7 +76,7 @@ def _count_tokens(key: str, tokenizer: str) -> int:
     if tokenizer == "bpe":
         message = f"needs a number for {KEY}, the size of the vocabulary that it learns"
         raise ConfigError.of(key, tokenizer, message, hint=f"{KEY}=4096")
-    path = Path(tokenizer).expanduser()
+    path = expand_home(tokenizer)
     facts = read_facts(path / "tokenizer.json" if path.is_dir() else path)
     if facts.get("type") == "bytes":
         return 256

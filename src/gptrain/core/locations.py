@@ -51,13 +51,27 @@ def find_project() -> Path | None:
     return conf.parent if conf else None
 
 
+def expand_home(path: str | os.PathLike) -> Path:
+    """Return a path whose `~` at the beginning is replaced by the home folder.
+
+    The name of an unknown user stays as it is, where `Path.expanduser` raises a RuntimeError. A
+    path in front of which "./" was typed, such as `./~old`, becomes absolute: a second expansion
+    then does not change it.
+
+    Args:
+        path: Path as a user has typed it.
+    """
+    expanded = Path(os.path.expanduser(path))
+    return expanded.absolute() if str(expanded).startswith("~") else expanded
+
+
 def default_output_dir() -> str:
     """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, else outputs/ of the project.
 
     Without a project it is outputs/ of the working directory.
     """
     project = find_project() or Path.cwd()
-    return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(project / "outputs")
+    return str(expand_home(os.environ.get("GPTRAIN_OUTPUT_DIR") or project / "outputs"))
 
 
 def report_to_fit(**facts: object) -> None:

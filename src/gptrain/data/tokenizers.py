@@ -28,6 +28,7 @@ from types import ModuleType
 import numpy as np
 
 from gptrain.core.errors import DataError
+from gptrain.core.locations import expand_home
 from gptrain.core.small_files import read_bytes, read_facts
 
 FILE_NAME = "tokenizer.json"
@@ -343,7 +344,7 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     """
     if spec == "bytes":
         return ByteTokenizer()
-    path = Path(spec).expanduser()
+    path = expand_home(spec)
     if path.is_dir():
         path = path / FILE_NAME
     if read_bytes(path) != _BYTES_JSON:

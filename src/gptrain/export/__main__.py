@@ -27,6 +27,7 @@ from gptrain.config.from_run import words_to_repeat
 from gptrain.config.values import walk
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
+from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import LocalPath
 
@@ -87,11 +88,11 @@ def export(cfg: ExportRun) -> None:
     check_format(net, cfg.format)
     with named_source("from_run", cfg.from_run):
         path, _ = load_weights(net, find_trained(cfg))
-        tokenizer = find_tokenizer(Path(cfg.from_run).expanduser())
+        tokenizer = find_tokenizer(expand_home(cfg.from_run))
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
-    copy_companion_files(Path(cfg.from_run).expanduser(), folder)
+    copy_companion_files(expand_home(cfg.from_run), folder)
     if cfg.format == "hf":
         values = dict(walk(cfg.data.plain()))
         has_end = any(values[key] is True for key in values if key.endswith("end_of_document"))

@@ -107,7 +107,7 @@ def keep_config(cfg: RunConfig) -> None:
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
-    if cfg.from_run and read_signed_record(Path(cfg.from_run).expanduser()) is None:
+    if cfg.from_run and read_signed_record(locations.expand_home(cfg.from_run)) is None:
         remove_signature(cfg.run_dir)
     else:
         sign_record(cfg.run_dir)

@@ -3,11 +3,11 @@
 import glob
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from gptrain.config.check import CheckedConfig
 from gptrain.core.data_schema import DATA, DataConfig, DataModuleConfig, MixtureConfig, PartConfig
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigIssue, first_line
+from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 
 NOT_FILES = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}
@@ -23,11 +23,13 @@ def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
         checked: Config without errors of its own.
         name: Path of the run folder.
     """
-    folder = Path(name).expanduser().absolute()
+    folder = expand_home(name).absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     trains = checked.run.task == "fit" and checked.schema is RunConfig and not checked.run.ckpt_path
     message, hint = "", "run_dir=<folder>"
-    if not parent.is_dir():
+    if "${" in name:  # Hydra would take the name for a reference
+        message = "contains ${"
+    elif not parent.is_dir():
         message = f"cannot write ({parent} is a file)"
     elif not os.access(parent, os.W_OK | os.X_OK):
         message = f"cannot write (no permission in {parent})"
