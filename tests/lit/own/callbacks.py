@@ -167,18 +167,20 @@ def make_finder():
 
 
 class Counts(Callback):
-    """Keeps two options and two counters in its state; one counter is also an argument."""
+    """Keeps three options and two counters in its state; one counter is also an argument."""
 
-    def __init__(self, every, scale=1.0, start=0):
+    def __init__(self, every, scale=1.0, start=0, limit=3):
         self.every, self._scale, self.start, self.count = every, scale, start, 0
+        self.more = {"limit": limit}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.count += 1
         self.start += 1
-        note(trainer, every=self.every, scale=self._scale, start=self.start, count=self.count)
+        counters = {"start": self.start, "count": self.count}
+        note(trainer, every=self.every, scale=self._scale, **self.more, **counters)
 
     def state_dict(self):
-        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count")}
+        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count", "more")}
 
     def load_state_dict(self, state):
         vars(self).update(state)

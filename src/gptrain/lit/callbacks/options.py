@@ -8,7 +8,9 @@ sets an option again only if the two differ. All other values come from the chec
 counter that has the name of an argument continues.
 
 In this module a *part* is a callback, a metric or a schedule, and an *option* is an argument of its
-__init__ that the part keeps in an attribute.
+__init__ that the part keeps in an attribute. A callback may also keep an option in another place,
+such as a dict. The option is then replaced where the state of the callback has its name and its old
+value.
 """
 
 import inspect
@@ -116,10 +118,12 @@ class OptionTracker(Callback):
             for name, value in (node or {}).items()
             if not name.startswith("_") and is_option(value)
         }
+        defaults = argument_defaults(type(part)) if isinstance(part, Callback) else {}
         self._parts[key] = part, initial, configured
         # Some classes change an option in __init__, such as EarlyStopping the sign of min_delta.
         # Such an option is compared and printed with its value in the config.
-        self.options[key] = {name: plain(value) for name, value in (initial | configured).items()}
+        options = defaults | initial | configured
+        self.options[key] = {name: plain(value) for name, value in options.items()}
 
     def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
         """Set changed options again after the states of the parts were loaded.
@@ -146,7 +150,12 @@ class OptionTracker(Callback):
                 now = self.options[key]
             changed = [name for name in now if name in before and before[name] != now[name]]
             for name in changed:
-                restore_option(part, name, initial)
+                is_restored = restore_option(part, name, initial)
+                if not is_restored and isinstance(part, Callback):
+                    value = configured.get(name, now[name])
+                    state = deepcopy(part.state_dict())
+                    if replace_option(state, name, before[name], value):
+                        part.load_state_dict(state)
             if isinstance(part, ModelCheckpoint) and "save_top_k" in changed:
                 shorten_ranking(part)
             # If both `_name` and `name` changed, the message has the value of `name`, which comes
@@ -155,20 +164,45 @@ class OptionTracker(Callback):
                 yield f"resumed with {key}.{name}: {before[source]} before, {now[source]} now"
 
 
-def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> None:
+def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> bool:
     """Set the attributes `name` and `_name` of a part to copies of their initial values.
+
+    Returns whether there is such an attribute.
 
     Args:
         part: Callback, metric or schedule. An attribute without an initial value is left alone.
         name: Name of the option.
         initial: Attribute -> value right after __init__.
     """
-    for attribute in (name, f"_{name}"):
-        if attribute in initial:
-            value = deepcopy(initial[attribute])
-            if isinstance(value, Tensor):
-                value = value.to(getattr(part, attribute).device)
-            setattr(part, attribute, value)
+    attributes = [attribute for attribute in (name, f"_{name}") if attribute in initial]
+    for attribute in attributes:
+        value = deepcopy(initial[attribute])
+        if isinstance(value, Tensor):
+            value = value.to(getattr(part, attribute).device)
+        setattr(part, attribute, value)
+    return bool(attributes)
+
+
+def replace_option(state: dict[str, Any], name: str, before: Any, now: Any) -> bool:
+    """Replace an option in the state of a callback and in the dicts that the state contains.
+
+    Args:
+        state: State, which is changed.
+        name: Name of the option. Entries with an additional `_` in front also count.
+        before: Plain value that is replaced. Entries with another value are no such option.
+        now: New value.
+
+    Returns:
+        Whether the state has such an entry.
+    """
+    is_found = False
+    for key, value in state.items():
+        if str(key).lstrip("_") == name and plain(value) == before:
+            state[key] = now
+            is_found = True
+        elif isinstance(value, dict):
+            is_found |= replace_option(value, name, before, now)
+    return is_found
 
 
 def find_options(part: object) -> Iterator[tuple[str, Any]]:
@@ -193,6 +227,12 @@ def argument_names(part_class: type) -> dict[str, None]:
     """Return the argument names of __init__ of a class and its base classes, without repeats."""
     inits = (base.__init__ for base in part_class.__mro__[:-1] if "__init__" in vars(base))
     return {name: None for init in inits for name in inspect.signature(init).parameters}
+
+
+def argument_defaults(part_class: type) -> dict[str, Any]:
+    """Return the arguments of __init__ of a class that have a default, with this default."""
+    parameters = inspect.signature(part_class).parameters.values()
+    return {p.name: p.default for p in parameters if is_option(p.default)}
 
 
 def is_option(value: object) -> bool:
