@@ -137,9 +137,11 @@ def test_the_readme_of_a_project_names_its_own_files_and_no_command_without_them
     package = project / "src" / "my_project"
     (package / "net.py").rename(package / "lora.py")
     (project / "conf" / "model" / "my_lstm.yaml").rename(project / "conf" / "model" / "lora.yaml")
+    (project / "tests" / "test_project.py").unlink()
     assert run("other", "--to", f"{tmp_path}/other", cwd=project)[0] == 0
     readme = (tmp_path / "other" / "README.md").read_text()
     assert "`lora.py`" in readme and "`net.py`" not in readme and "`conf/model`" in readme
+    assert "test_project.py" not in readme
     assert "model=my_lstm" not in readme and "python train.py --cfg job" in readme
 
 

@@ -47,7 +47,9 @@ def make(
     check(source, to, name, old)
     folders = [source / "conf", source / "src" / old]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    copied = [path.relative_to(source) for path in [source / "train.py", source / TEST, *files]]
+    if (source / TEST).is_file():
+        files.insert(0, source / TEST)
+    copied = [path.relative_to(source) for path in [source / "train.py", *files]]
     copied = [path for path in copied if path.parts[:2] != ("conf", "local")]
     copied = [path for path in copied if "__pycache__" not in path.parts]
     copied = [path for path in copied if not recipes_named_in(source / path)]
@@ -211,6 +213,8 @@ def fill_readme(readme: str, project: Path, name: str) -> str:
     }
     for mark, names in shown.items():
         readme = readme.replace(mark, names)
+    if not (project / TEST).is_file():
+        readme = re.sub(rf"\| `{TEST}`.*\n", "", readme)
     return re.sub(BLOCK, lambda block: _found_commands(block[0], conf), readme)
 
 
