@@ -170,7 +170,7 @@ def test_new_options_of_a_user_callback_win_and_its_counters_continue(fit, is_ol
     expected = {"every": 5, "scale": 0.5, "limit": limit, "count": 4, "start": started}
     assert run.seen[-1] == expected
     lines = [line for line in run.out.splitlines() if "resumed with" in line]
-    every, scale, *limits = sorted(lines)
+    every, *limits, scale = sorted(lines)
     assert "callbacks.mine.every: 2 before, 5 now" in every
     assert "callbacks.mine.scale: 1.0 before, 0.5 now" in scale
     assert is_old or "callbacks.mine.limit: 3 before, 4 now" in limits[0]
