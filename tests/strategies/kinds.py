@@ -47,7 +47,7 @@ def broadcast(value):
 
 
 def make_net():
-    return SimpleGPT(V, D, n_heads=4, n_layers=4, max_seq_len=16, dropout=0.0)
+    return SimpleGPT(V, D, n_heads=8, n_layers=4, max_seq_len=16, dropout=0.0)
 
 
 def make_batch(step, micro_step):

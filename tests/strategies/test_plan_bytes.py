@@ -19,7 +19,7 @@ from gptrain.optim.muon import native_dtype
 from gptrain.parallel.diloco import DiLoCo
 from gptrain.plan.counters import Sent
 
-SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
+SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=8, n_layers=4, max_seq_len=16)
 
 
 def make_work(options, dims, *, checkpointing="none"):
