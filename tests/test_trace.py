@@ -104,7 +104,8 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
     for part in ("weights", "gradients", "optimizer"):
         assert held[part] == pytest.approx(estimated[part], rel=1e-3), part
     # Over gloo what tensor parallelism gathered is freed late, which a trace cannot see.
-    assert held["total"] == pytest.approx(estimated["total"], rel=0.25 if "tensor" in name else 0.1)
+    tolerance = 0.25 if "tensor" in name else 0.05
+    assert held["total"] == pytest.approx(estimated["total"], rel=tolerance)
     flops = formula["flops"] + formula["recomputed_flops"] + formula["optimizer_flops"]
     assert trace["flops"] == pytest.approx(flops, rel=0.01)
     sent = formula["wire_bytes_per_step"]

@@ -32,9 +32,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
     """Return the bytes of a rank: each part of its memory, and the peak of a step.
 
     The total is the peak. It is at most the sum of the parts, because gradients are allocated while
-    activations are freed. The peak is the maximum over four moments of the last micro-step: the
-    loss, the backward pass of the last block, the backward pass of the first block, and the
-    addition of the token table's gradient.
+    activations are freed. The peak is the maximum over these moments of the last micro-step: the
+    loss, the backward pass of the last block and its end, that of the block before it, that of the
+    first block and its end, and the addition of the token table's gradient.
 
     Only tensors are counted. The memory of the process, the CUDA context and the fragmentation of
     the allocator come on top.
@@ -83,18 +83,23 @@ def estimate_memory(work: Work) -> dict[str, float]:
         # the previous collective may not be freed yet.
         n_gathered = 8 if work.is_cpu else 4
         block_per_token += n_gathered * shape.d_model * work.matmul_bytes
-    strategy = work.costs.step_memory(work, gradients)
-    block = tokens * (recomputed_per_token + block_per_token) + strategy.block
+    block = tokens * (recomputed_per_token + block_per_token)
 
+    strategy = work.costs.step_memory(work, gradients)
     head_gradient = table * work.weight_bytes if is_last else 0
     last_row = tokens * row if is_last else 0
+    kept = tokens * kept_per_token  # activations of one block
+    before_backward = strategy.early + activations + head_gradient
+    before_first_block = max(strategy.early, gradients) + kept
     peaks = (
-        strategy.early + activations + last_row + head_gradient + logits + strategy.copies,
-        strategy.early + activations + head_gradient + block + strategy.copies,
-        max(strategy.early, gradients) + tokens * kept_per_token + block + strategy.copies,
-        strategy.last,
+        before_backward + last_row + logits,
+        before_backward + block,
+        before_backward - kept + strategy.after_block,
+        before_backward - kept + block + strategy.in_block,
+        before_first_block + block + strategy.in_block,
+        before_first_block - kept + strategy.after_block,
     )
-    peak = max(peaks)
+    peak = max(max(peaks) + strategy.copies, strategy.last)
     # The buffers are at least what the peak has in addition to the other parts.
     block = max(block, peak - strategy.copies - gradients - activations - logits)
     parts = {

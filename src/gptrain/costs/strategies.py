@@ -39,14 +39,18 @@ class StepMemory(NamedTuple):
         copies: Bytes of weights that FSDP has gathered or autograd keeps in 16 bits, and of DDP's
             buckets. They exist in the forward and in the backward pass.
         early: Gradients that are stored during a forward pass.
-        block: Extra bytes during the backward pass of one block.
+        in_block: Extra bytes during the backward pass of each block but the last: the gradients of
+            the following block, which FSDP still sends.
+        after_block: Extra bytes at the end of the backward pass of a block: its full gradients, and
+            the copy of them that FSDP sends.
         last: Total extra bytes when the gradient of the token table is added, which is the end of
             the backward pass.
     """
 
     copies: float
     early: float
-    block: float
+    in_block: float
+    after_block: float
     last: float
 
 
@@ -145,7 +149,7 @@ class StrategyCosts(Generic[OptionsT]):
             n_tables = 2 if stores_gradients else 1
             last += n_tables * (work.shape.table / n_tensor * work.weight_bytes)
         early = gradients if stores_gradients else 0.0
-        return StepMemory(copies, early, 0.0, last + copies)
+        return StepMemory(copies, early, 0.0, 0.0, last + copies)
 
     # Communication
 
@@ -289,7 +293,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
             work: Step of the rank.
             gradients: Bytes of the gradients that the rank stores, which are shards.
         """
-        blocks, root = work.parameters()
+        blocks, root = work.held
         n_blocks = work.part[0]
         options = self.options
         # With resharding FSDP gathers a block while the block before it computes.
@@ -302,7 +306,8 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         full_gradient = work.matmul_bytes + work.weight_bytes
         gloo_copy = work.weight_bytes if work.is_cpu else 0
         last = max(early, gradients) + root * (full_gradient + gloo_copy)
-        return StepMemory(copies, early, blocks / n_blocks * full_gradient, last)
+        in_block = blocks / n_blocks * work.weight_bytes if n_blocks > 1 else 0.0
+        return StepMemory(copies, early, in_block, blocks / n_blocks * full_gradient, last)
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
         """Yield the all-gathers of weights and the reduce-scatters of gradients in a step.
