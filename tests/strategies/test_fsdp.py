@@ -21,8 +21,8 @@ def test_compiled_blocks_equal_one_process():
     compiled = partial(torch.compile, backend="eager")
     with warnings.catch_warnings(), patch.object(torch, "compile", compiled):
         warnings.simplefilter("ignore")  # warnings of the compiler
-        for packs in (False, True):
-            check_equals_one_process(Parallel("fsdp", compile="blocks"), packs)
+        for name, packs in (("fsdp", False), ("context_parallel", True)):
+            check_equals_one_process(Parallel(name, compile="blocks"), packs)
 
 
 @on_ranks(2)
