@@ -13,9 +13,11 @@ from pydantic import Field
 
 from gptrain import config
 from gptrain.core.errors import ConfigError
-from gptrain.core.schema import RunConfig
+from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, Name, Positive
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.shape import find_shape
 from tests import bench as package
 from tests.bench import target
 from tests.bench.result import summarize, table
@@ -79,6 +81,7 @@ def bench(cfg: BenchRun) -> None:
     import torch  # imported lazily: config errors are reported before torch is loaded
 
     from gptrain.runtime.devices import find_devices, native_precision, set_threads
+    from gptrain.runtime.measure import find_peak
 
     overrides = typed_words()
     folder = Path(cfg.run_dir)
@@ -91,6 +94,8 @@ def bench(cfg: BenchRun) -> None:
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})
     spec = make_spec(cfg, devices.accelerator)
     set_threads(devices.n_local)
+    peak = find_peak(devices.device(0), str(cfg.trainer.precision))
+    spec["peak_flops_per_s"] = peak.flops_per_s
     contestants = []
     with ExitStack() as stack:
         for name in cfg.loops:
@@ -140,18 +145,31 @@ def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
         value = cfg.value_of(key)
         if value != known:
             raise ConfigError.of(key, value, "the other loops have", allowed=known)
+    seq_len = values["data"]["seq_len"]
     return {
         "net": cfg.model.target,
         "model": model,
         "compile": cfg.model.compile,
         "batch_size": cfg.data.batch_size,
-        "seq_len": values["data"]["seq_len"],
+        "seq_len": seq_len,
+        "flops_per_token": flops_per_token(cfg.model, seq_len - 1),
         "num_samples": values["data"]["num_samples"],
         "optimizer": {key: options[key] for key in ("lr", "betas", "eps", "weight_decay", "fused")},
         "clip": cfg.trainer.gradient_clip_val,
         "precision": cfg.trainer.precision,
         "device": accelerator,
     }
+
+
+def flops_per_token(model: ModelConfig, n_positions: int) -> int | None:
+    """Return the FLOPs of gptrain's net per token and step, or None for a net of another class.
+
+    The tutorial's net has more: its blocks also attend to their own input.
+    """
+    shape = find_shape(model)
+    if shape is None:
+        return None
+    return train_flops_per_token(shape.matrix_weights, shape.n_layers, shape.d_q, n_positions)
 
 
 def run_rounds(contestants: list[Contestant], rounds: int, steps: int) -> None:

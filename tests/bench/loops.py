@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
     """
     from torch.utils.data import DataLoader, TensorDataset
 
-    net = in_ddp(TutorialGPT(spec).to(device))
+    net = TutorialGPT(spec).to(device)
+    if spec["compile"] != "none":
+        net.compile()
+    net = in_ddp(net)
     optimizer = torch.optim.AdamW(net.parameters(), **{**spec["optimizer"], "fused": None})
     text = torch.randint(spec["model"]["vocab_size"], (spec["num_samples"], spec["seq_len"]))
     dataset = TensorDataset(text[:, :-1], text[:, 1:])
@@ -144,12 +148,15 @@ class OurGPT(nn.Module):
         super().__init__()
         from hydra.utils import get_class
 
-        from gptrain.loss import chunked_next_token_loss
+        from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
         from gptrain.parallel.activation import apply_compile
 
         self.net: Any = get_class(spec["net"])(**spec["model"])
         apply_compile(self.net, spec["compile"])
-        self.loss = chunked_next_token_loss
+        self.loss: Callable[..., Tensor] = chunked_next_token_loss
+        if spec["compile"] != "none" and spec["device"] == "cuda":
+            compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
+            self.loss = partial(chunked_next_token_loss, cross_entropy=compiled)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.net.hidden(tokens), self.net.head.weight, targets)

@@ -17,6 +17,8 @@ def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[
         Dicts with these keys. The last three compare gptrain's loop with this loop:
         step_s: Seconds per step.
         tokens_per_s: Tokens per second of all ranks.
+        mfu: Model FLOP/s of gptrain's net, relative to the peak of the ranks' devices. It is
+            missing if the FLOPs of the net are unknown.
         peak_bytes: Peak memory of the largest rank: of the process on a CPU, of torch's allocator
             on a GPU.
         ours_ratio: Ratio of tokens per second in the same round.
@@ -36,6 +38,9 @@ def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[
             ),
             "peak_bytes": contestant.peak_bytes,
         }
+        if spec["flops_per_token"] is not None:
+            rank_tokens_per_s = result["tokens_per_s"]["median"] / contestant.n_ranks
+            result["mfu"] = rank_tokens_per_s * spec["flops_per_token"] / spec["peak_flops_per_s"]
         if ours not in (None, contestant):
             result |= {
                 "ours_ratio": over_rounds(map(truediv, contestant.steps_s, ours.steps_s)),
@@ -60,7 +65,8 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"{name:12}  {result['tokens_per_s']['median']:11,.0f} tokens/s"
             f"  {1e3 * result['step_s']['median']:9.4g} ms"
-            f"  {result['peak_bytes'] / 2**20:7,.0f} MiB"
+            + (f"  {result['mfu']:6.1%} MFU" if "mfu" in result else "")
+            + f"  {result['peak_bytes'] / 2**20:7,.0f} MiB"
         )
         if "ours_ratio" in result:
             ratio, added_ms = result["ours_ratio"], 1e3 * result["added_s"]["median"]
