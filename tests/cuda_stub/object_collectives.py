@@ -79,16 +79,20 @@ def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=
         object_gather_list[:] = gathered
 
 
-def scatter_object_list(output, objects=None, src=None, group=None, group_src=None):
+def scatter_object_list(
+    scatter_object_output_list, scatter_object_input_list=None, src=None, group=None, group_src=None
+):
     """Give each rank one object of a rank's list."""
     used = c10d._group_or_default_group(group)
     if device_of(group).type != "cuda":
-        return original["scatter_object_list"](output, objects, src, group, group_src)
+        return original["scatter_object_list"](
+            scatter_object_output_list, scatter_object_input_list, src, group, group_src
+        )
     if group_src is None:
         group_src = dist.get_group_rank(used, src or 0) if group is not None else src or 0
-    sent = [objects if used.rank() == group_src else None]
+    sent = [scatter_object_input_list if used.rank() == group_src else None]
     broadcast_object_list(sent, group=used, group_src=group_src)
-    output[0] = sent[0][used.rank()]
+    scatter_object_output_list[0] = sent[0][used.rank()]
 
 
 def send_object_list(
