@@ -62,6 +62,8 @@ EXTRAS = ("hypothesis", "safetensors", "transformers", "gptrain.export")
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run three files at a time if pytest-xdist is installed and `-n` was not typed.
 
+    Tests of GPUs run one at a time: they measure speed and memory, and print a table.
+
     The tests of a file stay in one process, because they share fixtures. The mode `loadgroup` does
     not work here: workers read it from the command line only, and would see no groups.
     """
@@ -69,7 +71,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_worker = "PYTEST_XDIST_WORKER" in os.environ or hasattr(config, "workerinput")
     if is_worker or not config.pluginmanager.has_plugin("xdist"):
         return
-    if option.numprocesses is not None:  # -n was typed
+    if option.numprocesses is not None or option.markexpr == "gpu":  # -n was typed
         return
     if not option.usepdb and not option.collectonly:
         option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False

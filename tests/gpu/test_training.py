@@ -1,12 +1,13 @@
 """Training on real GPUs: `python -m pytest -m gpu`. Each strategy uses one or two of them.
 
-Without a GPU all tests are skipped. `tests/cuda_stub` runs them on GPUs that compute nothing, as
-far as no value is compared.
+Without a GPU all tests are skipped. `tests/cuda_stub` runs them on GPUs that compute nothing, where
+no values are compared.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,24 @@ SIZE = (
     "trainer.accelerator=gpu", "trainer.limit_val_batches=4", "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false", "callbacks=none", "logger=none",
 )  # fmt: skip
-STRATEGIES = ("single", "ddp", "fsdp", "tensor_parallel", "pipeline", "diloco")
-# fp32 sums in another order; bf16 has 8 bits of mantissa.
-TOLERANCE = {"32-true": 1e-3, "bf16-mixed": 1e-2}
+# Ten steps lower the loss from 5.6 to 4.5.
+TEN_STEPS = (
+    "trainer.max_steps=10", "data.num_samples=32", "optimizer.lr=3e-3", "scheduler=constant",
+)  # fmt: skip
+STRATEGIES = (
+    "single", "ddp", "fsdp", "tensor_parallel", "pipeline", "context_parallel", "diloco",
+)  # fmt: skip
+# No kernel of `tests/cuda_stub` writes a value: a loss is whatever the memory held before.
+HAS_VALUES = not os.environ.get("LD_PRELOAD", "").endswith("libstubcuda.so")
+# Relative difference of the loss and of the gradient norm of the tenth step. fp32 sums in another
+# order and multiplies in TF32; bf16 has 8 bits of mantissa. A learning rate that is 3 % lower
+# changes the loss by 0.3 % and the norm by 3 %.
+TOLERANCE = {
+    "32-true": {"train/loss": 1e-3, "grad_norm": 1e-2},
+    "bf16-mixed": {"train/loss": 3e-3, "grad_norm": 4e-2},
+}
+# The replicas of DiLoCo take steps of their own, and then average their weights.
+OF_REPLICAS = {"train/loss": 5e-2}
 
 
 def train(folder: Path, *words: str) -> dict:
@@ -58,19 +74,23 @@ def options(strategy: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
-    """Return the validation loss of strategy=single in fp32 after ten steps."""
+    """Return the metrics of strategy=single in fp32 after ten steps."""
     folder = tmp_path_factory.mktemp("truth")
-    words = ("trainer.max_steps=10", "trainer.precision=32-true", "model.compile=none")
-    return train(folder / "run", *options("single"), *words)["metrics"]["val/loss"]
+    words = ("trainer.precision=32-true", "model.compile=none")
+    return train(folder / "run", *options("single"), *TEN_STEPS, *words)["metrics"]
 
 
-@pytest.mark.parametrize("compile", ["none", "blocks"])
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize(
+    ("precision", "compile"),
+    [("32-true", "none"), ("bf16-mixed", "none"), ("bf16-mixed", "blocks")],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_equals_one_gpu(tmp_path, truth, strategy, precision, compile):
-    words = (f"trainer.precision={precision}", f"model.compile={compile}", "trainer.max_steps=10")
-    result = train(tmp_path / "run", *options(strategy), *words)
-    assert result["metrics"]["val/loss"] == pytest.approx(truth, rel=TOLERANCE[precision])
+    words = (f"trainer.precision={precision}", f"model.compile={compile}")
+    metrics = train(tmp_path / "run", *options(strategy), *TEN_STEPS, *words)["metrics"]
+    tolerances = OF_REPLICAS if strategy == "diloco" else TOLERANCE[precision]
+    for name, tolerance in tolerances.items():
+        assert not HAS_VALUES or metrics[name] == pytest.approx(truth[name], rel=tolerance), name
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -95,7 +115,7 @@ def test_a_run_that_resumes_equals_one_that_was_never_stopped(tmp_path, strategy
         json.loads((tmp_path / name / "result.json").read_text())["metrics"]["val/loss"]
         for name in ("whole", "parts")
     ]
-    assert losses[0] == losses[1]
+    assert not HAS_VALUES or losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("words", [
@@ -107,6 +127,8 @@ def test_a_run_that_resumes_equals_one_that_was_never_stopped(tmp_path, strategy
 def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
     """The plan counts tensors. The allocator rounds them, and keeps a work space of cuBLAS."""
     n_devices = devices_of(strategy)
+    if strategy != "single" and n_devices == 1:
+        pytest.skip("the plan for one GPU has strategy=single only")
     common = (*words, "data.global_batch_size=null", f"strategy={strategy}", "trainer.max_steps=4")
     train(tmp_path / "run", *common, f"trainer.devices={n_devices}", "logger=csv")
     rows = (tmp_path / "run/metrics.csv").read_text().splitlines()
