@@ -18,6 +18,9 @@ LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})
 # A strategy counts as fast as the fastest if it has this fraction of the highest speed. Among such
 # strategies the first in the table, which is the simplest, is the best.
 EQUAL = 0.98
+# Share of the memory of a device that one sequence may take. The estimate of the memory may be 10 %
+# too low, and torch's allocator is slow while the memory is nearly full.
+ROOM = 0.9
 
 
 def compare(
@@ -27,7 +30,8 @@ def compare(
 
     The best strategy is the first in the table of strategies among those that are exact, fit, and
     are about as fast as the fastest. `LEVELS` is tried in turn if nothing fits. If one sequence
-    does not fit on one device, context parallelism comes first; otherwise it is not chosen.
+    does not fit on one device with some room, context parallelism comes first; otherwise it is not
+    chosen.
 
     Args:
         run: Configuration of the run.
@@ -55,7 +59,8 @@ def compare(
     exact = [name for name in allowed if STRATEGIES[name].is_exact]
     with_context = [name for name in exact if CONTEXT in STRATEGIES[name].axes]
     names = [name for name in exact if name not in with_context]
-    least = estimates(run.changed(LEVELS[-1]), sample_tokens, machine, n_nodes)
+    with_room = replace(machine, memory_bytes=ROOM * machine.memory_bytes)
+    least = estimates(run.changed(LEVELS[-1]), sample_tokens, with_room, n_nodes)
     on_one_device = [name for name in exact if set(STRATEGIES[name].axes) <= {DATA}]
     if not any(name in least and least[name]["fits"] for name in on_one_device):
         names = with_context + names

@@ -41,8 +41,21 @@ def count_all_positions(loss) -> None:
     loss.logits_in_chunks = logits_in_chunks
 
 
+def log_at_step_of_trainer(connector) -> None:
+    """Log metrics at the trainer's step: a kernel computes the mean of the step that is logged."""
+    log_metrics = connector._LoggerConnector.log_metrics
+
+    def log_at_step(self, metrics, step=None):
+        others = {name: value for name, value in metrics.items() if name != "step"}
+        log_metrics(self, others, self.trainer.global_step)
+
+    connector._LoggerConnector.log_metrics = log_at_step
+
+
+CONNECTOR = "lightning.pytorch.trainer.connectors.logger_connector.logger_connector"
 PREPARE = {
     "torch": prepare_torch,
+    CONNECTOR: log_at_step_of_trainer,
     "gptrain.lit.callbacks.targets": accept_any_target_count,
     "gptrain.lit.module": accept_any_evaluation,
     "gptrain.loss": count_all_positions,
