@@ -42,21 +42,21 @@ for name in ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"):
             r"cu(FFT|BLAS|DNN|DSS|SPARSE|SOLVER|File)", text
         ):
             driver.add(text)
-# Functions that Triton's launcher needs, so that the code of model.compile is built and launched.
-driver |= {
-    "cuCtxGetLimit", "cuCtxSetLimit", "cuFuncSetAttribute", "cuFuncSetCacheConfig",
-    "cuLaunchKernelEx", "cuModuleGetFunction", "cuModuleLoadData", "cuOccupancyMaxActiveClusters",
-    "cuTensorMapEncodeTiled",
-}  # fmt: skip
+# Functions that Triton calls, so that the code of model.compile is built and launched.
+triton = (lib.parents[1] / "triton/backends/nvidia/driver.c").read_text()
+driver |= set(re.findall(r"\bcu[A-Z]\w+\b", triton))
 special = """
 #include <stdlib.h>
 #define X __attribute__((visibility("default")))
 extern unsigned stub_touched();
+extern int cudaGetDevice(int*d);
 X int cuInit(unsigned f){return 0;}
 X int cuDriverGetVersion(int*v){*v=13000;return 0;}
 X int cuDeviceGetCount(int*n){*n=getenv("STUB_GPUS")?atoi(getenv("STUB_GPUS")):1;return 0;}
 X int cuDevicePrimaryCtxGetState(int d,unsigned*f,int*a){*f=0;*a=(stub_touched()>>d)&1;return 0;}
 X int cuCtxGetCurrent(void**c){*c=(void*)1;return 0;}
+X int cuCtxGetDevice(int*d){return cudaGetDevice(d);}
+X int cuStreamIsCapturing(void*s,int*status){*status=0;return 0;}
 X int cuGetErrorString(int e,const char**s){*s="stub";return 0;}
 X int cuPointerGetAttribute(void*v,int a,unsigned long p){*(unsigned long*)v=p;return 0;}
 X int cuFuncGetAttribute(int*v,int a,void*f){*v=a==0?1024:0;return 0;}

@@ -119,7 +119,8 @@ def block_activations(work: Work) -> tuple[float, float]:
     of norms and softmax. "selective" keeps the outputs of matrices, "full" the input of the block.
 
     Under autocast each matrix has its own 16-bit copy of its input. On a CPU, RMSNorm of 16-bit
-    values keeps its input and its normalized values in fp32.
+    values keeps its input and its normalized values in fp32. On a GPU, autocast computes LayerNorm
+    in fp32.
 
     Args:
         work: Step of the rank.
@@ -133,10 +134,12 @@ def block_activations(work: Work) -> tuple[float, float]:
     row = shape.d_model * work.row_bytes / n_tensor
 
     # Inputs of q, k, v and up (and gate): each its own copy under autocast, else one per norm.
-    n_normed = 3 + shape.n_up_matrices if work.is_cast else 2
+    is_fp32_layer_norm = work.is_mixed and shape.has_biases and not work.is_cpu
+    n_normed = 3 + shape.n_up_matrices if work.is_cast or is_fp32_layer_norm else 2
     normed = n_normed * shape.d_model * value_bytes
     keeps_norm_in_fp32 = work.is_cpu and not shape.has_biases and work.row_bytes != 4
-    norm_bytes = 8 if keeps_norm_in_fp32 else work.row_bytes  # per element of a norm's input
+    norm_bytes = 4 if is_fp32_layer_norm else work.row_bytes  # per element of a norm's input
+    norm_bytes = 8 if keeps_norm_in_fp32 else norm_bytes
     norm_statistics = 16  # fp32 mean and 1 / std of two LayerNorms; RMSNorm has less
 
     # q and the output of the attention, k and v; the fp32 logsumexp of each head.
