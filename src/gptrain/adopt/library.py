@@ -82,16 +82,19 @@ def copy_library(library: Path, project: Path) -> None:
     """Copy the package gptrain into a project, in place of the copy that the project has, if any.
 
     The new package is copied next to the old one, and the two are exchanged by two renames:
-    `restore` repairs a project if the process is killed between them. Names that begin with a
-    dot, `__pycache__` and `local` are left out.
+    `restore` repairs a project if the process is killed between them. Names that begin with a dot,
+    `__pycache__` and `local` are left out. Files of the old copy that git does not track are lost;
+    in a project without a git repository, so are all changes of the old copy.
 
     Args:
         library: Folder of the package.
         project: Folder of the project.
 
     Raises:
-        ConfigError: If it is the same copy, or if that copy has changes that are not committed.
-        OSError: If a file cannot be read or written.
+        ConfigError: If `library` is the project's own copy, or if files of that copy which git
+            tracks have changes that are not committed.
+        OSError: If a file cannot be read or written, or if git is not installed and the project has
+            a copy.
     """
     target = project / IN_PROJECT
     if target.exists():

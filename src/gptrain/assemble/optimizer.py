@@ -92,7 +92,7 @@ def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float 
         The learning rate, or None for an optimizer without one.
     """
     options = cfg.optimizer
-    lr = lr or options.lr
+    lr = options.lr if lr is None else lr
     if lr is None:
         parameters = inspect.signature(get_method(options.target)).parameters
         lr = parameters["lr"].default if "lr" in parameters else None

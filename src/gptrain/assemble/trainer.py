@@ -97,10 +97,12 @@ def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
     """Set the GPUs of a Lightning strategy and return the value of the Trainer's `devices`.
 
     On GPUs that value is 1. Lightning would compare it with the number of GPUs that this process
-    sees, which differs from the number of ranks of the node under some launchers.
+    sees, which differs from the number of ranks of the node under some launchers. On any other
+    accelerator it is the number of ranks of the node, and the strategy is not changed.
 
     Args:
-        strategy: Lightning strategy. A ParallelStrategy gets the devices of all local ranks.
+        strategy: Lightning strategy. A ParallelStrategy of Lightning gets the GPUs of all local
+            ranks; others are not changed.
         devices: Devices of the run.
     """
     if devices.accelerator != "cuda":

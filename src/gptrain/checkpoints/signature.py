@@ -45,7 +45,16 @@ def sign_record(run_dir: str | Path) -> None:
 
 
 def remove_signature(run_dir: str | Path) -> None:
-    """Remove the signature of a run. Does nothing if the run has none."""
+    """Remove `.hydra/signature`, the proof that this user has typed the configuration of a run.
+
+    The run is untrusted afterwards. Does nothing if it has no signature.
+
+    Args:
+        run_dir: Run folder.
+
+    Raises:
+        OSError: If the file cannot be removed.
+    """
     (Path(run_dir) / ".hydra" / SIGNATURE_NAME).unlink(missing_ok=True)
 
 

@@ -176,16 +176,18 @@ def time_calls(
 
 
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
-    """Print the bytes sent and the time of three all-reduces: two made here and the backend's.
+    """Print a table of three all-reduces: through rank 0, around a ring, and the backend's own.
 
-    All ranks must call it; rank 0 prints.
+    A line has the time, and for the first two the MiB that rank 0 and the last rank have sent. All
+    ranks must call this function; rank 0 prints.
 
     Args:
         device: Device of this rank.
-        n_bytes: Size of the buffer, rounded down to n rows of fp32 values.
+        n_bytes: Size of the buffer. It is rounded down to a multiple of 4 bytes times the number of
+            ranks: an fp32 matrix with one row per rank.
 
     Raises:
-        RuntimeError: If a result differs from that of the backend.
+        RuntimeError: On a rank whose result differs from that of the backend.
     """
     rank = dist.get_rank()
     n_ranks = dist.get_world_size()

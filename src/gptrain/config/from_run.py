@@ -232,7 +232,10 @@ def find_folders() -> list[str | Path]:
 
 
 def _group_of(place: str) -> str:
-    """Return the group of a dotted key: its first part, or `metrics` for a metric of the module.
+    """Return the config group that a dotted key comes from.
+
+    It is the first part of the key. A key that begins with `module.metrics.` comes from the group
+    `metrics`.
 
     Args:
         place: Dotted key, such as `optimizer.lr`.

@@ -234,13 +234,18 @@ def communicate(work: Work, machine: Machine, busy_s: float) -> tuple[dict[str, 
 
 
 def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
-    """Return the slowest link of the ring that a step's traffic takes, with its bandwidth.
+    """Return a link with the bandwidth and latency of the ring that a kind of traffic takes.
 
-    A ring over several nodes leaves each node through the network cards of all its ranks on this
-    node. For a tensor group or a context group these are all ranks of the node. A data group has
-    one rank per tensor group, and all ranks of its context groups. The latency per message is that
-    of a tree over the nodes, which NCCL uses where latency matters: log2(number of nodes) messages
-    between nodes.
+    A ring within one node takes the machine's `link`, or its `host` if the ring spans more devices
+    than `link` joins. A ring over several nodes leaves each node through the network cards of all
+    its ranks on this node, at most as fast as the link within the node. For a tensor group or a
+    context group these are all ranks of the node. Of a data group, which includes its context
+    groups, they are one rank per tensor group. Of a pipeline they are one of every data x tensor
+    ranks.
+
+    Where latency matters NCCL uses a tree over the nodes. The latency of the result is therefore
+    that of log2(number of nodes) messages between nodes and of one message per rank within a node,
+    divided by the number of ranks of the ring: the caller multiplies it by the messages of a ring.
 
     Args:
         traffic: Data of one kind that a rank sends, with the axis of the ring.

@@ -250,7 +250,8 @@ def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
     validation in this order until the validation set has `val_fraction` of the bytes; of the last
     section, only the last lines go there. Therefore a file below 16 KiB is seldom cut, a single
     large file cannot make up the validation set alone, and an added file changes the split of few
-    others. Sections begin and end at line ends, except in lines longer than 4 KiB.
+    others. Sections begin and end at line ends, except in lines longer than 4 KiB and in the first
+    line of a file: these may be cut between any two characters.
 
     Args:
         sources: Text files.
@@ -489,8 +490,9 @@ def _is_array(head: bytes) -> bool:
 def _cut_before(source: Source, position: int) -> int:
     """Return the byte offset at which the line that contains `position` starts.
 
-    In a line with more than 4 KiB before `position`, the start of a character is returned. The
-    start and the end of the file are returned unchanged.
+    If there is no line end in the 4 KiB before `position`, as in the first line of a file or in a
+    longer line, the start of the last character before `position` is returned. The start and the
+    end of the file are returned unchanged.
 
     Args:
         source: Text file.

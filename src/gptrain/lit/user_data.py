@@ -77,7 +77,11 @@ class UserData(Dataset):
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
     def describe(self, n_samples: int) -> str:
-        """Return the text of the start line `data`, which says what does not hold for the run.
+        """Return the text of the start line `data`: class of the module and length of an epoch.
+
+        It also says what gptrain's own data guarantees and a user's module does not: that a resume
+        within an epoch continues with the next sample, and, with several ranks, that an evaluation
+        counts each sample once.
 
         Args:
             n_samples: Number of samples that the run reads. Not used: the number of epochs is not

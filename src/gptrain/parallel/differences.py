@@ -167,15 +167,20 @@ def is_same_call(
 ) -> bool:
     """Return whether all calls of a module agree with the calls of the plain net.
 
-    A pipeline calls a module once for each microbatch. The tensors of these calls are concatenated
-    before they are compared. Tensors with incompatible shapes are ignored.
+    A tensor in the partitioned net may be the full one, also with padding, or this rank's shard of
+    it in some dimensions, as torch.chunk divides them. It is compared with the same part of the
+    plain net's tensor. A tensor of any other shape is ignored. A call with another number of
+    tensors does not agree.
+
+    A pipeline calls a module once for each microbatch. With n plain calls, the calls i, i + n, i +
+    2n, ... belong to the plain call i: their tensors are concatenated along the batch.
 
     Args:
         calls: Tensors of each call in the partitioned net.
         plain_calls: Tensors of each call in the plain net.
-        rank: Rank in the group that shares the activations.
-        n_ranks: Size of that group.
-        tolerance: Largest difference, as a fraction of the largest value.
+        rank: Rank in the group that shares the activations: the number of this rank's shard.
+        n_ranks: Size of that group: the number of shards.
+        tolerance: Largest difference, as a fraction of the largest value of the plain tensor.
     """
     n_calls = len(plain_calls)
     for number, plain_tensors in enumerate(plain_calls):

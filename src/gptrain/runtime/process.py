@@ -276,6 +276,9 @@ def _stat_fields(pid: int) -> list[str]:
 
     Args:
         pid: Process number.
+
+    Raises:
+        OSError: If there is no such process, or no /proc.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
