@@ -149,13 +149,16 @@ class BatchReader(Dataset):
         """
         if self.vocab_size is None:
             return
-        for kind, ids in zip(("token", "target"), batch[:2], strict=True):
+        for kind, tensor in zip(("token", "target"), batch[:2], strict=True):
+            if tensor.device.type != "cpu":
+                return  # reading the values would wait for the device
+            ids = tensor.numpy()
             is_valid = (ids >= 0) & (ids < self.vocab_size)
             if kind == "target":
                 is_valid |= ids == IGNORED
             if is_valid.all():
                 continue
-            row, position = (~is_valid).nonzero()[0].tolist()
+            row, position = np.argwhere(~is_valid)[0]
             also = f" and {IGNORED}" if kind == "target" else ""
             raise DataError(
                 f"{self.name}: sample {indices[row]} has the {kind} {int(ids[row, position])}; "
