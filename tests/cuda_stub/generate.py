@@ -43,8 +43,8 @@ for name in ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"):
         ):
             driver.add(text)
 # Functions that Triton calls, so that the code of model.compile is built and launched.
-triton = (lib.parents[1] / "triton/backends/nvidia/driver.c").read_text()
-driver |= set(re.findall(r"\bcu[A-Z]\w+\b", triton))
+for path in (lib.parents[1] / "triton/backends/nvidia").glob("driver.*"):
+    driver |= set(re.findall(r"\bcu[A-Z]\w+\b", path.read_text()))
 special = """
 #include <stdlib.h>
 #define X __attribute__((visibility("default")))
