@@ -89,8 +89,8 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
     class GroupMade(Exception):
         pass
 
-    def start_group(*options):
-        raise GroupMade(options)
+    def start_group(*place, **options):
+        raise GroupMade(*place, options)
 
     calls = []
     monkeypatch.setattr(assemble, "set_threads", calls.append)
@@ -102,7 +102,8 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
         cfg = compose_run(*words, f"strategy.backend={asked}")
         with pytest.raises(GroupMade) as made:
             assemble.build(cfg, unwatched(cfg))
-        assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None, ()),)
+        options = {"timeout_s": 5.0, "store_path": None, "variables": ()}
+        assert made.value.args == (backend, torch.device("cpu"), 0, 3, options)
     assert calls == [3, 3]
 
 
