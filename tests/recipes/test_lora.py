@@ -88,6 +88,7 @@ def test_a_base_that_has_changed_is_one_line(run, tmp_path):
     assert f"error: init_from={file}: not the weights that the run has started from" in out
 
 
+@pytest.mark.engine("peft")
 @pytest.mark.parametrize("kind", ["llama", "transformers"])
 def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path):
     pytest.importorskip("transformers")

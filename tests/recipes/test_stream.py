@@ -15,6 +15,8 @@ pytest.importorskip("datasets")
 
 from recipes.stream import TextStream
 
+pytestmark = pytest.mark.engine("datasets")
+
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 
 
