@@ -19,6 +19,7 @@ from tests.conftest import TINY, Finished
 NO_SLURM = bool(missing_programs())
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.engine("submitit"),  # all tests share one cluster, whose start takes long
     pytest.mark.skipif(NO_SLURM, reason="no SLURM: apt-get install slurm-wlm munge"),
 ]
 STEPS = 12
