@@ -151,9 +151,12 @@ def test_a_schedule_that_needs_a_metric_receives_the_monitor_after_each_validati
     cfg = compose_run("model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max")
     cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    made = build_schedule(cfg, RunLengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
+    lengths = RunLengths(BatchPlan(1, 1, 4), 1, 10, 10, 5)
+    made = build_schedule(cfg, lengths, optimizer)
     facts = made["monitor"], made["frequency"], made["scheduler"].mode
     assert facts == ("val/top1", 5 * 4, "max")
+    typed = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau", mode="min")
+    assert build_schedule(typed, lengths, optimizer)["scheduler"].mode == "min"
 
 
 def test_an_lstm_and_a_user_optimizer_resume_exactly_on_two_ranks(train, lab):

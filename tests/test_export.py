@@ -220,14 +220,15 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
 
 
 def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
-    source, run, other = (tmp_path / name for name in ("source", "run", "other"))
-    for place in (source, run, other):
+    source, second, run, other = (tmp_path / name for name in ("source", "second", "run", "other"))
+    for place in (source, second, run, other):
         place.mkdir()
-    (source / "tokenizer.json").write_text('{"a": 0}')
-    (source / "chat_template.jinja").write_text("hello")
+    for place, template in ((source, "hello"), (second, "goodbye")):
+        (place / "tokenizer.json").write_text('{"a": 0}')
+        (place / "chat_template.jinja").write_text(template)
     (other / "tokenizer.json").write_text('{"b": 0}')
     for place in (run, other):
-        copy_tokenizer_files([tmp_path / "nothing.json", source], place)
+        copy_tokenizer_files([tmp_path / "nothing.json", source, second], place)
     assert (run / "tokenizer.json").read_text() == '{"a": 0}'
     assert (run / "chat_template.jinja").read_text() == "hello"
     assert (other / "tokenizer.json").read_text() == '{"b": 0}'

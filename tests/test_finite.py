@@ -45,20 +45,22 @@ def test_a_run_stops_before_the_step_and_saves_nothing_of_it(train, poison):
 
 
 def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poison, monkeypatch):
-    seen, step = [], AdamW.step
+    seen, drawn_from, step = [], [], AdamW.step
 
     def looked(self, *args, **kwargs):
         tensors = [p for group in self.param_groups for p in group["params"]]
         before = [p.detach().clone() for p in tensors]
         result = step(self, *args, **kwargs)
         seen.append(all(torch.equal(p, q) for p, q in zip(tensors, before, strict=True)))
+        drawn_from.append(torch.get_rng_state().numpy().tobytes())
         return result
 
     monkeypatch.setattr(AdamW, "step", looked)
-    run = train("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv")
+    run = train("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv", "model.dropout=0.1")
     assert run.code == 0, run.err
     assert (run.out + run.err).count(f"step {BAD_STEP} is not finite") == 1
     assert [number for number, same in enumerate(seen) if same] == [BAD_STEP]
+    assert len(set(drawn_from)) == 5  # the report repeats the step: its dropout is drawn once
     states = run.state(5)["optimizer_states"][0]["state"].values()
     assert all(value.isfinite().all() for state in states for value in state.values())
     assert {float(state["step"]) for state in states} == {4.0}

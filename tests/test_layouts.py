@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.weights import hash_weights, load_weights
 from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
@@ -20,7 +20,7 @@ LLAMA = {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "d_ff": 4
 LLAMA |= {"max_seq_len": 4096, "n_kv_heads": 2}
 NETS = {
     "gpt2": {"activation": "gelu_tanh"},
-    "one head": {"n_heads": 1, "activation": "gelu"},
+    "one head": {"n_heads": 1, "activation": "gelu", "dropout": 0.1},
     "grouped": {},
     "tied": {"n_kv_heads": 6, "tie_head": True, "rope_base": 1e4, "norm_eps": 1e-6},
     "scaled": {"n_kv_heads": 1, "rope_scaling": 8.0, "rope_base": 1e6},
@@ -61,6 +61,9 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
     write_net(net, tmp_path, "hf", "fp32")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(reference(TOKENS).logits, net(TOKENS), **CLOSE)
+    if isinstance(net, SimpleGPT):
+        dropouts = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+        assert {getattr(reference.config, key) for key in dropouts} == {net.dropout.p}
     assert ("Qwen3" in type(reference).__name__) == ("qk_norm" in NETS[name])
     load_weights(back, tmp_path)
     for key, tensor in net.state_dict().items():
@@ -75,10 +78,13 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     net = make(name, **({} if name == "gpt2" else {"rope_base": 1e4}))
     load_weights(net, tmp_path)
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
+    index = tmp_path / "model.safetensors.index.json"
+    before, content = hash_weights(index), files[1].read_bytes()
+    files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert hash_weights(index) != before  # the hash covers every bit of the weights
     files[1].unlink()
     with pytest.raises(DamagedCheckpointError, match=f"names {files[1].name}, which is no"):
         load_weights(net, tmp_path)
-    index = tmp_path / "model.safetensors.index.json"
     for names, message in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
         with pytest.raises(DamagedCheckpointError, match=message):

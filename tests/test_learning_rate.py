@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 
 from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.schedule import build_schedule
+from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
@@ -58,17 +61,42 @@ def test_a_warm_up_as_a_fraction_is_one_of_the_schedules_length(warmup, steps):
     A warm-up may be as long as the schedule.
     """
     schedule = (f"scheduler.warmup_steps={warmup}", "scheduler.total_steps=300")
-    words = (*schedule, "scheduler.start_factor=0", "trainer.max_steps=50", "optimizer.lr=1")
-    cfg = compose_run(*words)
+    n_steps = min(steps + 1, 300)
+    made = factors(n_steps, *schedule, "scheduler.start_factor=0")
+    assert made == pytest.approx([step / steps for step in range(n_steps)])
+
+
+@pytest.mark.parametrize("decay, steps", [("0", 0), ("0.1", 5), ("null", 10), ("50", 49)])
+def test_a_decay_has_the_length_that_was_typed_and_else_a_fifth_of_the_run(decay, steps):
+    """The last of the 50 steps has the smallest factor, also without any decay before it."""
+    words = ("scheduler=warmup_stable_decay", f"scheduler.decay_steps={decay}")
+    made = factors(50, *words, "scheduler.warmup_steps=0", "scheduler.min_factor=0")
+    assert made == pytest.approx([min(1.0, (49 - step) / max(1, steps)) for step in range(50)])
+
+
+def factors(n_steps: int, *words: str) -> list[float]:
+    """Return the factors of the first steps of a run of 50 steps."""
+    cfg = compose_run(*words, "trainer.max_steps=50", "optimizer.lr=1")
     lengths = plan_lengths(cfg, n_samples=6400, sample_tokens=16, data_parallel_size=1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_schedule(cfg, lengths, optimizer)["scheduler"]
-    factors, n_steps = [], min(steps + 1, 300)
+    made = []
     for _ in range(n_steps):
-        factors.append(optimizer.param_groups[0]["lr"])
+        made.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert factors == pytest.approx([step / steps for step in range(n_steps)])
+    return made
+
+
+def test_a_schedule_is_stepped_after_each_step_unless_its_dict_has_another_interval():
+    for options, interval in (({}, "step"), ({"interval": "epoch"}, "epoch")):
+        module = LanguageModel(
+            torch.nn.Linear(1, 1),
+            lambda module: torch.optim.SGD(module.parameters()),
+            lambda optimizer, own=options: {"scheduler": StepLR(optimizer, 1), **own},
+        )
+        entry: Any = module.configure_optimizers()
+        assert entry["lr_scheduler"]["interval"] == interval
 
 
 @pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])

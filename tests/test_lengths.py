@@ -93,6 +93,13 @@ def test_a_fraction_of_several_epochs_between_validations():
     assert (lengths.epoch_steps, lengths.validate_every) == (8, 12)
 
 
+@pytest.mark.parametrize("typed, n_steps", [("true", 1), ("3", 3)])
+def test_a_fast_dev_run_has_the_number_of_steps_that_was_typed(typed, n_steps):
+    cfg = compose_run(f"trainer.fast_dev_run={typed}")
+    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
+    assert (lengths.n_steps, lengths.validate_every) == (n_steps, min(n_steps, 8))
+
+
 def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):
     text = np.random.default_rng(0).integers(0, 256, 402, dtype=np.uint8)
     measured = []

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import read_holder
-from gptrain.lit.loggers import CSVLogger, JsonLinesLogger
+from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -114,6 +114,14 @@ def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
     JsonLinesLogger(str(tmp_path)).log_metrics({"train/loss": 1.0}, 3)
     assert not file.is_symlink() and [row["step"] for row in json_rows(tmp_path)] == [3]
     assert len(outside.read_text().splitlines()) == 2
+
+
+def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
+    logger = TensorBoardLogger(str(tmp_path))
+    logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
+    logger.save()
+    (file,) = tmp_path.glob("events*")
+    assert b"val/top5" in file.read_bytes()
 
 
 @pytest.mark.slow

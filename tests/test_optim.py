@@ -90,6 +90,10 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
         hidden = 1.0 if name.endswith("proj.weight") else 0.5
         assert lr == kinds.get(name.partition(".")[0], hidden), name
     assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
+    outside = nn.Parameter(torch.ones(3))
+    groups = Muon(muon_groups(net, [*net.parameters(), outside], **lrs), lr=1.0).param_groups
+    own = [group for group in groups if any(p is outside for p in group["params"])]
+    assert [group["lr"] for group in own] == [1.0]
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
@@ -175,10 +179,10 @@ def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
         group.pop("use_muon")
     theirs_in_two = [
         torch.optim.Muon([hidden], lr=3e-3, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+        torch.optim.AdamW(rest, 3e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, fused=True),
     ]
     train(reference, theirs_in_two, range(3))
-    muon = Muon(muon_groups(net), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
+    muon = Muon(muon_groups(net), lr=3e-3, betas=(0.8, 0.9), eps=1e-3, momentum=0.9)
     train(net, [muon], range(3))
     for (name, weight), other in zip(net.named_parameters(), reference.parameters(), strict=True):
         # Of steps of 3e-3. A CPU with instructions for bf16 rounds products in batches otherwise.

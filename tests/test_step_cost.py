@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -164,7 +165,11 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
-def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
+def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler, tmp_path):
+    earlier = tmp_path / "run" / "fit-profile-.txt"  # file of an earlier start
+    earlier.parent.mkdir()
+    earlier.touch()
+    os.utime(earlier, (0, 0))
     words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
     run = train(f"profiler={profiler}", *words)
     assert run.code == 0, run.err

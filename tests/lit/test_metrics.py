@@ -138,6 +138,7 @@ def test_names_that_are_logged_only_in_real_validations_or_at_the_end_of_an_epoc
         f"+callbacks.later={{_target_: {OWN}.callbacks.LogsLater, name: val/later}}",
         f"+callbacks.a={{{stops}: val/later}}", "trainer.max_epochs=1", "data.num_samples=16",
         f"+callbacks.b={{{stops}: train/epoch_mean, check_on_train_epoch_end: true}}",
+        f"+callbacks.c={{{stops}: val/never, strict: false}}",
     )  # fmt: skip
     (line,) = [line for line in run.out.splitlines() if "so far; logged: " in line]
     assert line.startswith("warning: EarlyStopping monitors val/later, and no value of this name")

@@ -31,11 +31,16 @@ def test_a_run_on_a_mixture_resumes_bit_for_bit_and_reports_each_part(mixed, res
 
 
 def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed, fit):
-    words = (*mixed, "trainer.max_steps=3")
+    words = (*mixed, "trainer.max_steps=3", "objective=val/web/loss")
     one_rank = fit(*words, name="one")
     two_ranks = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
     for name in ("train/loss", "val/loss", "val/book/loss", "val/web/loss"):
         assert two_ranks.column(name) == pytest.approx(one_rank.column(name), rel=1e-5)
+    data_lines = [
+        next(line for line in run.out.splitlines() if line.startswith("data "))
+        for run in (one_rank, two_ranks)
+    ]
+    assert data_lines[0] == data_lines[1] and "epochs" in data_lines[0]  # all ranks count
     again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}", name="again")
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
         assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)

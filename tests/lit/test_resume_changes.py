@@ -206,12 +206,13 @@ def test_new_options_of_a_schedule_are_used_when_the_change_is_allowed(fit):
     words = ("checkpoint.every_n_steps=1", "checkpoint.keep=9",
              "scheduler._target_=torch.optim.lr_scheduler.StepLR")  # fmt: skip
     fit(*words, "+scheduler.step_size=1", "+scheduler.gamma=0.5", "trainer.max_steps=2")
-    changed = ("+scheduler.step_size=2", "+scheduler.gamma=0.1", "allow_changes=[scheduler]")
-    run = fit(*words, *changed, "ckpt_path=last", "trainer.max_steps=5")
+    changed = ("+scheduler.step_size=2", "+scheduler.gamma=0.1", "optimizer.lr=3e-5")
+    allowed = "allow_changes=[scheduler,optimizer.lr]"
+    run = fit(*words, *changed, allowed, "ckpt_path=last", "trainer.max_steps=5")
     assert "resumed with scheduler.step_size: 1 before, 2 now" in run.out
     assert "resumed with scheduler.gamma: 0.5 before, 0.1 now" in run.out
     rates = run.column("lr")
-    assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-5, 7.5e-5, 7.5e-6])
+    assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-6, 7.5e-6, 7.5e-7])
 
 
 def test_model_checkpoint_keeps_the_new_number_of_files(fit):

@@ -296,6 +296,9 @@ def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
     check_close(run.column("train/loss"), truth.column("train/loss")[4:])
     check_close(run.column("val/loss"), truth.column("val/loss")[1:])
     check_weights(run, truth)
+    drawn_from = [rank["torch"] for rank in run.state(run.n_steps)["rng"]]
+    for number, state in enumerate(drawn_from):  # dropout differs between ranks
+        assert not any(torch.equal(state, other) for other in drawn_from[:number])
 
 
 def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:

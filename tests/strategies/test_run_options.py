@@ -129,14 +129,14 @@ def test_options_that_change_no_value_reach_every_rank(runs):
 
 def test_overfit_batches_repeats_the_same_batches_on_all_ranks(runs):
     run = runs(
-        *TWO, "trainer.max_steps=2", "data.global_batch_size=8", "trainer.overfit_batches=1",
+        *TWO, "trainer.max_steps=4", "data.global_batch_size=8", "trainer.overfit_batches=2",
         "strategy.static_graph=true",
     )  # fmt: skip
     for number in range(2):
         assert run.record(number)["ddp"]["static_graph"]
-    for step in range(2):
-        of_all = [n for number in range(2) for n in run.record(number)["samples"][step]]
-        assert sorted(of_all) == list(range(8))
+    for steps in (slice(0, 2), slice(2, 4)):  # two passes over two batches of each rank
+        read = [run.record(number)["samples"][steps] for number in range(2)]
+        assert sorted(n for of_rank in read for step in of_rank for n in step) == list(range(16))
 
 
 def test_lightnings_trainer_receives_its_own_options(runs):
