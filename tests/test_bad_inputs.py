@@ -37,6 +37,9 @@ ONE_LINE = {
     "model=llama_nano model.d_model=100 model.n_heads=3 model.n_kv_heads=3 model.d_head=7": [
         "model.d_head=7: odd", "6, 8",
     ],
+    "model=llama_nano model.n_kv_heads=3": [
+        "model.n_kv_heads=3: does not divide model.n_heads=4", "1, 2, 4",
+    ],
     "model.d_model=100 model.n_heads=3": ["model.d_model=100", "model.n_heads=3", "99, 102"],
     "data.seq_len=4096 model.max_seq_len=1024": ["data.seq_len=4096", "model.max_seq_len=1024"],
     "model.dropout=1.5": ["model.dropout=1.5", "must be < 1"],
@@ -71,6 +74,17 @@ ONE_LINE = {
     "strategy=context_parallel strategy.shard=false strategy.cpu_offload=true trainer.devices=2": [
         "strategy.cpu_offload=true: no effect on weights that are not sharded",
     ],
+    "strategy=diloco on_spike=skip trainer.devices=2": ["on_spike=skip: each replica", "none"],
+    "strategy=tensor_parallel trainer.devices=2 model.compile=blocks "
+    "model.activation_checkpointing=full": ["model.compile=blocks", "checkpointing=none"],
+    "data.global_batch_size=64 trainer.accumulate_grad_batches=2": [
+        "data.global_batch_size=64: excludes trainer.accumulate_grad_batches=2",
+    ],
+    "strategy=pipeline trainer.devices=4 strategy.schedule=interleaved_1f1b": [
+        "8 stages, but model.n_layers=6",
+    ],
+    "strategy=pipeline trainer.devices=2 strategy.schedule=interleaved_1f1b data.batch_size=3 "
+    "strategy.microbatches=3": ["strategy.microbatches=3", "a multiple of the 2 pipeline ranks"],
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],
     "strategy=pipeline trainer.devices=8": ["strategy.pipeline_parallel_size", "model.n_layers=6"],

@@ -112,6 +112,16 @@ def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
     }
 
 
+def test_a_save_in_the_background_gives_no_heartbeat_that_would_hide_a_hang(tmp_path):
+    beats = []
+    store = CheckpointStore(tmp_path / "checkpoints", RUN, progress=lambda: beats.append(1))
+    save(store, 1)
+    n_beats = len(beats)
+    save(store, 2, in_background=True)
+    store.finish()
+    assert len(beats) == n_beats > 0
+
+
 def test_an_exception_in_the_block_leaves_nothing_and_an_empty_folder_is_no_error(store):
     store.clean()
     assert store.newest_intact() is store.best("val/loss") is None and store.steps() == []

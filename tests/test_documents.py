@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from importlib.util import find_spec
 from itertools import chain, islice, pairwise
 
 import numpy as np
@@ -260,6 +261,8 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
         dataset = read(path, val_fraction=0.001)
         texts = documents_of(dataset, "train") + documents_of(dataset, "val")
         assert len(texts) == 200 + n_more
+        # One record in a thousand is the first of all files, and not the first of each file.
+        assert documents_of(dataset, "val") == [f"{TEXTS[0]}\n"]
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read(folder / "nowhere*")
 
@@ -281,6 +284,9 @@ def test_a_record_without_text_is_named_or_left_out_and_counted(line, message, t
     with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{message}"):
         dataset = read(path, on_bad_record="skip")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 101
+    if find_spec("tokenizers"):  # a tokenizer that is trained reads each record twice
+        with pytest.warns(UserWarning, match="1 records left out"):
+            read(path, tokenizer="bpe", on_bad_record="skip")
     with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {message}"):
         read(path)  # the tokens without the bad record are not an answer to on_bad_record=error
 
@@ -309,8 +315,10 @@ def test_a_parquet_file_without_the_column_names_those_that_it_has(tmp_path):
 
 def test_half_a_surrogate_pair_is_no_reason_to_end(tmp_path):
     path = tmp_path / "docs.jsonl"
-    path.write_text('{"text": "a\\ud800b"}\n' * 100)
+    path.write_text('{"text": "a\\ud800b", "title": "c"}\n' * 100)
     assert "a?b" in documents_of(read(path), "train")[0]
+    # Texts of another key are not taken from the cache of the first.
+    assert documents_of(read(path, text_key="title"), "train")[0] == "c\n"
 
 
 # ---- where they end
@@ -326,6 +334,7 @@ def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
     assert again.end_id == 399 and 399 not in again.encode("a <|endoftext|> b")
     without = read(jsonl, tokenizer="bpe", end_of_document=False)
     assert without.tokenizer.end_id is None and "nothing between them" in without.describe()
+    assert read(jsonl, tokenizer="bpe", vocab_size=300).tokenizer.vocab_size == 300
 
 
 def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):

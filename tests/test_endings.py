@@ -25,6 +25,11 @@ from gptrain.runtime.watchdog import Heartbeat, read_progress
         (NonFiniteError(3, 1, [4, 5]), 79, "nonfinite"),
         (ConfigError([ConfigIssue("a", 1, "wrong")]), 2, "config"),
         (ConfigError([ConfigIssue("a", 1, "gone", code=66)]), 66, "config"),
+        (
+            ConfigError([ConfigIssue("a", 1, "gone", code=66), ConfigIssue("a", 1, "gone")]),
+            2,
+            "config",
+        ),
         (ModuleNotFoundError("No module named 'wandb'", name="wandb"), 2, "config"),
         (ModuleNotFoundError("No module named 'mine.net'", name="mine.net"), 70, "error"),
         (DataError("a.txt: empty"), 65, "data"),

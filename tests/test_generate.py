@@ -148,8 +148,9 @@ def test_a_moved_run_generates_text_without_its_data(write, speaker):
     with torch.no_grad():
         for _ in range(12):
             tokens.append(int(net(torch.tensor([tokens]))[0, -1].argmax()))
-    for words in ([], ["cache=false"]):
-        code, out, err = write(speaker, "prompt=é x", "temperature=0", *words)
+    zero = "temperature=0"
+    for words in ([zero], [zero, "cache=false"], ["top_k=1"], ["top_p=1e-6", "temperature=3"]):
+        code, out, err = write(speaker, "prompt=é x", *words)
         assert (code, out) == (0, tokenizer.decode(tokens) + "\n")
         assert re.fullmatch(r"12 tokens in [\d.]+ s, \d+ tokens/s\n", err)
     checkpoint = next((speaker / "checkpoints").glob("step-*"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.machine import DamagedMeasurementError, this_machine
+from gptrain.costs.machine import THREADS, DamagedMeasurementError, this_machine
 from gptrain.runtime import measure
 
 
@@ -89,6 +90,26 @@ MEASURED = {
     "threads": 1, "flops_per_s": {"float32": 1e11}, "memory_bytes_per_s": 1e10, "op_s": 1e-6,
     "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9, "wait_s": 0}}},
 }  # fmt: skip
+
+
+def test_a_measured_cpu_has_the_link_of_its_ranks_and_the_speed_of_their_threads(
+    tmp_path, monkeypatch
+):
+    """The bandwidth was measured with all eight cores, the speed with one thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    links = {str(n): {"latency_s": 1e-4, "bytes_per_s": n * 1e9, "wait_s": 0} for n in (2, 4)}
+    text = json.dumps(MEASURED | {"links": {"gloo": links}})
+    (tmp_path / "machine.json").write_text(text)
+    for n_ranks, n_threads in ((2, 4), (4, 2)):
+        machine = this_machine(tmp_path, n_ranks)
+        assert machine.is_measured and machine.link.bytes_per_s == n_ranks * 1e9
+        assert machine.flops_per_s["float32"] == pytest.approx(1e11 * n_threads**THREADS)
+        assert machine.memory_bytes_per_s == pytest.approx(1e10 * (n_threads / 8) ** THREADS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")  # of the outer and the inner loops
+    assert this_machine(tmp_path, 2).flops_per_s["float32"] == 1e11
+
+
 WRONG = [
     *({"op_s": value} for value in (0, -1, "x", float("nan"), None)),
     *({"flops_per_s": value} for value in ([1], {}, {"float32": 0})),

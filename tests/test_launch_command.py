@@ -40,7 +40,7 @@ def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_sbatch_refuses_is_one_line(launch, tmp_path, monkeypatch):
+def test_what_sbatch_refuses_is_one_line_and_a_job_is_named(launch, tmp_path, monkeypatch):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error:\n no such account' >&2\nexit 1\n")
     sbatch.chmod(0o755)
@@ -48,6 +48,10 @@ def test_what_sbatch_refuses_is_one_line(launch, tmp_path, monkeypatch):
     code, out, err = launch("slurm", "--submit", "trainer=cpu", f"output_dir={tmp_path / 'o'}")
     assert (code, out) == (2, "")
     assert err == "error: --submit: sbatch: error: no such account\n"
+    sbatch.write_text("#!/bin/sh\ncat >/dev/null\necho '7;cluster'\n")
+    code, out, err = launch("slurm", "--submit", "trainer=cpu", f"output_dir={tmp_path / 'o'}")
+    log = f"log       {tmp_path}/o/train/slurm-7*.log"
+    assert (code, out.splitlines()) == (0, ["job       7", log, "cancel    scancel 7"]), err
 
 
 def test_the_command_runs_as_a_module(command):
@@ -60,10 +64,11 @@ def test_the_command_runs_as_a_module(command):
 def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, tmp_path):
     code, script, err = launch(
         "slurm", "-m", "optimizer.lr=1e-3,3e-4", "seed=1,2", "name='a b'", "trainer=cpu",
-        f"run_dir={tmp_path}/sweep",
+        "slurm.cpus_per_task=5", f"run_dir={tmp_path}/sweep",
     )  # fmt: skip
     assert code == 0, err
     assert "--array=0-3" in script and "gpus" not in script
+    assert script.count("--cpus-per-task=5") == 2  # the job and srun ask for the same cores
     fake = 'srun() { for word; do echo "$word"; done; }; scontrol() { exit 1; }\n'
     environment = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     subprocess.run(["bash", "-c", fake + script], env=environment | PATH, check=True)
@@ -144,9 +149,14 @@ def test_a_pod_resumes_by_itself_also_a_run_that_begins_from_other_weights(launc
     words = ("trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", "init_from=/mine")
     code, text, err = launch("kubernetes", *words)
     assert code == 0, err
-    arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
+    trainer = yaml.safe_load(text)["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "0"}
+    arguments = trainer["args"]
     starts = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
     assert starts == {"ckpt_path=last", "init_from=/mine"}
+    _, text, _ = launch("kubernetes", *words[:3], "ckpt_path=/another/run")
+    arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
+    assert [word for word in arguments if "ckpt_path=" in word] == ["ckpt_path=/another/run"]
 
 
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):

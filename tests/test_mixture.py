@@ -130,6 +130,9 @@ def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_pat
             parts[name] = TokenDataset(path, 4)
         fingerprints.add(Mixture(parts, {"a": 1, "b": 2}).fingerprint)
     assert len(fingerprints) == 2
+    # A user's dataset may have no fingerprint of its own. Then its name and its length count.
+    lengths = {"a": 30, "b": 50}, {"a": 31, "b": 50}, {"a": 30, "c": 50}
+    assert len({mixture(dict.fromkeys(n, 1), **n).fingerprint for n in lengths}) == 3
 
 
 def test_parts_that_do_not_fit_are_named():

@@ -276,6 +276,9 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
     tokens, targets = BatchReader(DummyTextDataset(5, seq_len=5)).__getitems__([-3])
     assert torch.equal(tokens[0], DummyTextDataset(5, seq_len=5)[2][0])
     assert (targets == -100).all() and targets.shape == (1, 4)
+    packed = [(torch.arange(4), torch.arange(4), torch.tensor([0, 0, 1, 1]))]
+    _, targets, documents = BatchReader(packed).__getitems__([-1])
+    assert (targets == -100).all() and documents.tolist() == [[0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -36,14 +36,14 @@ def answer(plan, *words):
 
 def test_the_sums_of_seven_billion_parameters(plan):
     """28 GB of weights, 28 of gradients, 56 of Adam in fp32, 130 and more with activations."""
-    report = answer(plan, *SEVEN, *H100)
+    report = answer(plan, *SEVEN, *H100, "strategy=ddp", "strategy.comm_hook=fp16")
     held = report["strategies"]["ddp"]["bytes_per_device"]
     for part, gb in (("weights", 28), ("gradients", 28), ("optimizer", 56)):
         assert held[part] / 1e9 == pytest.approx(gb, rel=0.06)  # 6.66 B parameters
     assert held["total"] > 130e9
     assert not report["strategies"]["ddp"]["fits"]
     assert report["strategies"]["fsdp"]["fits"] and report["best"] == "fsdp"
-    assert report["command"].endswith("strategy=fsdp")
+    assert report["command"].endswith("strategy=fsdp") and "comm_hook" not in report["command"]
 
 
 @pytest.mark.parametrize("name, tokens", [("gpt2_124m", 19000 * 512 * 1024), ("llama_124m", 2.7e9)])
@@ -144,6 +144,14 @@ def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
     assert err.startswith(f"error: output_dir={tmp_path}: {tmp_path}/machine.json: damaged")
 
 
+def test_the_doctor_judges_the_devices_and_the_backend_of_the_run(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # a folder without nvidia-smi
+    monkeypatch.setenv("OMP_NUM_THREADS", "9999")
+    lines = "\n".join(answer(plan, "--doctor", "trainer.devices=3", "strategy.backend=nccl"))
+    assert "OMP_NUM_THREADS=9999 x 3 ranks on " in lines
+    assert "strategy.backend=nccl on auto; try: strategy.backend=gloo" in lines
+
+
 def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
     """Whatever keys another data set has."""
     dummy = DummyTextConfig.model_construct(seq_len=65)
@@ -160,6 +168,7 @@ def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
         (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
         (["topology=nowhere"], "error: topology=nowhere: No such file"),
         (["--measure", "max_bytes=10"], "error: max_bytes=10: "),
+        (["--measure", "trainer.devices=x"], "error: trainer.devices=x: "),
         (["model.n_heads=7"], "error: model.d_model=512: not divisible by model.n_heads=7"),
     ],
 )

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from gptrain.assemble.run import build
 from gptrain.checkpoints.status import PreemptedError, read_status, write_status
 from gptrain.core.errors import ending_of
 from gptrain.parallel.rendezvous import MissingRanksError, open_store
+from gptrain.runtime.agreement import all_agree
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.supervisor import job_code
@@ -49,6 +51,14 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     lines = (two.folder / "train.log").read_text().splitlines()
     assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
+
+
+@pytest.mark.parametrize("steps, is_agreed", [((5, 5), True), ((5, 6), False)])
+def test_ranks_that_fail_after_different_steps_do_not_agree(tmp_path, steps, is_agreed):
+    """Each rank gets the same answer, and only ranks with equal values save together."""
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(all_agree, tmp_path, n, 2, [steps[n]], 60.0) for n in range(2)]
+        assert [call.result() for call in calls] == [is_agreed, is_agreed]
 
 
 def test_a_job_ends_with_the_code_of_the_rank_that_failed_first(tmp_path):

@@ -158,6 +158,8 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     # From the last line of the killed start to the end of step 10, the third of five steps.
     assert recovery_times(KILLED + RESUMED) == [158 + 3 - 120]
     assert recovery_times(KILLED + RESUMED[:2]) == []
+    lost = [{"start": 6, "time": 130.0}, phase("starting", 7, 130.0, 135.0)]
+    assert recovery_times(KILLED + lost + RESUMED) == [158 + 3 - 120]  # two starts are one recovery
     assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
 
 

@@ -15,7 +15,7 @@ from gptrain.assemble import run as build
 from gptrain.checkpoints.status import write_result, write_status
 from gptrain.config.compose import job_folder
 from gptrain.config.overrides import parse
-from gptrain.config.sweep import report_sweep
+from gptrain.config.sweep import find_finished, report_sweep
 from tests.conftest import TINY
 
 
@@ -63,10 +63,17 @@ def test_every_combination_runs_in_its_own_folder(train):
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
 
 
-def test_loggers_and_profiler_write_into_the_folder_of_their_job(train):
+def test_loggers_and_profiler_write_into_the_folder_of_their_job(train, tmp_path, monkeypatch):
+    """No key signs the jobs, so that the next command repeats what the user has permitted."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"{tmp_path}/keys")
+    (tmp_path / "keys/gptrain").mkdir(parents=True)
+    (tmp_path / "keys/gptrain").chmod(0o777)  # anybody may replace a key here
+    (tmp_path / "conf").mkdir()
     words = ("optimizer.lr=1e-3,3e-4", "logger=[tensorboard,csv]", "profiler=simple")
-    sweep = train("-m", *words)
+    sweep = train("-m", "--config-dir", f"{tmp_path}/conf", *words)
     assert sweep.code == 0, sweep.err
+    (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
+    assert f"hydra.searchpath=['file://{tmp_path}/conf']" in shlex.split(line)
     for pattern in ("events.out.*", "metrics.csv", "fit-profile.txt"):
         folders = sorted(path.parent.name for path in sweep.folder.rglob(pattern))
         assert folders == ["0-lr_0.001", "1-lr_0.0003"], pattern
@@ -76,13 +83,17 @@ def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_
     runs = {"0-best": {"val/loss": 1.0}, "1-other": {"val/loss": 2.0, "val/accuracy": 0.5}}
     for name, metrics in runs.items():
         (tmp_path / name / ".hydra").mkdir(parents=True)
-        (tmp_path / name / ".hydra" / "overrides.yaml").write_text("[]")
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text("[max_tokens=1e6, seed=1]")
         write_status(tmp_path / name, cause="done", exit_code=0)
         write_result(tmp_path / name / "result.json", metrics, steps=4, tokens=64)
     report_sweep(tmp_path)
     rows = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
     assert [row["run"] for row in rows] == ["0-best", "1-other"]
     assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
+    # A job that has trained on more tokens than are asked for is finished.
+    for tokens, is_finished in (("1e6", True), ("5e5", True), ("2e6", False)):
+        finished = find_finished(tmp_path / "0-best", [f"max_tokens={tokens}", "seed=1"])
+        assert (finished is not None) == is_finished
 
 
 def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_again(train):
@@ -152,13 +163,13 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
         "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
         " divergence_threshold: 0.1}", "logger=none",
     )  # fmt: skip
-    sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30", *words)
-    assert sweep.code == 79
-    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
+    sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30,-1", *words)
+    assert sweep.code == 79  # the code of the first job that failed
+    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79, 4: 2}
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
     for row in table[:2]:
         assert row["ended"].startswith("early stop: val/loss=") and row["ended"] in sweep.out
-    failed = table[2:]
+    failed = table[2:4]
     assert [row["run"] for row in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
     for row in failed:
         assert row["ended"].startswith("nonfinite: the loss of rank 0 at step")

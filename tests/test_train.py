@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gptrain import runtime
 from gptrain.checkpoints.lock import LOST_HOST_S, RunLock
-from gptrain.checkpoints.status import read_status
+from gptrain.checkpoints.status import read_status, write_status
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
@@ -212,6 +212,15 @@ def test_a_rank_that_fails_before_it_begins_has_a_code_and_a_status(train, monke
     assert run.code == 74 and run.err.startswith("error: OSError: "), run.err
     assert read_status(run.folder).items() >= {"cause": "disk", "rank": 0}.items()
 
+    def refuse_as_second(folder, rank):
+        write_status(Path(folder).parents[1], cause="error", exit_code=70, rank=1)
+        refuse()
+
+    monkeypatch.setattr(watchdog, "Heartbeat", refuse_as_second)
+    for words, is_printed in (((), False), (("debug=true",), True)):
+        second = train(*words, name=f"second{len(words)}")
+        assert second.code == 74 and ("error: OSError: " in second.err) == is_printed
+
 
 def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_folder(
     train, tmp_path
@@ -241,6 +250,8 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert status["resume"].endswith(f"run_dir={run.folder} ckpt_path=last")
     assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
     assert read_status(run.folder)["cause"] == "done"
+    starts = json.loads((run.folder / ".restarts").read_text())["starts"]
+    assert [start["after"] for start in starts] == [None, "nonfinite"]
 
 
 @pytest.mark.parametrize(

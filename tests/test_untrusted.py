@@ -6,6 +6,7 @@ Each attack enters through a command that a user would type, and is refused in o
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -285,7 +286,10 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
     with pytest.raises(SystemExit) as left:
         main()
-    assert not left.value.code, capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert not left.value.code, err
+    (line,) = [line for line in out.splitlines() if line.startswith("next ")]
+    assert f"hydra.searchpath=['file://{world}/conf']" in shlex.split(line)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # a new process has no config
     refused(lambda: gptrain.load(first.folder))
 

@@ -100,6 +100,7 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     failed = fit(*words, kill, code=70)
     assert failed.steps() == saved
     assert "ckpt_path=last" in failed.status["resume"]
+    assert "RuntimeError: the callback is broken" in failed.status["traceback"]
     resumed = fit(*words, "ckpt_path=last")
     assert not (mismatches := differences(full.state(6), resumed.state(6))), mismatches[:8]
     rows = [

@@ -140,6 +140,13 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
         files.append("rows.parquet")
     fingerprints = {dataset(tmp_path / file, keys=["q", "a"]).fingerprint for file in files}
     assert len(fingerprints) == 1
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, records[:3])))
+    options = {**OPTIONS, "keys": ["q", "a"], "held_out": str(tmp_path / "other.jsonl")}
+    sizes = [
+        len(ChatDataset(str(tmp_path / files[0]), split, "bytes", **options))
+        for split in ("train", "val")
+    ]
+    assert sizes == [20, 3]  # the validation has a file of its own
     assert dataset(tmp_path / files[0], keys=["q", "a"]).example().endswith("\n«0!·»\n")
     with pytest.raises(DataError, match="record 1 has no messages; try"):
         dataset(tmp_path / files[0])

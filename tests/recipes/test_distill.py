@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gptrain
+from gptrain.models.attention import layout_argument
 from recipes.distill import Distilled
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
@@ -35,15 +36,18 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
     teacher = gptrain.load(tmp_path / "teacher")
     tokens, targets = torch.randint(256, (2, 3, 8), generator=torch.Generator().manual_seed(0))
     targets[0, :5] = -100
-    for weight, temperature in ((0.3, 2.0), (1.0, 1.0)):
+    documents = torch.tensor([[0] * 3 + [1] * 5] * 3)  # do not see each other
+    for weight, temperature, *packed in ((0.3, 2.0), (1.0, 1.0), (0.3, 1.0, documents)):
         module = Distilled(
             net, lambda module: None, teacher=str(tmp_path / "teacher"), weight=weight,
             temperature=temperature,
         )  # fmt: skip
         module.log = lambda *_: None
-        loss = module.training_step((tokens, targets), 0)
+        loss = module.training_step((tokens, targets, *packed), 0)
         counted = targets != -100
-        logits, teacher_logits = (n(tokens)[counted] / temperature for n in (net, teacher))
+        layout = layout_argument(*packed or [None])
+        both = (n(tokens, **layout)[counted] / temperature for n in (net, teacher))
+        logits, teacher_logits = both
         kl = F.kl_div(logits.log_softmax(-1), teacher_logits.softmax(-1), reduction="batchmean")
         expected = (1 - weight) * F.cross_entropy(logits * temperature, targets[counted])
         torch.testing.assert_close(loss, expected + weight * temperature**2 * kl)
