@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from types import SimpleNamespace
 
@@ -190,10 +189,6 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     assert target["tokens"] == pytest.approx(0.2 * target["parameters"]["all"])
     per_token = 6 * target["parameters"]["matrices"] + 12 * 2 * 32 * 17  # layers, d_model, T
     assert target["flops"] == pytest.approx(target["tokens"] * per_token)
-    # The command of the target is one that train.py accepts: tokens alone end its run.
-    assert f"next      {target['command']}" in out
-    words = shlex.split(target["command"])[2:]
-    assert {f"max_tokens={target['tokens']:.0f}", "trainer.max_steps=-1"} <= {*words}
     # A short run starts from a checkpoint of the longest run of its size.
     for short, longest in zip(facts["points"][::2], facts["points"][1::2], strict=True):
         overrides = (tmp_path / short["run"] / ".hydra" / "overrides.yaml").read_text()

@@ -37,12 +37,13 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
     tokens, targets = torch.randint(256, (2, 3, 8), generator=torch.Generator().manual_seed(0))
     targets[0, :5] = -100
     documents = torch.tensor([[0] * 3 + [1] * 5] * 3)  # do not see each other
-    for weight, temperature, *packed in ((0.3, 2.0), (1.0, 1.0), (0.3, 1.0, documents)):
+    for weight, temperature, *packed in ((0.3, 2.0), (1.0, 1.0), (0.3, 0.05, documents)):
         module = Distilled(
             net, lambda module: None, teacher=str(tmp_path / "teacher"), weight=weight,
             temperature=temperature,
         )  # fmt: skip
-        module.log = lambda *_: None
+        logged: dict[str, torch.Tensor] = {}
+        module.log = logged.__setitem__
         loss = module.training_step((tokens, targets, *packed), 0)
         counted = targets != -100
         layout = layout_argument(*packed or [None])
@@ -51,4 +52,5 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
         kl = F.kl_div(logits.log_softmax(-1), teacher_logits.softmax(-1), reduction="batchmean")
         expected = (1 - weight) * F.cross_entropy(logits * temperature, targets[counted])
         torch.testing.assert_close(loss, expected + weight * temperature**2 * kl)
+        torch.testing.assert_close(logged["train/kl"], kl, rtol=1e-3, atol=1e-5)
     assert len(module.state_dict()) == len(net.state_dict())  # the teacher is not saved
