@@ -61,7 +61,7 @@ def build_report(
     precision = precision_text(str(trainer.precision), native_precision(devices))
     strategy = [info.name, device_text, precision]
     if devices.accelerator == "cpu":
-        strategy.append(f"{torch.get_num_threads()} threads")
+        strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
     if cfg.task == "fit":
         parts[0] += f" x {batch.accumulate} accumulated = {batch.global_batch_size} "
