@@ -28,14 +28,15 @@ SHARED_MEMORY = "/dev/shm"
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Serves the batches of this rank from map-style datasets, not only from text.
+    """LightningDataModule that serves the batches of this rank from any datasets.
 
-    A LanguageModel needs samples `(tokens (T,), targets (T,))`. The training order is a pure
-    function of the seed and the number of the micro-batch in the run, so that a resumed run
-    continues with the next sample.
+    A LanguageModel needs samples `(tokens (T,), targets (T,))`; a user's own module may read other
+    samples. The training order is a pure function of the seed and the number of the micro-batch in
+    the run, so that a resumed run continues with the next sample. A dataset that wraps a stream is
+    read in the order of the stream instead, and its position is saved with each checkpoint.
 
     Args:
-        train: Training dataset.
+        train: Training dataset, with `__getitem__` and a length.
         val: Validation dataset.
         test: Test dataset. None uses `val`.
         lengths: Batch sizes, epoch length and validation interval of the run.
@@ -44,15 +45,18 @@ class TextDataModule(pl.LightningDataModule):
         world_size: Number of data ranks.
         ranks_per_sample: Number of neighbouring ranks that read the same samples, because they form
             a tensor-parallel group.
-        equal_lengths: Names of datasets, of "train", "val" and "test", whose samples must be pairs
-            of token sequences of one length, because LanguageModel's own step reads them.
-        vocab_size: Number of token ids of the net, to which the tokens of these datasets are
-            compared. None if it is unknown.
-        num_workers: Number of processes that load batches. 0 loads them in the training process.
+        equal_lengths: Names of the datasets, among "train", "val" and "test", that a step of
+            LanguageModel itself reads. Every sample of these datasets that is stacked here must
+            have as many positions as the first one.
+        vocab_size: Number of token ids of the net. A sample of the datasets in `equal_lengths` with
+            a token that is not below it raises a DataError. None does not check.
+        num_workers: Number of processes per data loader that load batches. 0 loads them in the
+            training process.
         pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
 
     Attributes:
         batches: Batch sampler of the training.
+        stream: Stream that the training dataset reads, or None.
         epoch_steps: Number of optimizer steps of an epoch.
         validate_every: Number of optimizer steps between two validations.
         step_tokens: Number of positions that an optimizer step trains on, over all ranks.
@@ -119,15 +123,17 @@ class TextDataModule(pl.LightningDataModule):
         return self._loaded_tokens + (self.step - self._loaded_step) * self.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its data.
+        """Return the position of the run in its training data, for a checkpoint.
 
-        A run needs it to resume with another global batch size, or with other weights of a
-        mixture's parts. All ranks must call this method if the training data is a stream.
+        The number of steps alone would not be enough to resume with another global batch size, or
+        with other weights of a mixture's parts. All ranks must call this method if the training
+        data is a stream.
 
         Returns:
-            `step`, `tokens`, `place` (number of the permutation of the data, and the position in
-            it) and `taken` (samples that each part of a mixture has given, or None). With a stream
-            also `stream`, the position of each data rank in its part.
+            `step` (optimizer steps done), `tokens` (positions trained on), `place` (number of the
+            permutation of the data, and the position in it) and `taken` (number of samples that
+            each part of a mixture has given, or None). With a stream also `stream`, the position of
+            each data rank in its part.
         """
         order = self.batches.order
         place = list(self.batches.locate(self.step))
@@ -140,7 +146,9 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the position of a checkpoint's run. Does nothing outside of a fit.
+        """Set the position in the training data to that of a checkpoint.
+
+        Does nothing in an evaluation.
 
         Args:
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
@@ -159,7 +167,7 @@ class TextDataModule(pl.LightningDataModule):
                 self._load_stream(self.stream, state_dict["stream"])
 
     def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any]]) -> None:
-        """Continue each data rank's part of a stream.
+        """Set this rank's position in the training stream to that of a checkpoint.
 
         Args:
             stream: Stream of the training.
@@ -175,7 +183,10 @@ class TextDataModule(pl.LightningDataModule):
         stream.load_state(positions[self.rank])
 
     def train_dataloader(self) -> DataLoader:
-        """Return the loader of this rank's micro-batches, from the run's position on."""
+        """Return the loader of this rank's training batches, from the run's position on.
+
+        The loader reads all micro-batches of an optimizer step before it yields the first of them.
+        """
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
         return loader
@@ -194,8 +205,8 @@ class TextDataModule(pl.LightningDataModule):
         The list is empty if the training data is a stream, whose samples have no index.
 
         Args:
-            step: Number of the step, counted from 0.
-            rank: Rank of the job whose samples are returned. None returns those of all ranks.
+            step: Number of the step, counted over the whole run from 0.
+            rank: Global rank whose samples are returned. None returns those of all data ranks.
         """
         if self.stream is not None:
             return []
@@ -205,21 +216,22 @@ class TextDataModule(pl.LightningDataModule):
         return samples.ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
-        """Return the part of a mixture to which an evaluation batch belongs.
+        """Return the name of the mixture's part to which an evaluation batch belongs.
+
+        Returns None if the evaluated dataset is not a mixture.
 
         Args:
-            batch_idx: Index of the batch in the loader that was made last.
-
-        Returns:
-            Name of the part, or None if the dataset is not a mixture.
+            batch_idx: Index of the batch in the evaluation loader that was made last.
         """
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
         """Return a loader of this rank's batches of an evaluation.
 
+        Each batch holds samples of one part only if the dataset is a mixture.
+
         Args:
-            dataset: Dataset, or mixture whose parts are evaluated separately.
+            dataset: Dataset to evaluate.
             name: Config key of the dataset, for error messages.
         """
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
@@ -229,11 +241,12 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader(dataset, name, self.eval_batches)
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
-        """Return a loader of the batches that a batch sampler yields.
+        """Return a loader of the batches whose sample indices a batch sampler yields.
 
         Args:
             dataset: Dataset from which samples are read.
-            name: Config key of the dataset, for error messages.
+            name: Config key of the dataset, such as `data.train`. It names the dataset in error
+                messages, and decides by `equal_lengths` whether the samples are checked.
             batches: Batch sampler: lists of indices into the dataset.
         """
         has_workers = self.num_workers > 0
@@ -262,17 +275,19 @@ class TextDataModule(pl.LightningDataModule):
 class Loader(DataLoader):
     """A DataLoader that measures waiting times, counts targets and protects workers from signals.
 
+    Batches are loaded in groups of `read_ahead` batches. In training a group is the micro-batches
+    of one optimizer step, whose number of targets must be known before the first of them is used.
+    In an evaluation a group is one batch.
+
     Attributes:
         name: Config key of the dataset, such as `data.val`.
-        number: Number of the group of `read_ahead` batches that is being read or processed, counted
-            from 0 in each epoch.
-        waited_s: Seconds in which training has waited for a batch. A GPU may have been busy with
-            earlier steps meanwhile.
-        read_ahead: Number of batches that are loaded before the first of them is yielded: the
-            micro-batches of an optimizer step.
-        step_targets: Number of targets of each group of `read_ahead` batches that was loaded. None
-            for a group that has a batch without known targets. The training strategy removes the
-            number of a step when the step begins.
+        number: Number of the group that is being loaded or used, counted from 0 in each epoch.
+        waited_s: Seconds in which this process has waited for batches, since the loader was made. A
+            GPU may have been busy with earlier steps meanwhile.
+        read_ahead: Number of batches of a group.
+        step_targets: Number of targets of each group that was loaded in this epoch, None for a
+            group that has a batch without known targets. `LightningStrategy` removes the number of
+            a training step when the step begins.
     """
 
     name = "data"
@@ -283,13 +298,14 @@ class Loader(DataLoader):
 
     # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
-        """Yield the batches of one epoch.
+        """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded.
 
         Workers start with stop signals blocked, so that a signal for the process group does not end
         them before their rank has saved.
 
         Raises:
-            DataError: If samples of a batch cannot be stacked, also if a worker has found it.
+            DataError: If a batch cannot be read, for example because its samples cannot be stacked.
+                The error of a worker process gets the same one-line message as one of this process.
             OSError: If the shared memory has no space for the batches of the workers.
         """
         with block_stop_signals():
@@ -322,10 +338,12 @@ class Loader(DataLoader):
 
 
 def collate_and_share(batch: Any) -> Any:
-    """Stack samples with `collate` in a worker and move the batch to shared memory.
+    """Stack samples in a worker process, and move the batch to shared memory.
 
-    PyTorch would do this in a background thread of the worker. If the shared memory is full, that
-    thread prints the error and sends nothing, and the training process waits forever.
+    This is the `collate_fn` of a loader with workers. PyTorch would move the batch in a background
+    thread of the worker. If the shared memory is full, that thread prints the error and sends
+    nothing, and the training process waits forever. Here the error is raised in the worker's main
+    thread, which passes it on.
 
     Args:
         batch: List of samples, or a batch that the dataset has stacked itself.

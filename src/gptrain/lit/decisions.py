@@ -13,8 +13,8 @@ that is the same on all ranks:
               where the outcome matters: before a log line, a save, a validation or the end of an
               epoch
 
-When the report of step N ends the run, the host may have begun step N + 1, which has changed
-nothing. The counter of the steps and the schedule are then set back to step N.
+When the report of step N ends the run, the host may have begun step N + 1, which has changed no
+parameter. The counter of the steps and the schedule are then set back to step N.
 
 Other optimizers update without asking `found_inf`. Their steps are concluded at once, which costs
 one synchronization with the device per step.
@@ -46,15 +46,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecidedStep:
-    """A decided step, with what its report needs after the next step has begun.
+    """An optimizer step that was decided on the device, while the host may not know the decision.
+
+    It keeps everything that a later report about the step needs, because the next step may have
+    begun by then.
 
     Attributes:
         step: Number of the step, counted from 0.
-        values: Copy of the rules' flags and of the number of targets.
+        values: Copy to the host of the flag of each rule, followed by the number of targets.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
             each micro-step of the step.
         micro_losses: Loss of each micro-step, detached and divided by the number of micro-steps.
-        options: Options of each parameter group in this step.
+        options: Options of each parameter group in this step, such as the learning rate.
         schedules: State of each learning rate schedule in this step.
     """
 
@@ -67,15 +70,17 @@ class DecidedStep:
 
 
 class StepRule:
-    """A reason to refuse or to report an optimizer step.
+    """Base class of the rules that refuse or report optimizer steps.
+
+    A rule flags a step on the device, and later describes a flagged step on the host.
 
     Attributes:
-        reaction: Effect on a flagged step: "warn" reports the step, "skip" reports and refuses it,
-            "stop" refuses it and ends the run.
-        logs_skips: Whether a skipped step is reported at once. If not, skipped steps are reported
-            only if `max_skips` of them in a row end the run.
-        history: Values of earlier steps on which `flag` depends, on the device. Checkpoints contain
-            it. None if there are none.
+        reaction: Effect on a flagged step: "warn" logs a warning, "skip" also leaves out the
+            optimizer's update, "stop" leaves out the update and ends the run.
+        logs_skips: Whether each skipped step is logged. If not, skipped steps are reported only
+            when `max_skips` of them in a row end the run.
+        history: Tensor on the device with the values of earlier steps on which `flag` depends.
+            Checkpoints contain it. None if `flag` depends on the current step only.
     """
 
     reaction: Literal["warn", "skip", "stop"]
@@ -84,7 +89,7 @@ class StepRule:
 
     @property
     def refuses(self) -> bool:
-        """Whether the optimizer must not take a flagged step."""
+        """Whether the optimizer must leave out the update of a flagged step."""
         return self.reaction != "warn"
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
@@ -100,10 +105,11 @@ class StepRule:
         raise NotImplementedError
 
     def describe(self, trainer: Trainer, step: DecidedStep) -> RefusedStepError:
-        """Return the error of a flagged step. Its message is logged if the run continues.
+        """Return an error that describes a flagged step.
 
-        All ranks that take the step together call this method at the same point, so that it may use
-        collective operations.
+        If the run ends because of the step, the caller raises the error; otherwise it logs the
+        message. All ranks that take the step together call this method at the same point, so that
+        it may use collective operations.
 
         Args:
             trainer: Trainer of the run.
@@ -113,15 +119,17 @@ class StepRule:
 
 
 class StepDecisions:
-    """Decides the optimizer steps of a run by its rules.
+    """Decides by a list of rules whether each optimizer step of a run is taken.
 
     Args:
-        rules: Rules of the run, in the order of their reports.
+        rules: Rules of the run. Their reports about a step are made in this order.
         max_skips: Number of consecutive skipped steps after which the run ends.
 
     Attributes:
-        n_skipped: Number of consecutive steps, up to the last concluded one, that were skipped.
-        is_deferred: Whether the optimizer skips refused steps on the device.
+        n_skipped: Number of consecutive steps that were skipped, up to the last step whose decision
+            the host has read.
+        is_deferred: Whether the optimizer itself skips refused steps on the device, so that the
+            host reads the decision one step later.
     """
 
     def __init__(self, rules: Sequence[StepRule], max_skips: int):
@@ -131,11 +139,11 @@ class StepDecisions:
         self._pending: DecidedStep | None = None
 
     def start(self, trainer: Trainer, missing_targets: MissingTargets) -> None:
-        """Begin to decide the steps of a training.
+        """Make the strategy call `decide` and `conclude` in the steps of a training that begins.
 
         Args:
             trainer: Trainer that fits, whose optimizer exists.
-            missing_targets: Check of the number of targets of each step.
+            missing_targets: Check of the number of targets, which is called for each step.
         """
         self.trainer = trainer
         self.missing_targets = missing_targets
@@ -158,7 +166,7 @@ class StepDecisions:
         return {"n_skipped": self.n_skipped, "histories": histories}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, so that steps are decided as without interruption.
+        """Restore the state of a checkpoint, so that steps are decided as in a run without a stop.
 
         Args:
             state: Dict that the method `state_dict` returned.
@@ -168,17 +176,20 @@ class StepDecisions:
             rule.history = state["histories"].get(type(rule).__name__)
 
     def decide(self, optimizer: Optimizer) -> None:
-        """Decide the step whose gradients are complete, and conclude the step before.
+        """Decide whether the optimizer takes the step whose gradients are complete.
 
-        All ranks that take the step together must call this method, after the gradient norm was
-        computed and before the optimizer's update.
+        Before that, the step before is concluded, if it is not yet. If the optimizer cannot skip an
+        update on its device, this step is concluded, too. All ranks that take the step together
+        must call this method, after the gradient norm was computed and before the optimizer's
+        update.
 
         Args:
             optimizer: Optimizer of the run. It skips the update of a refused step, either by its
                 attribute `found_inf` or because its gradients are removed here.
 
         Raises:
-            Exception: The error of a rule that ends the run.
+            RefusedStepError: If a concluded step was refused and the run ends because of it.
+            DataError: If a concluded step is step 0 of the run and has no target.
         """
         trainer = self.trainer
         strategy = strategy_of(trainer)
@@ -200,14 +211,15 @@ class StepDecisions:
             optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
 
     def conclude(self) -> bool:
-        """Wait for the last decision, report it, and return whether the step was refused.
+        """Read the last decision on the host, report it, and return whether the step was refused.
 
-        Returns False at once if the last decision is concluded already. All ranks that take the
-        step together must call this method at the same points.
+        Waits until the device has made the decision. Returns False at once if the last decision was
+        read before. All ranks that take the step together must call this method at the same points.
 
         Raises:
-            Exception: The error of a rule that ends the run. The counter of the steps and the
-                schedules are then those from before the step.
+            RefusedStepError: If the step was refused and the run ends because of it. The counter of
+                the steps and the schedules then have their values from before the step.
+            DataError: If this is step 0 of the run and it has no target.
         """
         step = self._pending
         if step is None:
@@ -224,15 +236,18 @@ class StepDecisions:
         return any(rule.refuses for rule in flagged)
 
     def _report(self, rule: StepRule, step: DecidedStep, n_skipped: int) -> None:
-        """Log a flagged step, or end the run because of it.
+        """Log a flagged step on one rank, or end the run because of it.
+
+        Does nothing for a skipped step if the rule's `logs_skips` is False and the run continues.
 
         Args:
             rule: Rule that has flagged the step.
-            step: Step that was decided.
-            n_skipped: Number of consecutive skipped steps, with this one.
+            step: Step that was flagged.
+            n_skipped: Number of consecutive skipped steps, including this one.
 
         Raises:
-            RefusedStepError: If the run ends. The step is then no longer counted.
+            RefusedStepError: If the rule's reaction is "stop", or if `max_skips` steps in a row
+                were skipped. The step is then no longer counted in `trainer.global_step`.
         """
         is_skipped = rule.reaction == "skip"
         is_limit = is_skipped and n_skipped >= self.max_skips
@@ -250,9 +265,13 @@ class StepDecisions:
             log.error("warning: %s%s", error, "; the step is skipped" if is_skipped else "")
 
     def _go_back_to(self, step: DecidedStep) -> None:
-        """Set the counter of the steps and the schedules back to a step that was not taken.
+        """Set the step counter, the options of the optimizer and the schedules back to a step.
 
-        Does nothing if the step has not been counted yet.
+        Lightning has counted the step although its update was left out. Does nothing if Lightning
+        has not counted the step yet.
+
+        Args:
+            step: Step that was refused.
         """
         if self.trainer.global_step == step.step:
             return
@@ -266,10 +285,10 @@ class StepDecisions:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer skips its update if its attribute `found_inf` is 1.
+    """Return whether an optimizer skips its update on the device if its `found_inf` is 1.
 
-    torch's fused optimizers do, and any optimizer with a true attribute `skips_on_device`. The
-    result is False if one of its parameter groups has the option `fused` switched off.
+    torch's fused optimizers do this, and so does any optimizer with a true attribute
+    `skips_on_device`. The result is False if a parameter group has a false option `fused`.
 
     Args:
         optimizer: Optimizer of the run.

@@ -50,7 +50,7 @@ CALLBACKS_WITH_VERBOSE = ("model_checkpoint.py", "timer.py")
 class RankEnvironment(TorchElasticEnvironment):
     """Gives Lightning the rank and the world size that `gptrain.runtime.process` has detected.
 
-    Lightning's own detection takes a run that was started by hand in a SLURM allocation for a task
+    Lightning's own detection would take a run that a person starts in a SLURM allocation for a rank
     of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`. The process group exists
     before the Trainer is built, so Lightning never asks this object for the main address.
 
@@ -93,25 +93,28 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def data_of(trainer: pl.Trainer) -> TextDataModule:
-    """Return the datamodule of the run.
+    """Return the TextDataModule of the run, or the UserData of a user's own LightningDataModule.
 
-    For a LightningDataModule of the user it is the UserData that stands for it, which has the
-    attributes of a TextDataModule that every run reads.
+    UserData has the attributes of a TextDataModule that gptrain's callbacks read in every run.
     """
     datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
     return getattr(datamodule, USER_DATA, datamodule)
 
 
 def train_loader_of(trainer: pl.Trainer) -> Loader | None:
-    """Return the training data loader, or None if a user's LightningDataModule has made it."""
+    """Return gptrain's training data loader.
+
+    Returns None if a user's LightningDataModule has made the loader, or if there is none yet.
+    """
     loader = trainer.train_dataloader
     return loader if isinstance(loader, Loader) else None
 
 
 def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
-    """Return the loader of the evaluation that is running, or None if none is running.
+    """Return gptrain's loader of the evaluation that is running.
 
-    A loader that a user's LightningDataModule has made is not returned.
+    Returns None if no evaluation is running, or if a user's LightningDataModule has made the
+    loader.
     """
     loader = None
     if trainer.testing:
@@ -151,9 +154,10 @@ def values_to_log(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
-    """Return the names of the values that the training steps have logged so far.
+    """Return the names of all values that were logged so far, also those of unfinished means.
 
-    The names include those of values that are published only at the end of an epoch.
+    `self.log(name, ..., on_epoch=True)` publishes a mean at the end of the epoch only, under `name`
+    or `name_epoch`. Both names are returned for each value that training steps log in this way.
     """
     results = trainer.fit_loop.epoch_loop._results.values()
     at_epoch_end = {result.meta.name for result in results if result.meta.on_epoch}
@@ -184,15 +188,15 @@ def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
 
 
 def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[str, Any]:
-    """Return the state of Lightning's fit loop for a run that has just done optimizer step `step`.
+    """Return the state of Lightning's fit loop with which a run resumes after an optimizer step.
 
-    Lightning saves the values that its thirty counters have in the middle of a hook, and later
-    guesses from them where the save happened. Saves before, inside and after a validation differ by
-    one in several counters. gptrain saves after an optimizer step only, so that `step` and
-    `validated` determine all counters, on any number of ranks.
+    Lightning itself would save the values that its counters have in the middle of a hook, and would
+    later guess from them where the save happened. gptrain saves after an optimizer step only.
+    Therefore `step` and `validated` determine all counters, on any number of ranks, and checkpoints
+    need not contain them.
 
     Args:
-        trainer: Trainer with its callbacks and datamodule.
+        trainer: Trainer of the resumed run, whose loops have not run yet.
         step: Number of optimizer steps done.
         validated: Whether the validation that is due after this step, and the hooks of the epoch's
             end, are done. If False, the resumed run repeats them.
@@ -236,30 +240,34 @@ def forget_last_step(trainer: pl.Trainer) -> None:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether an epoch ended with the optimizer step that was taken most recently."""
+    """Return whether the optimizer step that was taken most recently is the last of its epoch.
+
+    Also returns True before the first step of the run.
+    """
     return trainer.global_step % data_of(trainer).epoch_steps == 0
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether a validation is due right after an optimizer step.
+    """Return whether Lightning runs a validation right after an optimizer step.
 
-    It is due at the validation interval, and also when training is about to stop. A run without
-    validations, such as trainer.limit_val_batches=0, always gives False.
+    A validation is due at the validation interval, and also when training is about to stop
+    (`trainer.should_stop`). The result is False in a run without validations, for example with
+    trainer.limit_val_batches=0.
 
     Args:
         trainer: Trainer of the run.
-        step: Number of optimizer steps done.
+        step: Number of optimizer steps done, including the step in question.
     """
     is_due = step % data_of(trainer).validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
 def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
-    """Run the ReduceLROnPlateau update that Lightning performs after the hooks that save a step.
+    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
 
-    A run that resumes from a checkpoint of this step has missed the update. Does nothing if
-    Lightning repeats it: a step after which a validation is due passes that part of Lightning's
-    loop again.
+    A run that resumes from a checkpoint of this step would otherwise miss the update. Does nothing
+    if the resumed run passes this part of Lightning's loop again: that is so if the validation
+    after the step has to be repeated, or if a validation within an epoch follows the step.
 
     Args:
         trainer: Trainer that resumes the run.
@@ -295,11 +303,11 @@ def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) ->
 
 
 def clear_restarting_flags(trainer: pl.Trainer) -> None:
-    """Make a resumed run start its next epoch like a run that was not interrupted.
+    """Clear the flags by which Lightning treats a resumed run differently from any other run.
 
-    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It then
-    leaves out the ReduceLROnPlateau update at the end of the first epoch. The flag of the epoch
-    loop is cleared only if the run resumes between two epochs.
+    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It would
+    then leave out the ReduceLROnPlateau update at the end of the first epoch. The flag of the fit
+    loop is always cleared; that of the epoch loop only if the run resumes between two epochs.
     """
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
@@ -354,10 +362,10 @@ def quiet_lightning() -> None:
 
 
 def is_for_users(record: logging.LogRecord) -> bool:
-    """Return whether a log record of `rank_zero_info` is printed.
+    """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter.
 
-    Records are printed if they come from a file outside of Lightning, from a callback with an
-    option `verbose`, or if they are warnings or errors.
+    A record is printed if it comes from a file outside of Lightning or from one of the files in
+    CALLBACKS_WITH_VERBOSE, or if it is a warning or an error.
     """
     path = Path(record.pathname)  # the file that has called rank_zero_info
     is_of_lightning = LIGHTNING_FOLDER in path.parents
@@ -369,9 +377,11 @@ def is_for_users(record: logging.LogRecord) -> bool:
 def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
     """Make `module.log` and `module.log_dict` do nothing inside the block.
 
-    It is used while a training step is repeated to find the cause of an error. A second call of
-    `log` would count twice in the logged mean, and with sync_dist=True it would wait for ranks that
-    do not repeat the step.
+    `find_first` uses it while it repeats a training step to find a value that is not finite. If the
+    step logged its values again, they would count twice in the logged means.
+
+    Args:
+        module: LightningModule whose methods are replaced until the block ends.
     """
 
     def ignore(*_: Any, **__: Any) -> None:
@@ -388,9 +398,10 @@ def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether this micro-batch is the last one of its optimizer step.
+    """Return whether a micro-batch is the last one of its optimizer step.
 
-    An epoch of gptrain consists of whole optimizer steps, so that `batch_idx` counts from the
-    first micro-batch of a step.
+    Args:
+        trainer: Trainer of the run.
+        batch_idx: Index of the micro-batch in its epoch, which begins with a new optimizer step.
     """
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

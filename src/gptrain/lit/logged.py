@@ -1,4 +1,4 @@
-"""Table of the values that every run logs. Whatever needs their names reads this table.
+"""Table of the values that every run logs, with their meaning and how loggers show them.
 
 To log another value, add its entry here and the line that computes it: in `Speed.read` (perf.py) if
 it depends on measured time, in `TrainingMonitor._log_step` (callbacks/monitor.py) if it is another
@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 
 class LoggedValue(NamedTuple):
-    """A value that every run logs.
+    """Facts about one value that every run logs.
 
     Attributes:
         meaning: Description of the value, with its unit.
-        section: Section of TensorBoard that shows the curve, the first word of its tag. The
-            sections are sorted by name, so that `loss` comes first. None for the first word of the
-            logged name.
-        is_averaged: Whether ranks have different values, of which the mean is logged.
+        section: Section of the TensorBoard page that shows the curve. TensorBoard takes the section
+            from the text before the first slash of a tag, and sorts sections by name, so that
+            `loss` comes before `optim` and `perf`. None leaves the logged name as the tag.
+        is_averaged: Whether the ranks may have different values, of which the mean is logged. False
+            if the value is the same on all ranks, or that of rank 0 is logged.
     """
 
     meaning: str
@@ -48,13 +49,14 @@ LOGGED = {
 
 
 def tag_of(name: str) -> str:
-    """Return the TensorBoard tag of a logged name: its section, and what else is in the name.
+    """Return the TensorBoard tag for a logged name, which decides in which section a curve appears.
 
-    For example `loss/train` for `train/loss`, and `optim/lr` for `lr`. The tag of a name without a
-    section in the table is the name.
+    The tag is the section of the name in `LOGGED`, followed by the rest of the name: `loss/train`
+    for `train/loss`, and `optim/lr` for `lr`. A name without a section in this table is its own
+    tag.
 
     Args:
-        name: Any logged name, also of a user's metric.
+        name: Any logged name, also that of a user's metric.
     """
     value = LOGGED.get(name.replace("test/", "val/", 1))
     if value is None or value.section is None:

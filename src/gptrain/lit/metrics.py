@@ -24,14 +24,14 @@ class MetricError(RuntimeError):
 
 @contextmanager
 def named_in_errors(name: str) -> Generator[None, None, None]:
-    """Turn an error of the metric `module.metrics.<name>` into a MetricError.
+    """Turn any Exception of the block into a MetricError that names the metric's config key.
 
     Args:
         name: Name of the metric in the config group `module.metrics`.
 
     Raises:
-        MetricError: If the block raises any Exception. The message contains that exception's
-            message, from which the cause of the ending is found (out of memory, a lost rank).
+        MetricError: If the block raises an Exception. The message contains the message of this
+            Exception, because gptrain recognizes the cause (out of memory, a lost rank) by it.
     """
     try:
         yield
@@ -41,10 +41,11 @@ def named_in_errors(name: str) -> Generator[None, None, None]:
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
-    """Return the value of a metric as scalar tensors by their logged names.
+    """Return the value of a metric as a dict: logged name -> scalar tensor.
 
-    The elements of a tensor or a list get a number, such as `f1/0` and `f1/1`; the values of a dict
-    get their key, such as `rouge/fmeasure`.
+    A value with one element keeps the name. The elements of a larger tensor or of a list get a
+    number, such as `f1/0` and `f1/1`, and the values of a dict get their key, such as
+    `rouge/fmeasure`. Nested values get several of these.
 
     Args:
         name: Logged name of the metric.
@@ -76,8 +77,8 @@ def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
 def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> None:
     """Evaluate a copy of a metric on a random batch, to find errors before training.
 
-    The metric's state and all random generators are left unchanged. If a metric of the user's own
-    package fails, that is only a warning: it may need real data.
+    The metric's state and all random generators are left unchanged. If a metric that is not from
+    torchmetrics fails, this is only a warning: the metric may need real data.
 
     Args:
         key: Config key that an error names.
@@ -86,7 +87,8 @@ def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> Non
         vocab_size: Number of logits V.
 
     Raises:
-        ConfigError: If the value cannot be logged, or if a metric of torchmetrics fails.
+        ConfigError: If a metric of torchmetrics fails, or if the value of any metric cannot be
+            logged because it is not made of at most MAX_SCALARS numbers.
     """
     rng_state = capture()
     generator = torch.Generator().manual_seed(0)

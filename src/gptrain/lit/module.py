@@ -1,4 +1,8 @@
-"""LanguageModel: trains any net of the contract in `gptrain.models` to predict the next token."""
+"""LanguageModel, the LightningModule that trains a net to predict the next token of a text.
+
+The net may be any nn.Module that maps tokens (B, T) to logits (B, T, V). The functions after the
+class describe an optimizer that the user's own subclass or LightningModule builds.
+"""
 
 # B batch, T time, V vocabulary, N positions with a target
 
@@ -27,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class LanguageModel(pl.LightningModule):
-    """Trains a net `tokens (B, T) -> logits (B, T, V)` with the next-token loss.
+    """LightningModule that trains a net `tokens (B, T) -> logits (B, T, V)` to predict tokens.
 
     A subclass may override any of Lightning's hooks. `self.loss(tokens, targets)` works under every
-    strategy. `self.net(tokens)` works wherever a rank can call the net: under every strategy but
-    `pipeline` and `ddp_pipeline`. The keys of the config's `module` group are passed to the
+    strategy. `self.net(tokens)` works under every strategy except `pipeline` and `ddp_pipeline`,
+    where no rank holds all layers. The keys of the config's `module` group are passed to the
     subclass as keyword arguments:
 
         class WithPenalty(LanguageModel):
@@ -53,18 +57,19 @@ class LanguageModel(pl.LightningModule):
         make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. The
             schedule is stepped after each optimizer step, unless the dict has another `interval`.
             None keeps the learning rate constant.
-        loss: Terms that the training loss adds to the cross entropy. `val/loss` and `test/loss`
-            are the cross entropy alone. None adds nothing.
+        loss: Label smoothing and z-loss of the training loss. `val/loss` and `test/loss` are the
+            cross entropy alone. None trains with the cross entropy alone, too.
         metrics: Name -> metric. In validation and test each metric is updated with logits (N, V)
             and targets (N,), in chunks, and logged as `val/<name>` and `test/<name>`.
         token_bytes: Number of bytes of text that each token stands for, (V,) int64. If it is given,
             `val/bits_per_byte` and `test/bits_per_byte` are logged.
 
     Attributes:
-        groups_read: Config groups that were used so far, of `optimizer` and `scheduler`.
-        eval_sums: Sums over the evaluation on this rank: nats, number of targets and, with
-            `token_bytes`, number of bytes. None if `evaluate` was not called.
-        part_sums: Name of a mixture's part -> sums like `eval_sums` over its batches.
+        groups_read: Names of the config groups, "optimizer" and "scheduler", from which this module
+            has built something. An override of another group has no effect, and the run warns.
+        eval_sums: Sums over the batches that this rank has evaluated: nats, number of targets and,
+            with `token_bytes`, number of bytes. None if `evaluate` was not called.
+        part_sums: Name of a part -> sums like `eval_sums`, if the data are a mixture of parts.
     """
 
     def __init__(
@@ -101,12 +106,14 @@ class LanguageModel(pl.LightningModule):
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the loss that training_step minimizes, in nats per target.
 
-        The loss is the mean cross entropy over the targets that are not -100, plus the terms of
-        `loss_options`. In training the mean is taken over the targets of the whole optimizer step:
-        the values of all micro-steps and data ranks average to this mean, also if the micro-batches
-        have different numbers of targets. `ParallelStrategy.mean_loss` computes it.
+        The loss is the mean cross entropy over the targets that are not -100, with the label
+        smoothing and the z-loss of `loss_options`. In training the mean is taken over the targets
+        of the whole optimizer step: the values of all micro-steps and data ranks average to this
+        mean, also if the micro-batches have different numbers of targets. Under torch.no_grad the
+        mean is taken over the targets of this batch.
 
-        In a pipeline this method also computes the gradients.
+        All ranks that compute one net together must call this method. With gradients enabled, a
+        pipeline also runs its backward pass here.
 
         Args:
             tokens: Token ids (B, T), int64.
@@ -133,10 +140,13 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums and metrics of the evaluation.
 
+        Nothing is logged here: `take_evaluation` computes the values after the last batch.
+
         Args:
             batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
                 other, the index of each token's document (B, T).
-            batch_idx: Index of the batch, from which the part of a mixture follows.
+            batch_idx: Index of the batch in its loader. If the data are a mixture, it determines
+                the part of the mixture whose loss the batch counts for.
             dataloader_idx: Index of the loader. The batches of all loaders are added to one
                 evaluation.
         """
@@ -147,10 +157,10 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log the evaluation, if this module is used with a plain Trainer.
+        """Log the metrics of the evaluation, if this module is used with a plain Trainer.
 
-        In a run of gptrain TrainingMonitor logs the evaluation before this hook, which then logs
-        nothing.
+        In a run of gptrain this hook logs nothing, because the callback TrainingMonitor has taken
+        and logged the metrics before. So they are logged even if a subclass overrides this hook.
         """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
@@ -165,13 +175,13 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
-        All ranks that hold a part of the net must call this method.
+        All ranks that compute one net together must call this method.
 
         Args:
             tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
-            part: Part of a mixture that the batch belongs to. Its loss is also logged by itself.
-                None if the dataset is not a mixture.
+            part: Name of the part to which the batch belongs, if the dataset is a mixture of parts.
+                The loss of each part is also logged separately. None if it is not a mixture.
             documents: Index of the document of each token, (B, T), or None.
         """
         parallel = self._parallel()
@@ -200,13 +210,16 @@ class LanguageModel(pl.LightningModule):
             prefix: First part of the logged names, `val` or `test`.
 
         Returns:
-            Values by their logged names: `<prefix>/loss`, `<prefix>/perplexity`,
-            `<prefix>/bits_per_byte` if the bytes are known, all metrics, and `<prefix>/<part>/loss`
-            for each part of a mixture. The dict is empty if `evaluate` was not called since the
-            last call, for example because a subclass evaluates in its own way.
+            Scalar tensors by their logged names: `<prefix>/loss`, `<prefix>/perplexity`,
+            `<prefix>/bits_per_byte` if `token_bytes` was given, the values of `metrics`, and
+            `<prefix>/<part>/loss` for each part of a mixture. The dict is empty if `evaluate` was
+            not called since the last call, for example because a subclass evaluates in its own way.
 
         Raises:
-            DataError: On all ranks, if the evaluation or a part of it had no target that counts.
+            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
+                were -100. A sanity check that reads only the first batches of the validation does
+                not raise it.
+            MetricError: If a metric cannot compute its value, or the value is not made of numbers.
         """
         values: dict[str, Tensor] = {}
         if self.eval_sums is not None:
@@ -234,9 +247,9 @@ class LanguageModel(pl.LightningModule):
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def _check_counted(self, n_targets: Tensor, name: str) -> None:
-        """Check that an evaluation had targets.
+        """Check that an evaluation had targets, because the mean loss of no target is not defined.
 
-        The few batches of a sanity check may have none, unless they are the whole validation.
+        A sanity check that reads only the first batches of the validation may have none.
 
         Args:
             n_targets: Number of targets that were counted on all ranks, a scalar tensor.
@@ -249,7 +262,7 @@ class LanguageModel(pl.LightningModule):
             raise DataError(f"data.{name}: {NO_TARGET}")
 
     def named_net(self) -> dict[str, nn.Parameter]:
-        """Return name in a checkpoint -> parameter of the net.
+        """Return the parameters of the net by the names that they have in a checkpoint.
 
         A tied parameter appears once, under its first name. In a pipeline the dict has the
         parameters of this rank's stages only.
@@ -257,9 +270,10 @@ class LanguageModel(pl.LightningModule):
         return named_parameters(self.net, self._parallel().stages)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of the config's `optimizer` group.
+        """Build the optimizer that the config group `optimizer` describes.
 
-        A subclass may call this method in its own configure_optimizers.
+        A subclass may call this method in its own configure_optimizers. The call is recorded in
+        `groups_read`.
 
         Args:
             module: Module whose parameters the optimizer gets, for example this LanguageModel.
@@ -268,9 +282,10 @@ class LanguageModel(pl.LightningModule):
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's `lr_scheduler` dict of the config's `scheduler` group.
+        """Build Lightning's `lr_scheduler` dict that the config group `scheduler` describes.
 
-        A subclass may call this method in its own configure_optimizers.
+        A subclass may call this method in its own configure_optimizers. The call is recorded in
+        `groups_read`.
 
         Args:
             optimizer: Optimizer whose learning rates the schedule changes.
@@ -291,9 +306,10 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Zero the gradients, except in a pipeline, whose training_step has computed them.
+        """Zero the gradients, but keep those that the training_step of a pipeline has computed.
 
-        Lightning calls this hook between training_step and the backward pass.
+        Lightning calls this hook between training_step and the backward pass. A pipeline runs its
+        backward pass in training_step, so that zeroing here would delete the new gradients.
         """
         if not self._parallel().is_pipeline:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
@@ -304,11 +320,11 @@ class LanguageModel(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients by their norm over the shards of all ranks.
+        """Clip the gradients by the norm of the gradients of the full net, over all ranks.
 
-        Lightning calls this method on all ranks. Lightning's own code would compute the norm of
-        this rank's shards only. Clipping by value, and clipping under a strategy that is not
-        gptrain's, is left to Lightning.
+        Lightning calls this method on all ranks, once per optimizer step, after the last backward
+        pass. Lightning's own code would use the norm of this rank's shards only. Clipping by value,
+        and clipping under a strategy that is not gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients if the optimizer
         can remove the scale itself, as fused optimizers can. Here the gradients are unscaled before
@@ -320,9 +336,10 @@ class LanguageModel(pl.LightningModule):
             gradient_clip_algorithm: None or "norm" for the norm, "value" for the values.
 
         Raises:
-            NonFiniteError: If a loss or a gradient is NaN or infinite, and the run ends because of
-                it. The error may be about the step before, if the optimizer skips such an update on
-                its device.
+            RefusedStepError: If the optimizer must not take a step, for example because a gradient
+                is NaN, and the run ends because of it. The step is this one or, if the optimizer
+                can skip an update on its device, the step before.
+            DataError: If step 0 of the run has no target.
         """
         strategy = self.trainer.strategy
         is_by_norm = gradient_clip_algorithm in (None, "norm")
@@ -335,10 +352,10 @@ class LanguageModel(pl.LightningModule):
         strategy.clip(optimizer, gradient_clip_val)
 
     def _parallel(self) -> ParallelStrategy:
-        """Return the run's ParallelStrategy, which computes losses, logits and metrics.
+        """Return the object that computes losses and logits under the run's strategy.
 
-        Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, it is one
-        that runs the full net on one device.
+        Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, the object
+        runs the full net on one device.
         """
         with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
@@ -347,9 +364,9 @@ class LanguageModel(pl.LightningModule):
 
 
 def is_partial_check(trainer: pl.Trainer) -> bool:
-    """Return whether a sanity check is running that has fewer batches than the validation.
+    """Return whether a sanity check is running that reads fewer batches than a validation.
 
-    The first batches may have no target, although the validation has some.
+    Such a check may find no target although the validation has targets, so that is no error.
 
     Args:
         trainer: Trainer of the run.
@@ -358,10 +375,11 @@ def is_partial_check(trainer: pl.Trainer) -> bool:
 
 
 def has_own_optimizer(module: pl.LightningModule) -> bool:
-    """Return whether a module's class has a configure_optimizers of its own.
+    """Return whether a module builds its optimizer itself, in its own configure_optimizers.
 
-    True for every plain LightningModule, and for a subclass of LanguageModel that overrides it. The
-    `optimizer` group of the config is then used only as far as this method reads it.
+    This is so for every plain LightningModule, and for a subclass of LanguageModel that overrides
+    configure_optimizers. The config group `optimizer` then has an effect only if this method of the
+    module calls `make_optimizer`.
 
     Args:
         module: LightningModule of the run.
@@ -370,9 +388,10 @@ def has_own_optimizer(module: pl.LightningModule) -> bool:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return a text for the start of a run: class and learning rates of a module's own optimizer.
+    """Return the class and the learning rates of an optimizer that the user's module has built.
 
-    The learning rates are those from which the schedule starts, each different one once.
+    The text is printed at the start of a run. It shows the learning rates of the parameter groups
+    before any schedule changed them, each distinct value once.
 
     Args:
         optimizer: Optimizer that the module's configure_optimizers has built.
@@ -383,9 +402,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def warn_about_ignored_options(module: pl.LightningModule, typed: Mapping[str, Any]) -> None:
-    """Log a warning that names the typed options which the module's own optimizer ignores.
+    """Log a warning that names the overrides which the module's own configure_optimizers ignores.
 
-    Does nothing if the module has read the groups of all of these options.
+    An override such as `optimizer.lr=1e-4` has no effect if this method does not call
+    `make_optimizer`. Logs nothing if the module has used the groups of all overrides.
 
     Args:
         module: Module whose configure_optimizers has been called.

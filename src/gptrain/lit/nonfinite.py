@@ -1,4 +1,7 @@
-"""The rule that refuses steps with a NaN or an infinite value, and the search for its origin."""
+"""The rule that refuses steps whose gradients are not finite, and the search for the cause.
+
+A value is called finite if it is neither NaN nor infinite.
+"""
 
 import math
 from collections.abc import Iterable
@@ -30,16 +33,18 @@ OVERFLOW = "the scaled gradients overflow fp16; try trainer.precision=bf16-mixed
 
 
 class NonFiniteRule(StepRule):
-    """Flags a step if a loss or a gradient is NaN or infinite on any rank.
+    """Rule that flags a step if a gradient on any rank is NaN or infinite.
 
-    The norm of all gradients shows it: the norm is identical on all ranks, and is not finite if any
-    gradient on any rank is not finite.
+    A loss that is NaN or infinite normally has such gradients. The rule reads only the norm of all
+    gradients, which is not finite if any gradient on any rank is not finite.
 
     Args:
-        reaction: "stop" ends the run. "skip" logs the skipped step.
+        reaction: "stop" ends the run at the flagged step. "skip" logs the step and continues
+            without its update.
 
     Attributes:
-        not_reproduced: Explanation if the repeated micro-step is finite.
+        not_reproduced: Explanation for the error message if all values are finite when the
+            micro-step is repeated.
     """
 
     not_reproduced = NOT_REPRODUCED
@@ -48,10 +53,10 @@ class NonFiniteRule(StepRule):
         self.reaction = reaction
 
     def flag(self, strategy: LightningStrategy) -> Tensor:
-        """Return whether the gradient norm of the step is not finite.
+        """Return whether the gradient norm of the step is NaN or infinite, without waiting for it.
 
-        The result is a scalar tensor on the device. The norm, and so the result, is identical on
-        all ranks that take the step together.
+        The result is a boolean scalar tensor on the device. The norm, and so the result, is
+        identical on all ranks that take the step together.
 
         Args:
             strategy: Strategy of the run, whose `clip` has measured the norm.
@@ -62,8 +67,9 @@ class NonFiniteRule(StepRule):
     def describe(self, trainer: Trainer, step: DecidedStep) -> NonFiniteError:
         """Return an error that names the rank, the samples and the first value that is not finite.
 
-        All ranks that take the step together must call this method, because it gathers their losses
-        and repeats the micro-step.
+        To find this value, the first micro-step with a loss that is not finite is repeated, or the
+        first micro-step of the step if all losses are finite. All ranks that take the step together
+        must call this method, because they gather their losses and repeat the micro-step together.
 
         Args:
             trainer: Trainer of the run.
@@ -87,10 +93,11 @@ class NonFiniteRule(StepRule):
 
 
 class LossScalerRule(NonFiniteRule):
-    """Counts the steps that the loss scaler of 16-mixed skips.
+    """Rule that counts the steps that the loss scaler of precision 16-mixed skips.
 
     The scaler itself skips a step whose scaled gradients are not finite, and halves its scale. Some
-    such steps are normal. If no scale helps, the run would go on without any training.
+    such steps are normal and are not logged. If `max_skips` steps in a row are skipped, no scale
+    helps, and the run ends.
     """
 
     refuses = False
@@ -102,19 +109,20 @@ class LossScalerRule(NonFiniteRule):
 
 
 def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
-    """Repeat a micro-step of a refused step, and describe what was first not finite in it.
+    """Repeat a micro-step of a refused step, and describe which value in it is first not finite.
 
     The micro-step is repeated with the same batch and the same random numbers. Parameters are
     checked first, then the inputs and outputs of modules in the order of the forward pass, then the
-    gradients in the order of the backward pass. Parameters, gradients, random generators and logged
-    values are left unchanged: the next step may have computed its gradients already.
+    loss, then the gradients in the order of the backward pass. Parameters, gradients, random
+    generators and logged values are left unchanged: the next step may have computed its gradients
+    already. An error of the repetition is not raised but described.
 
     All ranks that take the step together must call this function. In a pipeline each rank checks
     its own stages.
 
     Args:
         trainer: Trainer that is fitting. Its optimizer has not changed a parameter since the step.
-        step: The step.
+        step: Step that was refused, with the arguments of its micro-steps.
         micro_step: Index of the micro-step within the optimizer step.
 
     Returns:
@@ -145,9 +153,10 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
 
 
 def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwargs: Any) -> str:
-    """Run training_step and the backward pass again; return what is first not finite.
+    """Run training_step and the backward pass again, and describe which value is first not finite.
 
-    All ranks that take the step together must call this function. It replaces the gradients.
+    All ranks that take the step together must call this function. The gradients of the parameters
+    are replaced, and the caller restores them.
 
     Args:
         module: LightningModule of the run.
@@ -200,13 +209,15 @@ def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwa
 def _watch(
     part: nn.Module, name: str, findings: list[str], forward_order: dict[nn.Module, int]
 ) -> list[RemovableHandle]:
-    """Register hooks on a module that record the order of the forward pass and non-finite values.
+    """Register hooks on a module that record when it runs and whether its values are finite.
 
     Args:
         part: Module to watch.
         name: Name of the module for the message.
-        findings: List to which the first module with a non-finite input or output is added.
-        forward_order: Dict to which the module is added when its forward pass ends.
+        findings: List that all watched modules share. The first of them whose input or output is
+            not finite adds a description to it.
+        forward_order: Dict that all watched modules share. A module adds itself, with the number of
+            modules before it, when its forward pass ends.
 
     Returns:
         Handles that remove the hooks.
@@ -227,7 +238,10 @@ def _watch(
 
 
 def _is_finite(values: Any) -> bool:
-    """Return whether all local tensors in nested lists and dicts have finite values only."""
+    """Return whether all tensors in nested lists and dicts are finite. Of a DTensor, its shard.
+
+    Values that are no tensors are ignored.
+    """
     leaves: Iterable[Any] = (value for value in tree_leaves(values) if isinstance(value, Tensor))
     local = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
     return all(bool(tensor.detach().isfinite().all()) for tensor in local)

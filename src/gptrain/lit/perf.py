@@ -1,4 +1,4 @@
-"""The logged values perf/*: time per step, model FLOP/s relative to the peak, and peak memory."""
+"""The logged values perf/*: time per step, FLOP/s relative to the device's peak, peak memory."""
 
 import resource
 import sys
@@ -21,12 +21,12 @@ from gptrain.runtime.measure import Peak, find_peak, wait_for
 
 
 class _Reading(NamedTuple):
-    """Counters at one moment of a training.
+    """Counters at one moment of a training, from which `Speed` computes means over an interval.
 
     Attributes:
-        step: Optimizer steps done.
+        step: Number of optimizer steps done.
         time_s: Value of `time.perf_counter()`.
-        waited_s: Seconds in which training has waited for batches, since its beginning.
+        waited_s: Seconds in which training has waited for batches, since it began.
     """
 
     step: int
@@ -40,12 +40,12 @@ class Speed:
     Args:
         lengths: Batch sizes of the run.
         trainer: Trainer that is fitting; its training data loader exists already.
-        net: Model, for its FLOPs per token. None leaves perf/mfu out.
+        net: Net whose FLOPs per token are counted. None leaves perf/mfu out.
 
     Attributes:
         peak: Peak FLOP/s of one device, to which perf/mfu is relative. None on ranks other than 0
             and under fast_dev_run.
-        token_flops: Floating-point operations of the training per token, or 0 if unknown.
+        token_flops: Floating-point operations of a training step per token, or 0 if unknown.
         trained_s: Seconds of all intervals that were read, except the first one, in which the data
             loader starts its workers.
         waited_s: Seconds of `trained_s` in which training waited for a batch.
@@ -77,7 +77,7 @@ class Speed:
         self.start()
 
     def start(self) -> None:
-        """Begin a new interval, so that the time since the last one is left out of all values.
+        """Begin a new interval now. The time since the last call of `read` or `start` is discarded.
 
         Waits until the device has done the work that was queued.
         """
@@ -92,11 +92,11 @@ class Speed:
         Waits until the device has done its queued work. All ranks must call this method.
 
         Returns:
-            `tokens`, the number of tokens since the run began; `perf/tokens_per_s`, `perf/step_s`
-            and `perf/data_wait_s` (seconds per step), means over the steps of the interval;
-            `perf/mfu`, the same, on rank 0 only and if `token_flops` is known; on a GPU
-            `perf/gpu_mem_peak_gib`, the maximum since the run began; and with several ranks
-            `perf/slowest_*` of the last step.
+            `tokens`, the number of tokens trained on since the run began; `perf/tokens_per_s`,
+            `perf/step_s` and `perf/data_wait_s` (seconds per step), means over the interval;
+            `perf/mfu`, also a mean, on rank 0 only and if `token_flops` is known; on a GPU
+            `perf/gpu_mem_peak_gib`, the peak since this start of the run; and with several ranks
+            `perf/slowest_rank` and `perf/slowest_over_median` of the last step.
         """
         begin = self._begin
         self.start()
@@ -127,11 +127,12 @@ class Speed:
 
 @contextmanager
 def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, None, None]:
-    """Record the block as time in which a save blocks the training, not as computing time.
+    """Record the time of the block as time in which training waits for a save of a checkpoint.
 
     Args:
-        trainer: Trainer of the run, whose ComputeClock is paused.
-        timeline: Record of the phases of this start, in which the block belongs to "saves".
+        trainer: Trainer of the run. The clock that measures the computing time of this rank pauses
+            inside the block.
+        timeline: Record of the phases of this start, in which the block counts as phase "saves".
     """
     clock = strategy_of(trainer).parallel.clock
     with timeline.during("saves", trainer.global_step), clock.paused():
@@ -139,10 +140,10 @@ def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, 
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak memory to the memory that is in use now, so that a run reports its own peak.
+    """Reset the peak memory to the memory in use, so that a later job in this process has its own.
 
-    A sweep runs its jobs in one process. Does nothing on a CPU where the operating system has no
-    way to reset the peak of a process (only Linux has one, and a container may forbid it).
+    A sweep runs its jobs in one process. Does nothing on a CPU if the operating system cannot reset
+    the peak of a process: only Linux can, and a container may forbid it.
 
     Args:
         device: Device of this rank.
@@ -157,8 +158,11 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes.
 
-    On a GPU this is the memory that PyTorch's allocator has given to tensors of this device,
-    otherwise the resident memory of the process.
+    On a CUDA device this is the memory of tensors in PyTorch's allocator, on any other device the
+    resident memory of this process.
+
+    Args:
+        device: Device of this rank.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -171,10 +175,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights that are multiplied with every token.
+    """Return the number of weights that take part in a matrix multiplication for every token.
 
-    These are all parameters with two or more dimensions, except those that only an nn.Embedding
-    holds. An output head that is tied to the embedding counts, once.
+    These are the elements of all parameters with two or more dimensions, except those that only an
+    nn.Embedding holds. An output head that is tied to the embedding counts once.
+
+    Args:
+        net: Full net, which may be on the meta device.
     """
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""What a run prints at its start and at its end, and the file result.json."""
+"""The lines that a run prints at its start and at its end, plan.json and result.json."""
 
 import glob
 import logging
@@ -50,8 +50,10 @@ class Report:
         hyper_parameters: The config as plain values, for the loggers. The additional key `typed`
             holds the overrides, key -> value, that distinguish this run from other runs.
         facts: Further entries of result.json: versions, hardware and the overrides of the run.
-        planned: Estimates of all strategies, for plan.json. None writes no plan.json.
-        repeated_overrides: Overrides that a command with `from_run=<this run>` has to repeat.
+        planned: Content of plan.json: the planner's estimates of all strategies. None writes no
+            plan.json.
+        repeated_overrides: Overrides that a command with `from_run=<this run>` has to repeat,
+            because such a command does not take them from the run.
         start_s: Value of `time.perf_counter()` when the run started.
         start_time_s: Value of `time.time()` when the run started.
     """
@@ -72,8 +74,11 @@ class Report:
     def start(self, trainer: pl.Trainer) -> None:
         """Start the clock, print `lines`, write plan.json and log the hyperparameters.
 
-        Prints the whole config, too, if it has print_config=true. All ranks must call this method;
-        only rank 0 prints and writes.
+        With print_config=true the whole config is printed first. All ranks must call this method
+        before the Trainer runs; only rank 0 prints and writes.
+
+        Args:
+            trainer: Trainer of the run.
         """
         self.start_s = time.perf_counter()
         self.start_time_s = time.time()
@@ -93,7 +98,11 @@ class Report:
         """Print the result and the next command, write result.json and return the metrics.
 
         result.json is not written under fast_dev_run, and a fit in which no step was left does not
-        overwrite one that exists. All ranks must call this method; only rank 0 prints and writes.
+        overwrite one that exists. All ranks must call this method after the Trainer has run; only
+        rank 0 prints and writes.
+
+        Args:
+            trainer: Trainer of the run, after a fit, a validation or a test without an error.
 
         Returns:
             Final value of each logged metric by its logged name.
@@ -146,7 +155,9 @@ class Report:
         seconds: float,
         peak_bytes: int,
     ) -> list[str]:
-        """Return the parts of the result line: steps, metrics, speed, memory, profile, warnings.
+        """Return the parts of the printed result line: steps, metrics, speed, memory, warnings.
+
+        A part that does not apply is left out, such as the steps of an evaluation.
 
         Args:
             trainer: Trainer of the run, after its end.
@@ -181,10 +192,11 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return the commands that evaluate the best checkpoint, if any, and show the curves.
+        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves.
 
-        A module without `test_step` is offered a validation in place of a test, and so is a data
-        module without `test_dataloader`.
+        The evaluation is a test, or a validation if the module has no `test_step` or the data
+        module no `test_dataloader`. It is left out if neither is possible, or without a checkpoint.
+        Under fast_dev_run the result is a sentence instead.
 
         Args:
             trainer: Trainer of the run, after its end.
@@ -230,10 +242,10 @@ def metric_parts(metrics: dict[str, float]) -> list[str]:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """Return the folder of a run's best checkpoint by checkpoint.monitor, or None.
+    """Return the folder of the checkpoint with the best value of checkpoint.monitor.
 
-    It is the newest checkpoint if none has the monitored metric. None if the run saves no
-    checkpoints, as an evaluation, or has none.
+    Returns the newest checkpoint if none has this metric, and None if there is no checkpoint or the
+    run does not save any, as in an evaluation. The checkpoint is not verified.
 
     Args:
         trainer: Trainer of the run.
@@ -246,10 +258,11 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
 
 
 def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
-    """Return advice on data.num_workers if training waited for data too long, else an empty string.
+    """Return a sentence if training waited for data too long, else an empty string.
 
-    The limit is MAX_WAIT_FRACTION of the training time. The waits of a user's data loader are not
-    measured, so the result is empty for a user's LightningDataModule.
+    The limit is MAX_WAIT_FRACTION of the training time. The sentence advises a higher
+    data.num_workers, unless there are as many workers as CPUs. The result is empty for a user's own
+    LightningDataModule, whose waits are not measured.
 
     Args:
         trainer: Trainer of the run, after a fit.
@@ -268,9 +281,9 @@ def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
 
 
 def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
-    """Return the files that the run's profiler has written, its text report before its traces.
+    """Return the files that the Trainer's profiler has written in this run, its text report first.
 
-    The list is empty without a profiler, and for one that has no `dirpath` and `filename`.
+    The list is empty without a profiler, and for a profiler without `dirpath` or `filename`.
 
     Args:
         trainer: Trainer of the run, with or without a profiler.

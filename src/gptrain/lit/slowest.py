@@ -15,11 +15,11 @@ SLOW_STEPS = 10  # number of logged steps in a row after which a slow rank is re
 
 
 class SlowestRank:
-    """Compares the computing times of all ranks in the logged steps.
+    """Compares the computing times of all ranks, to find a rank that slows down all others.
 
-    `ComputeClock` measures these times without the time in which a rank waits for other ranks. Of
-    an even number of ranks the faster of the two in the middle is the median, so that of two ranks
-    the slow one is compared with the fast one.
+    The computing time of a step leaves out the time in which a rank waits for other ranks. It is
+    compared with the median of all ranks. With an even number of ranks the median is the faster of
+    the two in the middle, so that with two ranks the slow one is compared with the fast one.
 
     Args:
         rank: Global rank of this process.
@@ -35,14 +35,16 @@ class SlowestRank:
     def compare(self, seconds: float) -> dict[str, float]:
         """Gather the computing times of a step, and return the logged values of the slowest rank.
 
-        Logs one warning when a rank has been slow in SLOW_STEPS logged steps in a row. All ranks
-        must call this method. It waits for the device.
+        All ranks must call this method, once per logged step. It waits for the device. Rank 0 logs
+        a warning when one rank has taken more than SLOW_RATIO times the median in SLOW_STEPS logged
+        steps in a row.
 
         Args:
-            seconds: Computing time of this rank.
+            seconds: Computing time of this rank in the step.
 
         Returns:
-            perf/slowest_rank and perf/slowest_over_median, identical on all ranks.
+            `perf/slowest_rank` (global rank) and `perf/slowest_over_median` (its computing time
+            relative to the median), identical on all ranks.
         """
         # MPS has no float64.
         times = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=self.device)

@@ -1,8 +1,8 @@
 """The rule that skips or reports steps with a spike of the loss or of the gradient norm.
 
 A step is a spike if its loss, or its gradient norm before clipping, is more than `sigma` standard
-deviations above the mean of the last `window` steps. The values of all steps enter the window, also
-those of spikes, so that a lasting change of the level is not a spike for longer than a window.
+deviations above the mean of the last `window` steps. All finite values enter the window, also those
+of spikes, so that a lasting change of the level is not a spike for longer than a window.
 Source: SkipStepOptimizer of OLMo-core, https://github.com/allenai/OLMo-core.
 """
 
@@ -24,17 +24,19 @@ ROUNDING = 1e-6
 
 
 class SpikeRule(StepRule):
-    """Flags a step that is a spike, from the second half of the first window on.
+    """Rule that flags a step whose loss or gradient norm is far above that of the last steps.
 
-    The loss is the mean over all targets of the step on all ranks. It is summed in the same
-    all-reduce as the number of targets, and the window stays on the device: the rule never waits on
-    the host. Ranks of a tensor group or a pipeline have the same samples and average their losses
-    by one more all-reduce. Loss and norm, and so the decision, are identical on all ranks.
+    Nothing is flagged until half a window of steps is known. The loss is the mean over all targets
+    of the step. It is summed in the same all-reduce as the number of targets, and the window stays
+    on the device, so that the host never waits for the device. Ranks that read the same samples,
+    such as those of a tensor-parallel group, average their losses by one more all-reduce. Therefore
+    loss, norm and decision are identical on all ranks that take the step together.
 
     Args:
-        reaction: "warn" logs the step. "skip" skips it, too.
-        sigma: Number of standard deviations above the mean.
-        window: Number of steps of the mean.
+        reaction: "warn" logs a flagged step. "skip" logs it and leaves out its update.
+        sigma: A step is flagged if it is more than this number of standard deviations above the
+            mean.
+        window: Number of steps before the current one whose mean and deviation are compared.
     """
 
     def __init__(self, reaction: Literal["warn", "skip"], sigma: float, window: int):
@@ -77,11 +79,11 @@ class SpikeRule(StepRule):
         return ((heights > self.sigma) & (2 * n_known >= self.window)).any()
 
     def describe(self, trainer: Trainer, step: DecidedStep) -> SpikeError:
-        """Return an error that names the value with the higher spike, and its height.
+        """Return an error that names the loss or the norm, whichever is the higher spike.
 
         Args:
             trainer: Trainer of the run.
-            step: Step that was flagged.
+            step: Step that was flagged. It must be the step for which `flag` was called last.
         """
         assert self._last is not None  # set by `flag`
         heights = self._last[2].nan_to_num(0.0)

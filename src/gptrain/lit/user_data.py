@@ -1,4 +1,4 @@
-"""UserData: what a run knows about a LightningDataModule that a user wrote."""
+"""Facts about a LightningDataModule that a user wrote, in the form in which gptrain reads them."""
 
 from collections.abc import Sized
 from typing import Any, cast
@@ -20,10 +20,12 @@ LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "tes
 
 
 class UserData(Dataset):
-    """Stands for the batches of a user's LightningDataModule where gptrain needs facts about them.
+    """Facts about the batches of a user's LightningDataModule: batch size, epoch length, a sample.
 
-    Lightning uses the module itself. This object has the attributes of a TextDataModule that
-    callbacks read. As a dataset it has the length of an epoch, and only its first sample.
+    Lightning reads the batches from the user's module itself. gptrain's callbacks use this object
+    in the place of a TextDataModule, because it has the attributes that they read. The checks
+    before a run read it as a dataset: its length is that of an epoch, and every index gives the
+    first sample.
 
     Args:
         module: Module of the user, after its `setup`.
@@ -32,11 +34,13 @@ class UserData(Dataset):
         world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
 
     Attributes:
+        train: Always None, because the datasets of a user's module are not known.
+        val: Always None, for the same reason.
         batch_size: Samples of a batch of one rank.
-        epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH.
+        epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
-        ConfigError: If the size of a batch is not known.
+        ConfigError: If the loader is not a DataLoader, or has no batch size.
     """
 
     train = val = None
@@ -68,7 +72,11 @@ class UserData(Dataset):
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the first batch, after the module's transfer hooks."""
+        """Return the first sample of the first batch, whatever the index.
+
+        The batch goes through the hooks by which the user's module transfers a batch to the device,
+        which may change it. The device is the CPU.
+        """
         batch = self.module.on_before_batch_transfer(next(iter(self.loader)), 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
@@ -79,9 +87,9 @@ class UserData(Dataset):
     def describe(self, n_samples: int) -> str:
         """Return the text of the start line `data`: class of the module and length of an epoch.
 
-        It also says what gptrain's own data guarantees and a user's module does not: that a resume
-        within an epoch continues with the next sample, and, with several ranks, that an evaluation
-        counts each sample once.
+        The text also warns of two things that cannot happen with gptrain's own data: a resume
+        within an epoch repeats samples, and an evaluation on several ranks may count a sample
+        twice.
 
         Args:
             n_samples: Number of samples that the run reads. Not used: the number of epochs is not
@@ -97,9 +105,10 @@ class UserData(Dataset):
         )
 
     def start(self, lengths: RunLengths) -> None:
-        """Take the lengths of the run, and set this object as an attribute of the module.
+        """Store the lengths of the run, and make this object known to gptrain's callbacks.
 
-        `lit.lightning.data_of` finds it there.
+        This object becomes an attribute of the user's module, in which `lit.lightning.data_of`
+        finds it.
 
         Args:
             lengths: Lengths of the run, computed from `batch_size` and `len()` of this object.
@@ -115,14 +124,18 @@ class UserData(Dataset):
         return cast(pl.Trainer, self.module.trainer).global_step * self.step_tokens
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return an empty list: the indices of a step's samples are not known."""
+        """Return an empty list, because the indices of the samples of a step are not known.
+
+        TextDataModule has a method of this name, which error messages call.
+        """
         return []
 
 
 class SeedAfterSetup(pl.Callback):
-    """Sets the random seed of a rank after the `setup` of a user's data module.
+    """Callback that sets the seed of each rank after a user's LightningDataModule was set up.
 
-    The module's `setup` sees one seed on all ranks: a random split is the same on each of them.
+    Until then all ranks have the same seed, so that a random split in the module's `setup` is the
+    same on all ranks.
 
     Args:
         seed: Seed of this rank, for example for dropout, which differs between ranks.
@@ -132,12 +145,12 @@ class SeedAfterSetup(pl.Callback):
         self.seed = seed
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set the seed. Lightning has called the data module's `setup` before."""
+        """Set torch's seed to that of this rank. Lightning has set up the data module before."""
         torch.manual_seed(self.seed)
 
 
 def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
-    """Return whether a data module has the loader that a task reads.
+    """Return whether a data module overrides the method that returns the batches of a task.
 
     Args:
         datamodule: Data module of the run.

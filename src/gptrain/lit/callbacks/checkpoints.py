@@ -1,4 +1,4 @@
-"""The callback that saves the run, so that it can resume bit for bit from every saved step."""
+"""Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
 import logging
 from collections import deque
@@ -17,6 +17,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import first_line
+from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks.resume import (
     STATE,
     add_state,
@@ -45,7 +46,7 @@ WRITING_S = LONG_PHASE_S  # time for which the other ranks wait while rank 0 wri
 
 
 class SavedStep(NamedTuple):
-    """The newest step that was saved.
+    """An optimizer step that was saved.
 
     Attributes:
         step: Number of optimizer steps done.
@@ -58,12 +59,13 @@ class SavedStep(NamedTuple):
 
 
 class Checkpoints(Checkpoint):
-    """Saves the run at each validation, at the configured intervals, and when it ends.
+    """Callback that saves the run at each validation, at configured intervals, and when it ends.
 
     A step with a validation is saved before its validation, so that a validation that fails costs
-    no training. Afterwards the checkpoint is amended with what the validation has changed: metrics
-    and states of callbacks. Until then the checkpoint has no metric and cannot be the best one. A
-    step that ends an epoch and has no validation is saved after the hooks of the epoch's end.
+    no training. Afterwards the checkpoint is amended: the metrics and the states of callbacks that
+    the validation has changed are added to it. Until then the checkpoint has no metric and cannot
+    be the best one. A step that ends an epoch and has no validation is saved after the hooks of the
+    epoch's end.
 
     Lightning calls this callback after all other callbacks, so that a save contains their state
     after this step. If training fails between two saves, the newest complete step is saved,
@@ -73,9 +75,10 @@ class Checkpoints(Checkpoint):
         store: Checkpoints of the run.
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
-        options: `checkpoint` group of the config.
+        options: `checkpoint` group of the config, such as the intervals and the monitored metric.
         parameter_bytes: Bytes of a save per parameter: the parameter and its optimizer states.
-        changed: Names of the optimizer options that may change on resume.
+        changed: Names of the optimizer options, such as `lr`, that take their value from the
+            current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
             last copy before they exit. None if there is no mirror.
@@ -94,7 +97,7 @@ class Checkpoints(Checkpoint):
         self,
         store: CheckpointStore,
         identity: dict[str, Any],
-        options: Any,
+        options: CheckpointConfig,
         parameter_bytes: int,
         changed: tuple[str, ...],
         objective: str,
@@ -133,11 +136,12 @@ class Checkpoints(Checkpoint):
         self._writing_vote = Vote()  # whether any rank is still writing a background save
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the free disk space before training starts.
+        """Check on rank 0, before training starts, that the disk has space for two checkpoints.
+
+        Two must fit, because a checkpoint is removed only after the next one is complete.
 
         Raises:
-            SaveFailedError: If two saves do not fit. A checkpoint is removed only after the next
-                one is complete.
+            SaveFailedError: If they do not fit.
         """
         if stage != "fit":
             return
@@ -148,11 +152,11 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Replace Lightning's loop counters in a loaded checkpoint by counters that fit this run.
+        """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes.
 
-        The counters are computed from the step of the checkpoint, so that the run may resume on
-        another number of ranks. Does nothing in an evaluation, and for a file of a Lightning
-        callback, which has counters.
+        A checkpoint of gptrain has none. They are computed from its step, so that the run may
+        resume on another number of ranks. Does nothing in an evaluation, and for a file of a
+        Lightning callback such as ModelCheckpoint, which has counters.
         """
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
@@ -168,8 +172,8 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what Lightning does not restore, if the run resumes.
 
-        This is the state of the loops, changed learning rates, the logged metrics and the states of
-        the random generators.
+        These are the logged metrics, optimizer options that the config has changed, and the states
+        of the random generators.
         """
         if self._only_validates:
             trainer.val_check_batch = 1  # validate the last step, whatever the interval
@@ -198,7 +202,10 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save a step that is due and has neither a validation nor the end of an epoch after it."""
+        """Save a step if it is due, unless a validation or the end of an epoch follows it.
+
+        Such a step is saved by a later hook.
+        """
         if not ends_step(trainer, batch_idx):
             return
         self._finish_if_written(trainer)
@@ -212,8 +219,11 @@ class Checkpoints(Checkpoint):
         """Save the step that is about to be validated, if it is not saved yet.
 
         `TrainingMonitor` calls this method on all ranks, after all callbacks have seen the end of
-        the step, and before any callback starts the validation: a callback may replace the weights
-        then.
+        the step. It calls it before `on_validation_start` of any other callback, which may replace
+        the weights for the validation.
+
+        Args:
+            trainer: Trainer of the run.
         """
         strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
         if self.saved.step < trainer.global_step:
@@ -223,7 +233,7 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        """Turn a background save into a checkpoint as soon as all ranks have written it."""
+        """Turn a background save into a checkpoint, if all ranks have written its files."""
         self._finish_if_written(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -244,10 +254,11 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of an epoch, if due, after the hooks of all other callbacks.
+        """Save the last step of an epoch, if due, after this hook of all other callbacks.
 
         If the step was saved before its validation, its checkpoint gets the metrics and the changed
-        states of callbacks. It is saved again only if weights or optimizer states have changed.
+        states of callbacks. It is saved again only if weights or optimizer states have changed
+        since then.
         """
         if ends_epoch(trainer):
             self._complete(trainer)
@@ -266,18 +277,18 @@ class Checkpoints(Checkpoint):
             restore_logged(trainer, self._loaded)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait until the mirror has copied the last checkpoint."""
+        """Wait after a fit until rank 0 has copied the last checkpoint to the mirror, if any."""
         if stage == "fit":
             self._wait_for_mirror(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Save the newest complete step, if every rank has failed after this step.
+        """Save the newest complete step after an error, if every rank has failed after this step.
 
         An error of this save is logged and not raised, because the first error is to be reported.
-        After a PreemptedError, by which a run ends that was asked to stop, nothing is saved here:
-        the run has saved its last step before.
+        A run that was asked to stop ends by a PreemptedError. It has saved its last step before, so
+        that nothing is saved here, and only the mirror is waited for.
         """
         if isinstance(exception, PreemptedError):
             if exception.step is not None:  # all ranks have agreed to stop
@@ -302,10 +313,11 @@ class Checkpoints(Checkpoint):
             log.warning("warning: nothing was saved after the error: %s", first_line(error))
 
     def save(self, trainer: Trainer, *, validated: bool = True) -> None:
-        """Save this step, or amend its checkpoint after the validation. All ranks must call it.
+        """Save the current step, or amend its checkpoint if it was saved before its validation.
 
-        A step that is already saved in this state is not saved again. A large save is written in
-        the background and becomes a checkpoint some steps later, except at the end of the run.
+        All ranks must call this method. A step that is already saved in this state is not saved
+        again. With `checkpoint.background` a large save is written in the background and becomes a
+        checkpoint some steps later, except at the end of the run.
 
         Args:
             trainer: Trainer of the run.
@@ -313,8 +325,11 @@ class Checkpoints(Checkpoint):
                 done. If False, a resumed run repeats them.
 
         Raises:
-            SaveFailedError: On all ranks. The earlier checkpoints are intact.
-            NonFiniteError: On all ranks, if the last step was refused.
+            SaveFailedError: On all ranks, if a rank could not write its files. The earlier
+                checkpoints are intact.
+            RefusedStepError: On all ranks that take the step together, if the last step was refused
+                and the run ends because of it. Nothing is saved then.
+            DataError: In the same way, if the last step is step 0 of the run and had no target.
         """
         strategy = strategy_of(trainer)
         strategy.conclude_step()
@@ -368,9 +383,12 @@ class Checkpoints(Checkpoint):
             self._save_through_lightning(trainer, writer.path, writer)
 
     def _amend(self, trainer: Trainer) -> None:
-        """Add metrics and changed callback states to the checkpoint saved before the validation.
+        """Add metrics and changed callback states to the checkpoint of the current step.
 
-        All ranks must call this method.
+        It was saved before the validation. All ranks must call this method.
+
+        Args:
+            trainer: Trainer of the run.
         """
         files: dict[str, bytes] = {}
         path = self.store.folder / folder_name(trainer.global_step)
@@ -391,8 +409,9 @@ class Checkpoints(Checkpoint):
 
         Args:
             trainer: Trainer of the run.
-            path: Path that Lightning passes on to the strategy.
-            storage: Object into which `SavingStrategy.save_checkpoint` writes the files.
+            path: Path that Lightning passes to `SavingStrategy.save_checkpoint`.
+            storage: CheckpointWriter for a new checkpoint, or a dict that gets the files of an
+                amendment. Lightning passes it to `save_checkpoint` as `storage_options`.
         """
         strategy = strategy_of(trainer)
         strategy.saves_to_store = True
@@ -402,22 +421,22 @@ class Checkpoints(Checkpoint):
             strategy.saves_to_store = False
 
     def _complete(self, trainer: Trainer) -> None:
-        """Record that the validation and the epoch-end hooks after this step are done."""
+        """Record that all hooks after this step are done: those of the validation and the epoch."""
         self._completed_step = trainer.global_step
         self._rng.append((trainer.global_step, capture()))
 
     def _has_pending_hooks(self, trainer: Trainer) -> bool:
-        """Return whether a validation or the epoch-end hooks follow the step that was done last."""
+        """Return whether a validation, or the hooks of the epoch's end, follow the current step."""
         return ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:
-        """Return the folders of the checkpoints with the monitored metric, the best first."""
+        """Return the folders of the checkpoints that have the monitored metric, the best first."""
         return self.store.ranking(self.options.monitor, self.options.mode)
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait for a background save and turn it into a checkpoint. All ranks must call it.
+        """Wait for a save in the background and turn its files into a checkpoint.
 
-        Does nothing if no background save is unfinished.
+        All ranks must call this method. It does nothing if there is no such save.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files.
@@ -431,10 +450,10 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def _finish_if_written(self, trainer: Trainer) -> None:
-        """Turn a background save into a checkpoint once all ranks have written it.
+        """Turn a save in the background into a checkpoint, if a vote shows that it is written.
 
-        All ranks must call this method at the same points of the run, because they vote. Does
-        nothing if no background save is unfinished.
+        All ranks must call this method at the same points of the run, because they vote whether any
+        of them is still writing. It does nothing if there is no such save.
         """
         if not self.store.is_unfinished:
             return
@@ -442,7 +461,7 @@ class Checkpoints(Checkpoint):
             self.finish(trainer)
 
     def _allow_long_phase(self, phase: str) -> None:
-        """Send a heartbeat that allows WRITING_S until the next heartbeat of this rank.
+        """Send a heartbeat that lets this rank be silent for WRITING_S, without counting as a hang.
 
         Args:
             phase: Name of the phase that the watchdog reports, "save" or "mirror".
@@ -451,9 +470,10 @@ class Checkpoints(Checkpoint):
             self.store.progress(phase=phase, allow_s=WRITING_S)
 
     def _wait_for_mirror(self, trainer: Trainer) -> None:
-        """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror.
+        """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
 
         The other ranks wait too, because a launcher kills the job soon after the first rank exits.
+        All ranks must call this method.
         """
         mirror = self.mirror
         if mirror is None:
@@ -468,16 +488,16 @@ class Checkpoints(Checkpoint):
             wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _prune(self, trainer: Trainer) -> None:
-        """Remove all checkpoints but the newest `checkpoint.keep` and the best, on rank 0."""
+        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
     def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return this rank's vote on saving because of `checkpoint.every_minutes`.
+        """Return whether this rank votes to save, because `checkpoint.every_minutes` have passed.
 
-        Only rank 0 reads the clock, so only rank 0 can vote yes. The vote is part of the vote on
-        stopping. With several ranks its result is known one step later, on all ranks. The result
-        sets `time_is_up`.
+        Only rank 0 reads the clock, so only rank 0 can vote yes; its clock then starts again.
+        `TrainingMonitor` calls this method and collects the votes. With several ranks the result is
+        known one step later, on all ranks, and sets `time_is_up`.
         """
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
@@ -491,7 +511,10 @@ class Checkpoints(Checkpoint):
         return True
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether a step without a validation is saved.
+        """Return whether the current step is saved even if no validation follows it.
+
+        That is so at the end of an interval of `checkpoint.every_n_steps` or `every_minutes`, and
+        when the run is about to end.
 
         `save` is a collective operation, so the result must be identical on all ranks. Otherwise
         the ranks that save wait for the other ranks until `strategy.timeout_s`. A condition may use

@@ -11,13 +11,14 @@ def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> 
     """Return the reason why a fit ended without an error, for the result line and result.json.
 
     Args:
-        trainer: Trainer of the run.
+        trainer: Trainer of the run, at the end of the fit.
         lengths: Lengths of the run.
         first_step: Number of steps done when training started. None if no step was left to train.
 
     Returns:
         `reason`: "steps done", "epochs done", "tokens done", "max_time", "early stop", "stopped" or
-        "nothing left to train". `detail`: the step, with the option or the metric that decided.
+        "nothing left to train". `detail`: the option that set the length of the run, or else the
+        last step, with the metric that stopped the run or a hint where possible.
     """
     step = trainer.global_step
     detail = f"at step {step}"

@@ -11,12 +11,12 @@ FIRST_STEPS = 3  # micro-steps after which the objects that a training keeps exi
 
 
 class QuietCollector(Callback):
-    """Freezes Python's objects after the first steps, and collects garbage at validations.
+    """Callback that keeps the garbage collector from visiting the objects that a training keeps.
 
     A full collection visits every object of the process: with torch, Lightning and a compiled model
-    these are millions, and on one rank after another the training pauses for up to 0.5 s. Frozen
-    objects are not visited. The collector stays enabled for objects that are made later, so that
-    user code whose objects refer to each other does not fill the memory.
+    these are millions, and on one rank after another the training pauses for up to 0.5 s. After the
+    first micro-steps this callback freezes all objects (gc.freeze), which are then not visited. The
+    collector stays enabled for objects that are made later. It also runs after each validation.
 
     Does nothing in a process that has frozen objects already: its user manages the collector.
     """
@@ -28,9 +28,9 @@ class QuietCollector(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Exclude all objects that exist after the first steps from garbage collection (gc.freeze).
+        """Freeze all objects that exist, once, when the first FIRST_STEPS micro-steps are done.
 
-        Does so once, and not if the process has frozen objects already.
+        Does nothing if the process has frozen objects already.
         """
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
@@ -40,7 +40,7 @@ class QuietCollector(Callback):
             self._is_frozen = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collect the garbage that was made since the objects were frozen."""
+        """Collect garbage among the objects that were made since the others were frozen."""
         if self._is_frozen:
             gc.collect()
 

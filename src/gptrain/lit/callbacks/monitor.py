@@ -1,8 +1,7 @@
-"""The callback that checks and logs each step, ends a run on request, and records why it ended."""
+"""TrainingMonitor, the first callback of every run: it checks, logs and ends the training."""
 
 import logging
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,37 +49,39 @@ from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
-COMPILING_S = LONG_PHASE_S  # time that a first step may take if it compiles the model, in seconds
+COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the model, in seconds
 
 
 class TrainingMonitor(Callback):
-    """Stops or skips a non-finite step, logs the steps, and ends a run that was asked to stop.
+    """Callback that logs the steps, and ends a run that was asked to stop or whose step is refused.
 
     This callback comes first, so that the other callbacks find the values of a step in
-    `trainer.callback_metrics`. It logs train/loss, lr, grad_norm, tokens and perf/* at the first
-    step, at every `every_n_steps`-th step, at the last step and before each validation. It uses
-    `self.log`, so that the values of modules and other callbacks appear in the same row.
+    `trainer.callback_metrics`. It logs train/loss, lr, grad_norm, tokens and perf/* after the first
+    step, after every `every_n_steps`-th step, after the last step and before each validation. It
+    uses `self.log`, so that the values of modules and other callbacks appear in the same row.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
     step, which the ranks choose by a vote. It ends in the next hook, after the step was logged.
-    Before the first step and in an evaluation there is nothing to save, and the rank that received
-    the signal ends at once. The other ranks end because that rank has ended.
+    Before the first step and in task=validate or task=test there is nothing to save, and the rank
+    that received the signal ends at once. The other ranks end because that rank has ended.
 
     Args:
         every_n_steps: Number of optimizer steps from one logged step to the next.
         lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
-        decisions: Decisions whether optimizer steps are taken.
-        guard: Guard of this rank, which gets heartbeats and has the stop flag.
-        timeline: Record of the phases of this start.
+        decisions: Object that decides whether each optimizer step is taken.
+        guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
+            stop signal sets.
+        timeline: Record of the phases of this start, such as steps and validations.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         compiles: Whether the first training step and the first evaluation step compile the model,
             so that the watchdog must allow them COMPILING_S.
-        typed: Key -> value of the overrides of the optimizer and the scheduler group.
+        typed: Key -> value of the overrides that the user typed for the optimizer and the
+            scheduler.
 
     Attributes:
-        speed: Clock of the steps, set when training starts.
+        speed: Measurement of the time per step, set when training starts.
         first_step: Number of optimizer steps done when training started. None if it did not start.
         ended: Texts `reason`, such as "steps done" or "early stop", and `detail`, for the end of
             training. None until training has ended.
@@ -123,13 +124,13 @@ class TrainingMonitor(Callback):
         self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check all callbacks of the trainer, also those whose class the config does not name.
+        """Check that gptrain supports all callbacks of the trainer in this run.
 
-        An earlier check knows only the classes in the config, and neither the callbacks that a
-        function has built nor those that configure_callbacks of the module has added.
+        The classes in the config were checked before. This check finds the callbacks that a
+        function has built, and those that the module's configure_callbacks has added.
 
         Raises:
-            IncompatibleModelError: For a callback that gptrain does not support in this run.
+            IncompatibleModelError: If a callback is not supported.
         """
         strategy_name = strategy_of(trainer).info.name
         for callback in callbacks_of(trainer):
@@ -141,10 +142,12 @@ class TrainingMonitor(Callback):
                 raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock and the decisions of the steps, and prepare the loggers.
+        """Start to measure and to decide the steps, and make the loggers drop later points.
+
+        If the module has its own configure_optimizers, its optimizer is printed on rank 0.
 
         Raises:
-            PreemptedError: If the run was asked to stop before the first step.
+            PreemptedError: If this rank was asked to stop before the first step.
             IncompatibleModelError: If a hook has switched to manual optimization.
         """
         self.guard.leave_if_asked()
@@ -168,8 +171,8 @@ class TrainingMonitor(Callback):
     ) -> None:
         """End the run if the ranks have agreed to stop.
 
-        Otherwise, after a validation or a save, start the clock of the steps again. After the first
-        step, check that all monitored values are logged.
+        Otherwise, after a validation or a save, begin a new interval of the speed measurement.
+        After the first step of a start, check that all monitored values are logged.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
@@ -184,16 +187,22 @@ class TrainingMonitor(Callback):
             self._is_paused = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the ComputeClock, which pauses during a backward pass.
+        """Resume the clock of this rank's computing time, which pauses during a backward pass.
 
-        This callback is the first of a run, so the time of the same hook of other callbacks counts.
+        This callback is the first of a run, so that this hook of other callbacks counts as
+        computing time.
         """
         strategy_of(trainer).parallel.clock.resume()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the learning rate, and measure the gradient norm if clipping will not do it."""
+        """Record the learning rate, and measure the gradient norm if clipping will not do it.
+
+        Raises:
+            RefusedStepError: If a step was refused and the run ends because of it.
+            DataError: If step 0 of the run has no target.
+        """
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         if not clips_by_strategy(trainer, pl_module):
             strategy_of(trainer).clip(optimizer, None)
@@ -201,12 +210,15 @@ class TrainingMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send a heartbeat, vote on stopping and saving after a step, and log the step if due.
+        """Send a heartbeat; after the last micro-batch of a step vote, and log the step if due.
+
+        The ranks vote on stopping and on saving.
 
         Raises:
-            NonFiniteError: If the step was refused and the run ends because of it. The outcome is
-                known here only if the step is logged, ends an epoch, or is seen by callbacks of the
-                user; otherwise the error is raised in the next step.
+            RefusedStepError: If the step was refused and the run ends because of it. The decision
+                is read here only if the step is logged, ends an epoch, or is seen by callbacks of
+                the user; otherwise the error is raised in the next step.
+            DataError: In the same cases, if this is step 0 of the run and it has no target.
         """
         step = trainer.global_step
         self._beat(step, "train")
@@ -236,7 +248,7 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send a heartbeat, and finish the vote that is still pending."""
+        """Send a heartbeat, and wait for the vote that is still pending."""
         self._beat(phase="end")
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
@@ -250,7 +262,11 @@ class TrainingMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass the error to the loggers, and give the samples of the batch to the error report."""
+        """Pass the error to the loggers, and describe the current batch for the error report.
+
+        The description is stored in `guard.doing`. It has the step, or the evaluation, and the
+        indices of this rank's samples if they are known.
+        """
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         step = trainer.global_step
         rank = trainer.global_rank
@@ -294,8 +310,8 @@ class TrainingMonitor(Callback):
         """Send a heartbeat, and end the run if it was asked to stop.
 
         Raises:
-            PreemptedError: During a fit on all ranks after the same batch, once they have agreed to
-                stop. In task=validate or task=test on the rank that was asked, at once.
+            PreemptedError: In a fit, on all ranks after the same batch, once they have agreed to
+                stop. In task=validate or task=test, at once, on the rank that was asked.
         """
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
@@ -308,10 +324,11 @@ class TrainingMonitor(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of an evaluation.
+        """Log the metrics of an evaluation, and the step as their x axis.
 
         Raises:
-            DataError: If all targets of the evaluation were -100.
+            DataError: On all ranks, if all targets of the evaluation were -100.
+            MetricError: If a metric cannot compute its value, or the value is not made of numbers.
         """
         values = {}
         if isinstance(pl_module, LanguageModel):
@@ -326,7 +343,10 @@ class TrainingMonitor(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Interrupt the clock of the steps, and send the heartbeat of the training phase."""
+        """Send the heartbeat of the training phase, and let the next step begin a new interval.
+
+        The time of the validation thus counts neither for the speed nor for the computing time.
+        """
         self._is_paused = True
         self._beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -336,11 +356,11 @@ class TrainingMonitor(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the decisions: skipped steps in a row, window of the spike guard."""
+        """Return how many steps were skipped in a row, and the values of earlier steps."""
         return self.decisions.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the decisions.
+        """Restore how many steps were skipped in a row, and the values of earlier steps.
 
         Args:
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
@@ -350,22 +370,25 @@ class TrainingMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the config of the net to a checkpoint, and interrupt the clock of the steps."""
+        """Add the config of the net to a checkpoint, and let the next step begin a new interval.
+
+        The time of the save thus does not count for the speed.
+        """
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Record the step of a checkpoint that is evaluated, as the x axis of its metrics."""
+        """Keep the step of a checkpoint that is evaluated, as the x axis of its metrics."""
         if trainer.state.fn != "fit":
             self.evaluated_step = checkpoint["global_step"]
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the values of a step, and give them to the progress bar.
+        """Log the values of a step, and show them in the progress bar.
 
-        All ranks must call this method in the same step, because the loss is averaged over the
-        ranks.
+        All ranks must call this method after the same step, because the loss is averaged over the
+        ranks. The loss is left out if the step had no target, or if no training_step had a loss.
         """
         strategy = strategy_of(trainer)
         values: dict[str, Any] = {}
@@ -384,22 +407,16 @@ class TrainingMonitor(Callback):
             in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
             pl_module.log(name, value, sync_dist=LOGGED[name].is_averaged, prog_bar=in_bar)
         if isinstance(bar, ProgressBar):
-            bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
-            bar.logged["lr"] = f"{self.lr:.3g}"
-            bar.logged[f"{self.lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
-            if "perf/slowest_rank" in values:
-                rank, ratio = values["perf/slowest_rank"], values["perf/slowest_over_median"]
-                bar.logged["slowest"] = f"rank {rank:.0f}, {ratio:.2f} of the median"
-            if self.lengths.n_steps:
-                left_s = (self.lengths.n_steps - trainer.global_step) * values["perf/step_s"]
-                bar.logged["left"] = timedelta(seconds=round(left_s))
+            loss = trainer.callback_metrics.get("train/loss", "")
+            bar.take_step({**values, "train/loss": loss}, self.lengths)
 
     def _vote(self, trainer: Trainer) -> None:
         """Vote on stopping and on saving, and apply the results of the previous vote.
 
-        All ranks must call this method at the same points of the run. A rank votes to stop if its
-        guard was asked to stop. The results are identical on all ranks, and set `stopping` here and
-        `stopping` and `time_is_up` of `checkpoints`.
+        All ranks must call this method at the same points of the run. A rank votes to stop if it
+        got a stop signal, and rank 0 votes to save if `checkpoint.every_minutes` have passed. The
+        results are identical on all ranks. They set `stopping`, and `stopping` and `time_is_up` of
+        `checkpoints`.
         """
         wants_stop = bool(self.guard.stop)
         wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
@@ -412,9 +429,9 @@ class TrainingMonitor(Callback):
     def _stop_if_agreed(self, trainer: Trainer) -> None:
         """Save the step and end the run, if the ranks have agreed to stop.
 
-        After the last step the step is saved but the run does not end here, because only the
-        validation is left. A validation with replaced weights (see `acts_on_validation`) is not
-        interrupted.
+        After step `trainer.max_steps` the state is saved, but the run does not end here, because
+        only the validation is left. A validation with replaced weights (see `acts_on_validation`)
+        is not interrupted. All ranks must call this method.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
@@ -436,10 +453,14 @@ OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
 
 
 def acts_on_validation(trainer: Trainer) -> bool:
-    """Return whether a callback or the module may change state for the time of a validation.
+    """Return whether a callback or the module may change the weights for a validation.
 
-    WeightAveraging is an example: it validates the averaged weights and then restores the others.
-    The run must not end within such a validation.
+    WeightAveraging is an example: it validates the averaged weights, and then restores the weights
+    of the training. A run must not end within such a validation, because the weights are then not
+    those that a resumed run needs.
+
+    Args:
+        trainer: Trainer of the run.
     """
     return user_code_has(trainer, "on_validation_start", "on_validation_epoch_start")
 
@@ -449,7 +470,7 @@ def user_code_has(trainer: Trainer, *hooks: str) -> bool:
 
     Args:
         trainer: Trainer of the run.
-        hooks: Names of hooks, of which any counts.
+        hooks: Names of hooks. The result is True if any of them is overridden.
     """
     parts = [*callbacks_of(trainer), trainer.lightning_module]
     user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
@@ -457,10 +478,14 @@ def user_code_has(trainer: Trainer, *hooks: str) -> bool:
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return whether Lightning clips the gradients of a module by calling the gptrain strategy.
+    """Return whether Lightning will clip the gradients of a module by `LightningStrategy.clip`.
 
-    `LightningStrategy.clip` also measures the norm. It is not called for clipping by value, for a
-    plain LightningModule, or if the module overrides configure_gradient_clipping.
+    This method also measures the gradient norm. It is not called for clipping by value, for a plain
+    LightningModule, or if the module overrides configure_gradient_clipping.
+
+    Args:
+        trainer: Trainer of the run.
+        pl_module: Module that the trainer fits.
     """
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False

@@ -1,4 +1,4 @@
-"""Search for callbacks and schedules that monitor a value which nobody logs."""
+"""Early search for callbacks and schedules that monitor a value which the run does not log."""
 
 import inspect
 import logging
@@ -20,7 +20,12 @@ FROM_LIGHTNING = {"epoch", "step"}  # names that ModelCheckpoint finds without a
 
 
 class MissingMonitorError(Exception):
-    """Raised if a callback or a schedule monitors a value that no validation will log.
+    """Raised if a callback or a schedule monitors a value that the run does not log.
+
+    Args:
+        part: Class name of the callback or the schedule.
+        name: Monitored name.
+        logged: Names that are logged, sorted.
 
     Attributes:
         name: Monitored name.
@@ -34,27 +39,30 @@ class MissingMonitorError(Exception):
 
 
 class MonitoredNames:
-    """Checks that all monitored values are logged by the sanity check or by the first step.
+    """Checks after the first step that every monitored value was logged.
 
-    Lightning looks for a monitored value at its first use, which may be hours after the start.
-    Does nothing if the run has no sanity check (trainer.num_sanity_val_steps=0, or a resumed run).
+    A value counts as logged if the sanity check or the first step has logged it. Lightning itself
+    would look for the value at its first use, which may be hours after the start. Without a sanity
+    check (trainer.num_sanity_val_steps=0, or a resumed run) nothing is checked.
     """
 
     def __init__(self) -> None:
         self._evaluated: set[str] | None = None  # names logged by the sanity check
 
     def after_sanity_check(self, trainer: Trainer) -> None:
-        """Record the names that the sanity check has logged."""
+        """Remember the names that the sanity check has logged."""
         self._evaluated = set(trainer.callback_metrics)
 
     def after_first_step(self, trainer: Trainer) -> None:
-        """Check all monitored names, once. Call it after all hooks of the first step.
+        """Check all monitored names. Call it after all hooks of the first step.
 
-        A name that the user's code may still log, for example only in a real validation, is logged
-        as a warning.
+        Later calls do nothing.
+        A missing name is only a warning on rank 0 if the user's code may log it later, for example
+        in a real validation only.
 
         Raises:
-            MissingMonitorError: If a name is logged neither by the sanity check nor by the step.
+            MissingMonitorError: On all ranks, if a name was logged neither by the sanity check nor
+                by the first step, and no code of the user may log it later.
         """
         if self._evaluated is None:
             return
@@ -71,10 +79,10 @@ class MonitoredNames:
 
 
 def monitored_names(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    """Yield the class and the monitored name of each part that fails without a value of this name.
+    """Yield class name and monitored name of each callback or schedule that needs the logged value.
 
-    These parts are EarlyStopping and ReduceLROnPlateau unless they are not strict, and
-    ModelCheckpoint.
+    These are ModelCheckpoint with a `monitor`, and EarlyStopping and ReduceLROnPlateau with
+    `strict=True`: Lightning raises an error if their value was not logged.
     """
     for callback in callbacks_of(trainer):
         is_strict = not isinstance(callback, EarlyStopping) or callback.strict
@@ -89,11 +97,11 @@ def monitored_names(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def may_log_later(trainer: Trainer, name: str) -> bool:
-    """Return whether code of the user may log a name that is not logged in the sanity check.
+    """Return whether a module or a callback of the user may log a name after the first step.
 
-    The code may do so if it has a hook at the end of a training epoch, or if its source asks
-    whether a validation is the sanity check, or contains the name in quotes other than as the
-    `monitor`.
+    This is assumed of a class from outside of gptrain, Lightning and torch if it overrides
+    on_train_epoch_end, or if the file of its source contains `sanity_checking`, or contains the
+    name in quotes other than as the value of `monitor`. It is also assumed without a source file.
 
     Args:
         trainer: Trainer of the run.

@@ -1,11 +1,11 @@
 """Options of callbacks, metrics and schedules that the user changes when a run resumes.
 
 A state_dict often holds options as well as counters: the state of EarlyStopping contains its
-patience, and the state of a torch schedule contains all its arguments. Loading the state would
-overwrite a changed option with its old value. `OptionTracker` therefore saves the options that each
-object had right after __init__. On resume it compares them with the options of the new objects, and
-sets an option again only if the two differ. All other values come from the checkpoint, so that a
-counter that has the name of an argument continues.
+patience, and the state of a torch schedule contains its arguments. Loading the state overwrites a
+changed option with its old value. `OptionTracker` therefore saves the options that each object had
+right after __init__. On resume it compares them with the options of the new objects, and sets an
+option again only if the two differ. All other values come from the checkpoint, so that a counter
+that has the name of an argument continues.
 
 In this module a *part* is a callback, a metric or a schedule, and an *option* is an argument of its
 __init__ that the part keeps in an attribute. A callback may also keep an option in another place,
@@ -34,18 +34,19 @@ Options: TypeAlias = dict[str, dict[str, Any]]  # key of a part -> name of an op
 
 
 class OptionTracker(Callback):
-    """Saves the options of callbacks, metrics and schedules, and keeps changed options on resume.
+    """Callback that keeps changed options of callbacks, metrics and schedules when a run resumes.
 
     When Lightning loads the state of such an object, the options in the state replace those that
     were typed. If an option in this run's config differs from the option in the checkpoint, this
-    callback sets it again to the value of this run's config, and logs the change.
+    callback sets it again to the value of this run's config, and logs the change on rank 0.
 
     Args:
         configured: Config key of each callback, such as `callbacks.stop`, -> the callback and its
             config node.
 
     Attributes:
-        options: Options of this run as plain values. Every checkpoint contains them.
+        options: Key of each callback, metric and schedule -> its options in this run as plain
+            values. Every checkpoint contains them.
     """
 
     def __init__(self, configured: Mapping[str, tuple[Callback, Mapping[str, Any]]]) -> None:
@@ -57,7 +58,7 @@ class OptionTracker(Callback):
         self._loaded: Options | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Track the callbacks of the config and the metrics of the module."""
+        """Record the options of the callbacks in the config and of the metrics of the module."""
         for key, (callback, node) in self.configured.items():
             self.track(key, callback, node)
         for name, metric in getattr(pl_module, "metrics", nn.ModuleDict()).items():
@@ -73,14 +74,14 @@ class OptionTracker(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the options of the checkpoint until all states are loaded."""
+        """Remember the options in the checkpoint until Lightning has loaded all states."""
         self._is_resumed = trainer.state.fn == "fit"
         self._loaded = checkpoint.get("options")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set changed options of callbacks and metrics, whose states Lightning has now loaded.
+        """Set changed options of callbacks and metrics again, whose states are loaded by now.
 
-        Lightning loads the states of the schedules after this hook.
+        Also records the options of the schedules, whose states Lightning loads after this hook.
         """
         for index, scheduled in enumerate(trainer.lr_scheduler_configs):
             key = "scheduler" if index == 0 else f"scheduler.{index}"
@@ -88,11 +89,13 @@ class OptionTracker(Callback):
         self._apply_and_log(trainer, "callbacks.", "module.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set changed options of schedules, whose states Lightning has now loaded."""
+        """Set changed options of schedules again, after Lightning has loaded their states."""
         self._apply_and_log(trainer, "scheduler")
 
     def _apply_and_log(self, trainer: Trainer, *prefixes: str) -> None:
-        """Set changed options on every rank, and log the changes on rank 0, if the run resumes.
+        """Set changed options again on every rank, and log the changes, if the run resumes.
+
+        Only rank 0 logs.
 
         Args:
             trainer: Trainer of the run.
@@ -105,7 +108,7 @@ class OptionTracker(Callback):
                 log.warning("%s", message)
 
     def track(self, key: str, part: object, node: Mapping[str, Any] | None = None) -> None:
-        """Record the options of a part right after __init__.
+        """Record the options of a callback, metric or schedule before its state is loaded.
 
         Args:
             key: Config key of the part, such as `callbacks.stop`.
@@ -126,12 +129,12 @@ class OptionTracker(Callback):
         self.options[key] = {name: plain(value) for name, value in options.items()}
 
     def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
-        """Set changed options again after the states of the parts were loaded.
+        """Set the options that this run has changed again, after all states were loaded.
 
         Args:
             saved: Options in the checkpoint. None for a checkpoint of an older version, which has
                 no options. Every option that the config contains is then set again.
-            prefixes: Prefixes of the keys of the parts to change.
+            prefixes: Prefixes of the keys of the parts to change, such as `callbacks.`.
 
         Yields:
             One message for each changed option, and for each part that this run no longer has.
@@ -165,14 +168,15 @@ class OptionTracker(Callback):
 
 
 def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> bool:
-    """Set the attributes `name` and `_name` of a part to copies of their initial values.
-
-    Returns whether there is such an attribute.
+    """Set the attributes in which a part keeps an option to copies of their initial values.
 
     Args:
-        part: Callback, metric or schedule. An attribute without an initial value is left alone.
-        name: Name of the option.
-        initial: Attribute -> value right after __init__.
+        part: Callback, metric or schedule.
+        name: Name of the option. The attributes `name` and `_name` are set, if `initial` has them.
+        initial: Name of an attribute -> its value right after __init__.
+
+    Returns:
+        Whether `initial` has one of the two attributes.
     """
     attributes = [attribute for attribute in (name, f"_{name}") if attribute in initial]
     for attribute in attributes:
@@ -184,16 +188,19 @@ def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> bool:
 
 
 def replace_option(state: dict[str, Any], name: str, before: Any, now: Any) -> bool:
-    """Replace an option in the state of a callback and in the dicts that the state contains.
+    """Replace an option in the state of a callback, also in nested dicts.
+
+    This finds an option that a callback does not keep in an attribute.
 
     Args:
-        state: State, which is changed.
-        name: Name of the option. Entries with an additional `_` in front also count.
-        before: Plain value that is replaced. Entries with another value are no such option.
+        state: State of the callback, which is changed.
+        name: Name of the option. Entries whose name begins with additional underscores also count.
+        before: Saved value of the option, as a plain value. An entry with another value is not the
+            option, and stays.
         now: New value.
 
     Returns:
-        Whether the state has such an entry.
+        Whether an entry was replaced.
     """
     is_found = False
     for key, value in state.items():
@@ -206,10 +213,10 @@ def replace_option(state: dict[str, Any], name: str, before: Any, now: Any) -> b
 
 
 def find_options(part: object) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each attribute of a part that keeps an argument of its __init__.
+    """Yield name and value of each attribute in which a part keeps an argument of its __init__.
 
-    For an argument `name` the attributes `name`, `_name` and `names` are tried. An nn.Module may
-    keep it in a buffer. Values that `is_option` refuses are left out.
+    For an argument `name` the attributes `name`, `_name` and `names` are tried, and in an nn.Module
+    the buffers with these names. Values that cannot be options (see `is_option`) are left out.
 
     Args:
         part: Callback, metric or schedule.
@@ -224,22 +231,29 @@ def find_options(part: object) -> Iterator[tuple[str, Any]]:
 
 
 def argument_names(part_class: type) -> dict[str, None]:
-    """Return the argument names of __init__ of a class and its base classes, without repeats."""
+    """Return the argument names of the __init__ of a class and of its base classes.
+
+    They are the keys of a dict, in which each name appears once, in order.
+    """
     inits = (base.__init__ for base in part_class.__mro__[:-1] if "__init__" in vars(base))
     return {name: None for init in inits for name in inspect.signature(init).parameters}
 
 
 def argument_defaults(part_class: type) -> dict[str, Any]:
-    """Return the arguments of __init__ of a class that have a default, with this default."""
+    """Return the defaults of the constructor of a class, by the names of the arguments.
+
+    Arguments without a default, and defaults that cannot be options, are left out.
+    """
     parameters = inspect.signature(part_class).parameters.values()
     return {p.name: p.default for p in parameters if is_option(p.default)}
 
 
 def is_option(value: object) -> bool:
-    """Return whether a value can be an option.
+    """Return whether a value can be an option that a user changes.
 
-    Options are numbers, strings, None, durations, small tensors, and containers of these. Absolute
-    paths are no options, because they change when a run folder is moved.
+    Options are numbers, strings, None, durations, relative paths, small tensors, and dicts, lists
+    and tuples of these. Absolute paths are no options, because they change when a run folder is
+    moved.
     """
     if isinstance(value, (str, Path)):
         return not Path(value).is_absolute()
@@ -274,8 +288,12 @@ def plain(value: Any) -> Any:
 def shorten_ranking(callback: ModelCheckpoint) -> None:
     """Remove all but the best `save_top_k` files from a ModelCheckpoint's ranking.
 
-    The files stay on disk. Lightning removes the worst file only if the ranking has exactly
-    `save_top_k` entries, so that a longer ranking would keep growing.
+    It is called after a smaller `save_top_k` was set. The files stay on disk. Lightning removes the
+    worst file only if the ranking has exactly `save_top_k` entries, so that a longer ranking would
+    keep growing.
+
+    Args:
+        callback: ModelCheckpoint whose ranking is changed.
     """
     ranked = callback.best_k_models
     n_kept = callback.save_top_k

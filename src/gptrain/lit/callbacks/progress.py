@@ -3,6 +3,8 @@
 import logging
 import sys
 import threading
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gptrain.core import labels
+from gptrain.core.lengths import RunLengths
 
 log = logging.getLogger(__name__)
 LINES_PER_EPOCH = 20  # highest number of printed lines if the output is not a terminal
@@ -23,8 +26,8 @@ class ProgressBar(TQDMProgressBar):
     most 20 lines per epoch are printed instead, each only if a value was logged since the last.
 
     Attributes:
-        logged: Name -> value of the last logged step, set by `TrainingMonitor`. A loss that is a
-            tensor is replaced by its text when it is first shown.
+        logged: Name -> value of the last logged step, set by `take_step`. A loss that is a tensor
+            is replaced by its text when it is first shown.
         printed: Values of the last printed line.
     """
 
@@ -51,7 +54,10 @@ class ProgressBar(TQDMProgressBar):
         return min(epoch_batches, remaining) if remaining > 0 else run_batches
 
     def on_train_start(self, *args: Any) -> None:
-        """Start the bar of the epoch, also for a run that resumes within an epoch."""
+        """Start the bar of the training and of its first epoch.
+
+        Lightning does not start the bar of an epoch in which a run resumes.
+        """
         super().on_train_start(*args)
         self.on_train_epoch_start(*args)  # Lightning skips this hook when it resumes in an epoch
 
@@ -73,8 +79,24 @@ class ProgressBar(TQDMProgressBar):
             words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in metrics.items())]
             log.info(labels.line(f"epoch {trainer.current_epoch}", " · ".join(words)))
 
+    def take_step(self, values: Mapping[str, Any], lengths: RunLengths) -> None:
+        """Show the values of a logged step until the next logged step.
+
+        Args:
+            values: Logged name -> value. A loss on a device is not read before it is shown.
+            lengths: Lengths of the run, from which the remaining time is computed.
+        """
+        self.logged = {"train/loss": values["train/loss"], "lr": f"{values['lr']:.3g}"}
+        self.logged[f"{lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
+        if "perf/slowest_rank" in values:
+            rank, ratio = values["perf/slowest_rank"], values["perf/slowest_over_median"]
+            self.logged["slowest"] = f"rank {rank:.0f}, {ratio:.2f} of the median"
+        if lengths.n_steps:
+            left_s = (lengths.n_steps - values["step"]) * values["perf/step_s"]
+            self.logged["left"] = timedelta(seconds=round(left_s))
+
     def end_line(self) -> None:
-        """Close the training bar, so that the next printed text begins on a new line."""
+        """Close the bar of the training, so that the next printed text begins on a new line."""
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
 
@@ -85,7 +107,10 @@ class ProgressBar(TQDMProgressBar):
         self.end_line()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return name -> value of the bar: the last logged step and Lightning's own metrics."""
+        """Return the values that the bar shows, by name.
+
+        These are the values of the last logged step, and those that were logged with prog_bar=True.
+        """
         if isinstance(loss := self.logged.get("train/loss"), Tensor):
             self.logged["train/loss"] = f"{float(loss):.4f}"
         return {**self.logged, **super().get_metrics(trainer, pl_module)}

@@ -1,4 +1,4 @@
-"""State that an exact resume needs in addition to what Lightning saves and restores."""
+"""The state that an exact resume needs, and that Lightning does not save and restore itself."""
 
 import logging
 import math
@@ -22,11 +22,12 @@ STATE = ("global_step", "validated", "rng", "threads", "logged")  # checkpoint k
 def add_state(
     trainer: Trainer, checkpoint: dict[str, Any], validated: bool, rng: dict[str, Any] | None
 ) -> None:
-    """Add what an exact resume needs to a checkpoint, and remove Lightning's loop counters.
+    """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
     Adds the keys `validated`, `rng` (random generator states of all ranks), `threads` (number of
-    CPU threads) and `logged` (logged metrics). All ranks must call this function, because it
-    gathers the RNG states. A resumed run computes the loop counters from the number of steps done.
+    CPU threads) and `logged` (logged metrics). A resumed run computes the counters of Lightning's
+    loops from the number of steps done. All ranks must call this function, because it gathers the
+    RNG states.
 
     Args:
         trainer: Trainer of the run.
@@ -42,9 +43,12 @@ def add_state(
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return logged name -> value, without the values under perf/, which depend on measured time.
+    """Return the logged values by name, without those that depend on measured time (perf/*).
 
-    What remains is identical in two identical runs.
+    The result is identical in two identical runs.
+
+    Args:
+        trainer: Trainer of the run.
     """
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
@@ -53,13 +57,13 @@ def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
 def warn_about_missing(
     expected: Mapping[str, tuple[str | None, str]], metrics: Mapping[str, float]
 ) -> None:
-    """Log a warning for each configured metric that the first validation has not logged.
+    """Log a warning for each config key that names a metric which was not logged.
 
-    Names under perf/ are not checked, because `reproducible_metrics` leaves them out.
+    A name that begins with perf/ is not checked, because `reproducible_metrics` leaves it out.
 
     Args:
-        expected: Config key -> logged name, and the effect if the validation does not log it.
-        metrics: Result of `reproducible_metrics`.
+        expected: Config key -> name of the metric, and what happens if it is not logged.
+        metrics: Result of `reproducible_metrics` after the first validation.
     """
     logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
     for key, (name, effect) in expected.items():
@@ -81,10 +85,12 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
-    """Restore counters, schedules, logged metrics and the RNG, and log every difference.
+    """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
 
-    The RNG is restored last, so that the next step draws the same random numbers as in a run that
-    was not stopped. On another number of ranks each rank gets its own new RNG state.
+    Changed optimizer options and schedules, and another number of ranks or threads, are logged as
+    warnings on rank 0. The RNG is restored last, so that the next step draws the same random
+    numbers as in a run that was not stopped. On another number of ranks each rank gets an RNG state
+    of its own that was not saved. All ranks must call this function.
 
     Args:
         trainer: Trainer of the run, whose weights and optimizer states are already loaded.
@@ -119,9 +125,10 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 
 
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
-    """Give the optimizer the current value of each changed option.
+    """Give the optimizer the values of the current config for options that may change on resume.
 
-    A changed peak learning rate also scales the current learning rate.
+    Loading the checkpoint has replaced all options by the saved ones. If the peak learning rate has
+    changed, the current learning rate is scaled in the same ratio.
 
     Args:
         trainer: Trainer of the run, whose optimizer state is already loaded.
@@ -147,14 +154,15 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
 
 
 def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
-    """Set the learning rates of the next step by the current schedule.
+    """Compute the learning rates of the next step from the schedule of the current config.
 
-    A schedule other than LambdaLR keeps its state from the checkpoint, except for a changed peak
-    learning rate.
+    The schedule may have changed, for example because the run is longer now. Only a LambdaLR is
+    computed again. Any other schedule keeps its state from the checkpoint, except for the peak
+    learning rate if `lr` may change.
 
     Args:
-        trainer: Trainer of the run.
-        changed: Optimizer options that may change.
+        trainer: Trainer of the run, whose schedules are loaded.
+        changed: Names of the optimizer options that may change, such as `lr`.
 
     Yields:
         One message for each schedule that gives another learning rate than the saved one.

@@ -1,4 +1,7 @@
-"""Decisions about saves after an error: whether to save, and which checkpoint to amend."""
+"""Two decisions about saves: whether to save after an error, and whether to amend a checkpoint.
+
+To amend a checkpoint means to add what a validation has changed, instead of saving it again.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,17 +23,19 @@ AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, 
 def may_save(
     trainer: Trainer, exception: BaseException, facts: list[Any], agreement_folder: Path
 ) -> bool:
-    """Return whether all ranks have failed after the same step, so that the step can be saved.
+    """Return whether the newest complete step can be saved after an error of the training.
 
-    The answer is False if the optimizer may have changed only some of the parameters, if a rank
-    has not failed, if a save has failed, or if CAUSES says that the error is not salvaged, as that
-    of a network between the ranks. The answer is the
-    same on all ranks that call it. Waits for the other ranks for at most AGREEMENT_S.
+    A save needs all ranks. So the answer is True only if every rank has failed and calls this
+    function with the same `facts`. Waits for the other ranks for at most AGREEMENT_S. The answer is
+    False if the optimizer may have updated only some of the parameters. It is also False, without a
+    wait, if the error is that of a save, or of a kind after which CAUSES does not allow a save,
+    such as a failed network between the ranks. The answer is the same on all ranks.
 
     Args:
         trainer: Trainer of the run.
         exception: Error of this rank.
-        facts: Description of the save, which must be equal on all ranks.
+        facts: Plain values that describe the save. A save is possible only if they are equal on all
+            ranks.
         agreement_folder: Shared folder of this start of the run, in which the ranks agree.
     """
     is_salvaged = CAUSES[ending_of(exception).cause].is_salvaged
@@ -45,13 +50,14 @@ def may_save(
 def allow_amendment(trainer: Trainer, path: Path) -> None:
     """Let the first validation of a resumed run amend the checkpoint from which the run resumed.
 
-    The run resumes to repeat this validation. Its metrics are then added to the checkpoint, instead
-    of a second save of the same step. Does nothing if `path` does not exist, because the run
-    resumed from another run's checkpoint, or if the current strategy writes another kind of
-    checkpoint. All ranks must call it.
+    Call it if the checkpoint was saved before the validation of its step, which the resumed run
+    repeats. The metrics of this validation are then added to the checkpoint, instead of a second
+    save of the same step. Does nothing if `path` does not exist, because the run resumed from
+    another run's checkpoint, or if the current strategy writes another kind of checkpoint. All
+    ranks must call it.
 
     Args:
-        trainer: Trainer of the run.
+        trainer: Trainer of the run, whose weights and optimizer state are loaded.
         path: Folder of the checkpoint of the current step in this run's store.
     """
     strategy = strategy_of(trainer)

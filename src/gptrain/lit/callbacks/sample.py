@@ -16,11 +16,11 @@ SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more pro
 
 
 class SampleText(Callback):
-    """Generates a continuation of `prompt` if the dataset has a tokenizer.
+    """Callback that lets the model continue the text `prompt`, to show what it has learned.
 
     The text is printed at the end of training. Loggers with a `log_note` method also get a text at
-    each validation. The callback does nothing under fast_dev_run, with pipeline stages, or if the
-    module has no `net`.
+    each validation. The callback does nothing if the validation dataset has no tokenizer, under
+    fast_dev_run, with pipeline stages, or if the module has no `net`.
 
     Args:
         prompt: Text to continue, at least one token long.
@@ -34,13 +34,13 @@ class SampleText(Callback):
         self._text: str | None = None  # text of the last sample
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text during training, if a logger takes texts."""
+        """Generate a text at a validation during training, if a logger has a `log_note` method."""
         is_logged = any(hasattr(logger, "log_note") for logger in trainer.loggers)
         if is_logged and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text and print it on rank 0."""
+        """Generate a text at the end of training, and print it on rank 0."""
         text = self._sample(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
@@ -48,10 +48,10 @@ class SampleText(Callback):
             log.info(labels.line("sample", text))
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """Generate the text of this step and pass it to the loggers, once per step.
+        """Generate a text and pass it to the loggers, or return the text of this step again.
 
         All ranks must call this method, because the forward pass of a partitioned net needs all
-        ranks.
+        ranks. The random numbers of the training are not changed.
 
         Args:
             trainer: Trainer of the run.
@@ -69,7 +69,6 @@ class SampleText(Callback):
         net = getattr(pl_module, "net", None)
         if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None
-        # All ranks generate, because the forward pass of a partitioned net needs all ranks.
         device = trainer.strategy.root_device
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(0)  # leaves the RNG of training alone

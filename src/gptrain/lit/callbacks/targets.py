@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 
 class MissingTargets:
-    """Reports steps without any target: an error in the first step, a warning in a later step.
+    """Reports optimizer steps in which every target is -100, so that nothing was trained.
+
+    This is an error in step 0 of the run, and a warning in a later step.
 
     Attributes:
         n_steps: Number of optimizer steps without a target, in this start of the run.
@@ -28,10 +30,10 @@ class MissingTargets:
         self.is_last = False
 
     def check_step(self, trainer: Trainer, step: int, n_targets: float) -> None:
-        """Check that the losses of a step have counted a target on any data-parallel rank.
+        """Check that a step had at least one target on any data-parallel rank.
 
-        An error stops the run if step 0 has no target. Of later steps the first without a target is
-        logged as a warning, and all are counted in `n_steps`.
+        A later step than step 0 without a target is counted in `n_steps`, and the first such step
+        of a start is logged as a warning on rank 0.
 
         Args:
             trainer: Trainer of the run.
@@ -59,10 +61,11 @@ class MissingTargets:
 
 
 def check_evaluated(trainer: Trainer) -> None:
-    """Check that the batches of an evaluation had a target that counts.
+    """Check that the batches of an evaluation had at least one target that is not -100.
 
-    `TrainingMonitor` calls it if validation_step or test_step has not used gptrain's loss. A batch
-    that is neither a pair nor a dict with integer targets or labels counts as a batch with a
+    `TrainingMonitor` calls it if the module's own validation_step or test_step has not called
+    `LanguageModel.evaluate`, which checks this itself. A batch in which targets cannot be counted,
+    because it is neither a pair nor a dict with integer targets or labels, counts as a batch with a
     target. Does nothing if the loader does not count targets, as the loader of a user's
     LightningDataModule. All ranks must call it.
 

@@ -101,12 +101,14 @@ def unsupported_reason(
 
 
 def find_second_progress_bar(classes: Iterable[tuple[str, type]]) -> tuple[str, str] | None:
-    """Return the config key of the second progress bar and an error message, or None.
-
-    Lightning shows one progress bar only.
+    """Return an error if the config has two progress bars, of which Lightning shows only one.
 
     Args:
         classes: Config key and class of each callback.
+
+    Returns:
+        The config key of the second progress bar and the error message, or None if there is at most
+        one.
     """
     bars = [key for key, callback_class in classes if issubclass(callback_class, ProgressBar)]
     if len(bars) < 2:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 def n_collectives() -> int:
     """Return the number of collectives that this rank has started in the default process group.
 
-    Ranks with equal numbers can start the next collective together. The number is 0 without a
-    process group, and for a backend that does not count its collectives.
+    After an error, ranks can start another collective together only if their numbers are equal. The
+    number is 0 without a process group, and for a backend that does not count its collectives.
     """
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
@@ -22,7 +22,7 @@ def n_collectives() -> int:
 
 
 class Vote:
-    """Yes-or-no votes of all ranks, whose results are known at the next call.
+    """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
     The result of a vote is yes if any rank voted yes. It is identical on all ranks. Ranks may
     therefore start a collective operation because of a result, but not because of their own vote.
@@ -38,14 +38,15 @@ class Vote:
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
         """Start new votes, and return the results of the votes that the previous call started.
 
-        All ranks must call it at the same points of the run.
+        All ranks must call it at the same points of the run. The call waits only if the previous
+        votes have not reached all ranks yet.
 
         Args:
             *votes: Votes of this rank, one for each question. One all-reduce carries all of them.
 
         Returns:
-            The results of the previous call in the order of its votes, or None at the first call.
-            A single rank gets its new votes back at once.
+            The results of the previous call in the order of its votes, or None if no votes are
+            pending, as at the first call. A single rank gets its new votes back at once.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return votes

@@ -4,7 +4,8 @@ Every Lightning logger works. gptrain calls two more methods if a logger has the
 
 - `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
   resumed run repeats the steps after its checkpoint, so the logger removes their points.
-- `log_note(name, text, step)`, with sampled text and with the reason why the run ended.
+- `log_note(name, text, step)`, with sampled text and with the reason why the run ended. `step` is
+  the number of optimizer steps done.
 """
 
 from gptrain.lit.loggers.csv import CSVLogger

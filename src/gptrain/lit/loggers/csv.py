@@ -11,10 +11,10 @@ from gptrain.lit.loggers.rows import Row, RowLogger
 
 
 class CSVLogger(RowLogger):
-    """Logger that writes `save_dir`/metrics.csv with one row per optimizer step.
+    """Logger that writes `save_dir`/metrics.csv with one row per logged optimizer step.
 
-    Lightning's CSVLogger writes one row per call and starts an empty file in every process, so it
-    would lose the rows of a run that is resumed.
+    A resumed run continues the file. Lightning's CSVLogger would start an empty file in every
+    process, and write several rows for the values of one step.
 
     Args:
         save_dir: Folder of metrics.csv. The folder must exist.
@@ -23,11 +23,14 @@ class CSVLogger(RowLogger):
     file_name = "metrics.csv"
 
     def read(self) -> list[Row]:
-        """Return the complete rows of the table, without empty cells."""
+        """Return the complete rows of the file, or an empty list if the file does not exist.
+
+        An empty cell is left out of its row.
+        """
         return read_table(self.path)
 
     def create(self, rows: list[Row]) -> "Table":
-        """Replace the file by a table with these rows.
+        """Replace the file by a table with these rows, and return the table, open for more rows.
 
         Args:
             rows: Rows with which the table begins.
@@ -36,7 +39,7 @@ class CSVLogger(RowLogger):
 
 
 class Table:
-    """CSV file whose columns are the names in its rows, `step` first.
+    """CSV file that grows at its end and whose columns are the names in its rows, `step` first.
 
     Args:
         path: Path of the file. Its folder must exist. A file of this name is replaced.
@@ -48,10 +51,13 @@ class Table:
         self._write(rows)
 
     def append(self, row: Row) -> None:
-        """Add a row at the end of the file, and a column for each name that is new.
+        """Add a row at the end of the file.
+
+        If the row has a name without a column, the whole file is written again with a column for
+        it.
 
         Args:
-            row: Name -> value. Columns without a name in the row get an empty cell.
+            row: Name -> value. A column whose name is not in the row gets an empty cell.
         """
         if row.keys() - set(self._columns):
             self._write([*read_table(self.path), row])
@@ -70,7 +76,11 @@ class Table:
         self.append(row)
 
     def _write(self, rows: list[Row]) -> None:
-        """Replace the file by a table of rows, with a column for each name."""
+        """Replace the file by a table of rows, with a column for each name.
+
+        Args:
+            rows: Rows of the table.
+        """
         names = [name for row in rows for name in row]
         self._columns = list(dict.fromkeys(["step", *names]))
         text = io.StringIO(newline="")
@@ -83,12 +93,16 @@ class Table:
 
 
 def read_table(path: Path) -> list[Row]:
-    """Return the rows of a table, or an empty list if the file does not exist.
+    """Return the rows of a CSV file of `Table`, or an empty list if the file does not exist.
 
-    A row that a killed process has written only in part is left out, and so are empty cells.
+    A row maps names to texts, except `step`, which is an int. A row that a killed process has
+    written only in part is left out, and an empty cell is left out of its row.
 
     Args:
         path: Path of the file.
+
+    Raises:
+        UnreadableFileError: If the path is not a regular file.
     """
     if not path.exists():
         return []

@@ -16,12 +16,12 @@ class JsonLinesLogger(RowLogger):
     file_name = "metrics.jsonl"
 
     def read(self) -> list[Row]:
-        """Return the objects of the file that have a step."""
+        """Return the objects of the file with an integer `step`; an empty list without a file."""
         rows = read_json_lines(self.path)
         return [row for row in rows if isinstance(row.get("step"), int)]
 
     def create(self, rows: list[Row]) -> JsonLines:
-        """Replace the file by one with these objects.
+        """Replace the file by one with these objects, and return it, open for more objects.
 
         Args:
             rows: Objects with which the file begins.

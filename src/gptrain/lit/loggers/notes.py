@@ -1,4 +1,4 @@
-"""Calls of loggers that Lightning does not make."""
+"""Functions that call the loggers of a run where Lightning itself does not call them."""
 
 from lightning.pytorch import Trainer
 
@@ -9,7 +9,10 @@ STEP = "step"  # Lightning uses a logged value of this name as the x axis, and t
 
 
 def discard_after(trainer: Trainer, step: int) -> None:
-    """Make the loggers remove earlier points after a step, which training will log again.
+    """Make the loggers remove the points of all steps after a given one.
+
+    A resumed run repeats these steps and logs them again. Loggers without a method `discard_after`
+    are left out.
 
     Args:
         trainer: Trainer of the run.
@@ -21,11 +24,12 @@ def discard_after(trainer: Trainer, step: int) -> None:
 
 
 def log_saved_step(trainer: Trainer) -> None:
-    """Write the row of a step before the step is saved.
+    """Write the logged values of a step into the files of gptrain's loggers, before a save.
 
     Lightning passes the values of a step to the loggers after the save. A run that fails between
-    the two would have no row of the step, because a resumed run begins with the next step. Does
-    nothing if the step is not logged, and in a validation. All ranks must call it.
+    the two would have no row of the step, because a resumed run begins with the next step. Only
+    subclasses of RowLogger are called, which write the values of one step into one row even if they
+    come twice. Does nothing if the step is not logged, and in a validation. All ranks must call it.
 
     Args:
         trainer: Trainer of the run.
@@ -39,7 +43,7 @@ def log_saved_step(trainer: Trainer) -> None:
 
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Pass a text of the current step to each logger that has a `log_note` method.
+    """Pass a text to each logger that has a `log_note` method, with the number of steps done.
 
     Args:
         trainer: Trainer of the run.

@@ -11,7 +11,7 @@ Row = dict[str, Any]  # name -> value, and `step`
 
 
 class RowFile(Protocol):
-    """File of rows that grows at its end. Each call writes to the file at once."""
+    """Interface of a file of rows that grows at its end. Each call writes to the file at once."""
 
     def append(self, row: Row) -> None:
         """Add a row at the end of the file."""
@@ -21,11 +21,11 @@ class RowFile(Protocol):
 
 
 class RowLogger(Logger):
-    """Logger that writes a file with one row per optimizer step, and continues it on a resume.
+    """Base class of loggers that write a file with one row per step, and continue it on a resume.
 
     Lightning passes the values of a step in several calls, for example one for the step and one for
-    its validation. All values of a step go into one row. A subclass says how its file is read and
-    written.
+    its validation. All values of a step go into one row. A subclass defines `file_name`, `read` and
+    `create`.
 
     Args:
         save_dir: Folder of the file. The folder must exist.
@@ -48,7 +48,7 @@ class RowLogger(Logger):
         raise NotImplementedError
 
     def create(self, rows: list[Row]) -> RowFile:
-        """Replace the file by one with these rows.
+        """Replace the file by one with these rows, and return it, open for more rows.
 
         Args:
             rows: Rows with which the file begins.
@@ -65,10 +65,11 @@ class RowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the row of a step.
+        """Write metrics into the row of a step, on rank 0 only.
 
-        Metrics of a step before the last row are added to the last row, because some Lightning
-        callbacks number the steps from 0 during a validation.
+        Values that the row has already are replaced. Metrics of a step before the last row are
+        added to the last row, because some Lightning callbacks number the steps from 0 during a
+        validation.
 
         Args:
             metrics: Name -> value.
@@ -87,7 +88,7 @@ class RowLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Remove the rows of later steps, and a last row that was written only in part.
+        """Remove the rows of later steps, and a last row that was written only in part, on rank 0.
 
         Args:
             step: Number of optimizer steps after which training starts or resumes.
@@ -96,7 +97,7 @@ class RowLogger(Logger):
             self._open(step)
 
     def _open(self, last_step: float = float("inf")) -> RowFile:
-        """Open the file for writing, without its rows of later steps, and return it.
+        """Open the file for writing, remove its rows of steps after `last_step`, and return it.
 
         Args:
             last_step: Step of the last row that is kept.

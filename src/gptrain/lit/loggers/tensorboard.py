@@ -1,4 +1,4 @@
-"""The TensorBoard logger, whose tags put the losses into the first section of the page."""
+"""The TensorBoard logger. Its tags put the losses into the first section of TensorBoard's page."""
 
 import textwrap
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         self._config = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write one point per metric. Does nothing if `step` is None, and drops `epoch`.
+        """Write one point per metric, under the tag of its name. The metric `epoch` is left out.
 
         Args:
             metrics: Logged name -> value.
-            step: Number of optimizer steps done, the x value of the points.
+            step: Number of optimizer steps done, the x value of the points. None writes nothing.
 
         Raises:
             OSError: If the event file cannot be written.
@@ -51,11 +51,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Write the overrides of the run and the metric columns into the HPARAMS tab.
+        """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0.
 
         The full configuration is kept until `discard_after` writes it into the TEXT tab. Does
-        nothing with other values: those that Lightning logs for a module or a data module with
-        `save_hyperparameters()` are keys of the configuration.
+        nothing if `params` has no key `typed`: those are the hyperparameters that Lightning logs
+        for a module with `save_hyperparameters()`, and the configuration contains them already.
 
         Args:
             params: Configuration of the run as nested dicts. `params["typed"]` holds the
@@ -74,7 +74,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
-        """Write a text into the TEXT tab, without interpreting it as Markdown.
+        """Write a text into the TEXT tab, on rank 0. It is shown as it is, not as Markdown.
 
         Args:
             name: Name of the text, such as `sample`. The tag is `run/<name>`, because TensorBoard
@@ -86,9 +86,10 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Make TensorBoard ignore points after `step`, and write the configuration as a text.
+        """Make TensorBoard hide the points after `step`, and write the configuration as a text.
 
-        The points stay in the event files. A SessionLog START event makes TensorBoard skip them.
+        The points stay in the event files. A SessionLog START event makes TensorBoard hide them.
+        Only rank 0 writes.
 
         Args:
             step: Number of optimizer steps after which training starts or resumes.
@@ -102,8 +103,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write buffered events to disk.
+        """Write buffered events to disk, on rank 0.
 
-        Lightning's method also writes hparams.yaml, which .hydra/config.yaml replaces.
+        Lightning's method would also write hparams.yaml. The run folder does not need this file,
+        because .hydra/config.yaml has the whole configuration.
         """
         self.experiment.flush()

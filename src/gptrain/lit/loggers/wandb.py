@@ -29,6 +29,8 @@ class WandbLogger(pl_loggers.WandbLogger):
     def finalize(self, status: str) -> None:
         """Finish the Weights & Biases run, so that the next job in this process starts its own.
 
+        Only rank 0 does so. Does nothing more than Lightning's method if no run was started.
+
         Args:
             status: Lightning's status. Any status but `success` marks the run as failed.
         """

@@ -39,8 +39,9 @@ def build_strategy(
 ) -> tuple[nn.Module, LightningStrategy]:
     """Build the part of the net that this rank holds, and the Lightning strategy that trains it.
 
-    The weights are those that a single process would get from the same seed. The process group must
-    exist, except for `single`, and `parallel.requirements.check_fit` must have accepted the net.
+    The weights are those that a single process would get from the same seed. All ranks must call
+    this function. The process group must exist, except for the strategy `single`, and
+    `parallel.requirements.check_fit` must have accepted the net.
 
     Args:
         make_net: Function that builds the full net. It draws the initial weights from PyTorch's
@@ -55,6 +56,10 @@ def build_strategy(
         sample: Tokens (T,) of one sample. A net that is not a class of gptrain is first run on them
             both in its plain form and under the strategy, and the results are compared. None skips
             this comparison.
+
+    Returns:
+        The net, of which this rank holds a part or all, on its device; and the strategy, whose
+        attribute `info` describes the full net.
 
     Raises:
         IncompatibleModelError: If the comparison finds that the strategy would train another
@@ -74,7 +79,7 @@ def build_strategy(
 
     @unset_fake_temporarily()
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
-        """Turn a full net into the part that this rank runs, in place."""
+        """Turn a full net into the part that this rank holds, in place, and compile it if asked."""
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing, compile)
         apply_compile(net, compile)
@@ -108,15 +113,16 @@ def build_strategy(
 
 
 def contract_of(name: str, net: nn.Module) -> tuple[str, str]:
-    """Return what an error says about a net that breaks the contract of a strategy.
+    """Return the key and the advice of an error about a net that a strategy cannot train correctly.
 
     Args:
         name: Strategy of the run.
         net: Net, partitioned or not.
 
     Returns:
-        The config key that the error names, and the end of its message: the contract and, if the
-        strategy has requirements, the strategies that can train the net without them.
+        The config key that the error names, `strategy.name` or, if the strategy takes any net,
+        `model._target_`; and the end of the message: the requirements of the strategy and, if it
+        has any, the strategies that can train this net without them.
     """
     row = STRATEGIES[name]
     contract = f"{row.contract} (see gptrain.models)"

@@ -1,7 +1,6 @@
-"""The steps of a run, as a mixin for Lightning's strategies.
+"""LightningStrategy, the mixin that connects Lightning's training loop to `gptrain.parallel`.
 
-`LightningStrategy` is the part that all strategies share. `replicated.py` and `partitioned.py`
-combine it with a strategy of Lightning.
+`replicated.py` and `partitioned.py` combine the mixin with a strategy class of Lightning.
 """
 
 import math
@@ -34,7 +33,7 @@ class StrategyInfo:
     """Facts about the run's strategy, and about the net before it was partitioned.
 
     Attributes:
-        name: Name of the strategy, such as `ddp`.
+        name: Name of the strategy that runs, such as `ddp`.
         net_name: Class name of the net.
         n_parameters: Number of parameters of the full net. Tied weights count once.
         n_matrix_weights: Number of weights that are multiplied with every token: all matrices and
@@ -50,21 +49,24 @@ class StrategyInfo:
 
 
 class LightningStrategy(SavingStrategy):
-    """Mixin for Lightning's strategies that delegates all computation to `self.parallel`.
+    """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
-    `SavingStrategy` saves and loads the checkpoints.
+    Lightning calls the hooks of this class in each training step. They free the gradients of the
+    last step, count the targets, and clip the gradients. The base class SavingStrategy saves and
+    loads the checkpoints.
 
     Args:
-        parallel: Object that partitions and trains the net.
+        parallel: Object that partitions and trains the net, without knowing Lightning.
         arguments: Positional arguments of Lightning's strategy.
         keywords: Keyword arguments of Lightning's strategy.
 
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
-        decide_step: Function that decides whether the optimizer's update is made, for example not
-            if a gradient is NaN. It is called after the computation of `grad_norm`.
-        conclude_step: Function that waits until the last decision is known and reports it. Call it
-            on all ranks before the state of a step is saved or sent.
+        decide_step: Function (optimizer) that makes the optimizer skip its update, for example if a
+            gradient is NaN. `clip` calls it after the computation of `grad_norm`. None before the
+            training starts.
+        conclude_step: Function without arguments that waits until the last decision is known and
+            reports it. Call it on all ranks before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
         micro_steps: Arguments, keyword arguments and random generator states of training_step, for
@@ -72,7 +74,8 @@ class LightningStrategy(SavingStrategy):
         micro_losses: Loss of each micro-step of the current step as Lightning passes it to
             `backward`: detached, and divided by the number of accumulated micro-steps.
         step_mean: Divisor of the losses of the current step, and mean loss of the last step.
-        is_updating: True while the optimizer may have updated some parameters but not all.
+        is_updating: True from the clipping to the end of a step, while the optimizer may have
+            updated some parameters but not all. The state must not be saved then.
     """
 
     info: StrategyInfo
@@ -90,12 +93,16 @@ class LightningStrategy(SavingStrategy):
     def n_saved(self) -> int:
         """Number of parameters of the net in a checkpoint.
 
-        Frozen parameters are not counted if checkpoints leave them out and refer to a base instead.
+        Frozen parameters are not counted if checkpoints leave them out. The manifest of such a
+        checkpoint names the file from which a resumed run reads them.
         """
         return self.info.n_parameters if self.base is None else self.info.n_trained
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizer and prepare `self.parallel` for training.
+        """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss.
+
+        Args:
+            trainer: Trainer that fits.
 
         Raises:
             IncompatibleModelError: If the module's configure_optimizers returns several optimizers.
@@ -115,15 +122,16 @@ class LightningStrategy(SavingStrategy):
         self._buffer_places = find_saved_buffers(self.module)
 
     def synchronize_buffers(self, group: dist.ProcessGroup | None = None) -> None:
-        """Give all ranks of a group the buffers of the group's first rank.
+        """Broadcast the saved buffers of the module from the first rank of a group to all others.
 
-        Each rank updates the buffers with its own samples, for example the running averages of
+        Each rank updates buffers with its own samples, for example the running averages of
         BatchNorm. A checkpoint holds the buffers of one rank only. Without this method the other
-        ranks would evaluate, and resume, with other values. All ranks of the group must call it
-        after each step.
+        ranks would evaluate, and resume, with other values. All ranks of the group must call it.
+        TrainingMonitor calls it after each step.
 
         Args:
-            group: Group of ranks. Defaults to the data-parallel ranks.
+            group: Group of ranks. Defaults to the data-parallel ranks. A group of one rank does
+                nothing.
         """
         group = group or self.parallel.data_group
         if group is None or group.size() == 1:
@@ -141,13 +149,14 @@ class LightningStrategy(SavingStrategy):
                 buffer.copy_(part.view_as(buffer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compute the divisor of the losses before the first micro-batch of a step.
+        """Compute the divisor of the losses of a step, before its first micro-batch.
 
-        Lightning calls this hook on all ranks; the numbers of targets are summed over the data
-        ranks. gptrain's data loader reads all micro-batches of a step at once and so knows the
-        number of their targets. With a user's own data loader the other micro-batches are assumed
-        to have as many targets as the first one. Does nothing before the other micro-batches of a
-        step.
+        The divisor makes the loss a mean over all targets of the step on all data ranks, which is
+        why their numbers are summed over these ranks. gptrain's data loader reads all micro-batches
+        of a step at once and so knows the number of their targets. With a user's own data loader
+        the other micro-batches are assumed to have as many targets as the first one. Lightning
+        calls this hook on all ranks, before every micro-batch; it does nothing before the second
+        and later micro-batches of a step.
 
         Args:
             batch: Micro-batch of this rank.
@@ -167,11 +176,13 @@ class LightningStrategy(SavingStrategy):
             self.step_mean.compute_divisor(n_targets, n_micro_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step; before the first micro-step, free the old gradients.
+        """Run the module's training_step, and before the first micro-step free the old gradients.
 
-        Lightning frees them after the forward pass, which raises the peak memory by the size of the
-        gradients: 4 bytes per parameter in fp32. The arguments and the result are those of the
-        module's training_step.
+        Lightning would free them after the forward pass, which raises the peak memory by the size
+        of the gradients: 4 bytes per parameter in fp32. The arguments and the random generator
+        states of each micro-step are kept in `micro_steps`, so that it can be repeated to find a
+        value that is not finite. The arguments and the result are those of the module's
+        training_step.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
@@ -206,26 +217,28 @@ class LightningStrategy(SavingStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Complete the gradients of a step, measure their norm into `grad_norm`, and clip them.
+        """Complete the gradients of a step, clip them, and decide whether the step is taken.
 
-        The first call in a step also synchronizes gradients that `self.parallel` has not
-        synchronized yet, and corrects them for targets that were changed in training_step. A module
-        that clips in its own way may call this method again. All ranks must call it.
+        The norm before clipping is stored in `grad_norm`. The first call in a step also
+        synchronizes gradients that `self.parallel` has not synchronized yet, and corrects them for
+        targets that were changed in training_step. A module that clips in its own way may call this
+        method again. All ranks must call it, after the last backward pass of the step.
 
         Args:
             optimizer: Optimizer of the run.
-            max_norm: Largest norm after clipping. None only measures the norm.
+            max_norm: Largest norm after clipping. None or 0 only measures the norm.
 
         Raises:
-            NonFiniteError: If a loss or a gradient of the step before was NaN or infinite, or one
-                of this step with an optimizer that cannot skip an update on its device.
+            RefusedStepError: If the step before was refused and the run ends because of it; or this
+                step, if the optimizer cannot skip an update on its device.
+            DataError: If step 0 of the run has no target.
         """
         with self.parallel.clock.paused():
             self._clip(optimizer, max_norm)
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def _clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Do the work of `clip`, which pauses the ComputeClock around it."""
+        """Do the work of `clip`, which pauses the clock of the computing time around this call."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
         if not self._gradients_finished:
@@ -237,11 +250,11 @@ class LightningStrategy(SavingStrategy):
             self.decide_step(optimizer)
 
     def teardown(self) -> None:
-        """Tear down Lightning's precision plugin and accelerator; let the net stay on its device.
+        """Tear down the precision plugin and the accelerator, but leave the net on its device.
 
-        Lightning's own teardown runs only if the net is neither partitioned nor on a CUDA device.
-        It copies weights and optimizer states to the host: a run that has ended, or that reports
-        that memory is short, would need the memory of the host for them.
+        Lightning's own teardown would also move weights and optimizer states to the CPU. A run that
+        has ended, or that reports a lack of memory, would need the memory of the host for them. For
+        a net that is neither partitioned nor on a CUDA device, Lightning's teardown runs.
         """
         if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
             super().teardown()
@@ -250,7 +263,7 @@ class LightningStrategy(SavingStrategy):
             cast(Accelerator, part).teardown()
 
     def _local_loss(self) -> Tensor:
-        """Return the mean loss of this rank's micro-steps, or NaN if training_step gave no loss."""
+        """Return the mean loss of this rank's micro-steps, or NaN if none of them had a loss."""
         if not self.micro_losses:
             return torch.tensor(math.nan, device=self.root_device)
         # Lightning has divided each loss by the number of accumulated micro-steps.
@@ -259,12 +272,12 @@ class LightningStrategy(SavingStrategy):
 
 
 def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the owner and the name of each buffer that checkpoints contain.
+    """Return the module that owns it, and its name, for each buffer that checkpoints contain.
 
-    Metrics are left out, because their states are sums over the samples of one rank.
+    The buffers of metrics are left out, because they are sums over the samples of one rank.
 
     Args:
-        module: LightningModule of the run.
+        module: LightningModule of the run, whose submodules are searched, too.
     """
     saved = module.state_dict(keep_vars=True).keys()
     return [
@@ -277,7 +290,10 @@ def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def check_optimization(module: pl.LightningModule) -> None:
-    """Check that Lightning calls backward and the optimizer itself (automatic optimization).
+    """Check that a module leaves the backward pass and the optimizer step to Lightning.
+
+    Args:
+        module: LightningModule of the run.
 
     Raises:
         IncompatibleModelError: If the module has automatic_optimization=False.

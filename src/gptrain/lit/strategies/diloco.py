@@ -1,4 +1,8 @@
-"""DiLoCo in Lightning's loop: times of the synchronization, and replicas in a checkpoint."""
+"""DiLoCo in Lightning's loop: when the replicas synchronize, and how a checkpoint holds them.
+
+DiLoCo trains several replicas of the net that exchange their weights only every some hundred steps.
+An inner optimizer trains each replica, and an outer optimizer updates the common weights.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -33,10 +37,21 @@ class LightningDiLoCo(LightningMultiRank):
     _outer_state: dict[str, Any] | None = None  # loaded from a checkpoint, not yet applied
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner optimizer's step, and synchronize the replicas if it is due.
+        """Run the inner optimizer's step, then synchronize the replicas if that is due.
 
-        The synchronization is due after every `strategy.sync_every`-th step and after the last
-        step. All ranks must call this method.
+        It is due after every `strategy.sync_every`-th step and after step `trainer.max_steps`. All
+        ranks must call this method.
+
+        Args:
+            optimizer: Inner optimizer.
+            args: Further arguments of Lightning's method.
+            kwargs: Keyword arguments of Lightning's method.
+
+        Returns:
+            The result of Lightning's method.
+
+        Raises:
+            RefusedStepError: If the step was refused and the run ends because of it.
         """
         result = super().optimizer_step(optimizer, *args, **kwargs)
         trainer = self.module.trainer
@@ -50,7 +65,8 @@ class LightningDiLoCo(LightningMultiRank):
     def on_validation_start(self) -> None:
         """Synchronize the replicas, so that all ranks validate the same weights.
 
-        Does nothing outside of a fit, in the sanity check, or if the last step has synchronized.
+        All ranks must call this method. It does nothing outside of a fit, in the sanity check, or
+        if the replicas have synchronized after the last step.
         """
         trainer = self.module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -97,10 +113,12 @@ class LightningDiLoCo(LightningMultiRank):
     def own_state(self) -> dict[str, Any]:
         """Return the weights and the optimizer state of this rank's replica, for a file of its own.
 
+        Only the first rank of each replica writes such a file. The first replica has none, because
+        the common state file holds it.
+
         Returns:
-            `state_dict` and `optimizer` (name -> kind -> value) on the first rank of each replica
-            but the first replica, which is saved in the common state file. An empty dict on all
-            other ranks.
+            `state_dict` and `optimizer` (name of the parameter -> name of the state, such as
+            `exp_avg`, -> value), or an empty dict on a rank that writes no such file.
         """
         is_first_replica = self.parallel.sync_group.rank() == 0
         is_first_rank = self.parallel.replica_group.rank() == 0
@@ -113,14 +131,17 @@ class LightningDiLoCo(LightningMultiRank):
         }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Load a checkpoint; in a fit, replace the first replica's state by this rank's replica.
+        """Load a checkpoint with the weights and the optimizer state of this rank's replica.
 
-        If the checkpoint has another number of replicas than this run, all replicas start from the
-        first one, and a warning says so. Outside of a fit all ranks use the first replica.
+        If the checkpoint has another number of replicas than this run, all replicas start from its
+        first replica, and rank 0 logs a warning. Outside of a fit all ranks use the first replica.
 
         Args:
             checkpoint_path: Folder of a checkpoint, or path of a file.
             weights_only: Ignored. Only tensors and plain values are ever loaded.
+
+        Returns:
+            The content of the state file, with the tensor names of the module's state dict.
         """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._outer_state = checkpoint.pop("replicas", None)
@@ -139,7 +160,7 @@ class LightningDiLoCo(LightningMultiRank):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the inner optimizer, and of the outer one if the checkpoint has it.
 
-        All ranks must call this method.
+        All ranks must call this method, after `load_checkpoint`.
 
         Args:
             checkpoint: Result of `load_checkpoint`.
@@ -151,5 +172,9 @@ class LightningDiLoCo(LightningMultiRank):
 
 
 def replica_name(replica: int) -> str:
-    """Return the name of a checkpoint's file with the weights and optimizer state of a replica."""
+    """Return the name of the file in a checkpoint that holds a replica other than the first.
+
+    Args:
+        replica: Number of the replica, from 1.
+    """
     return f"replica-{replica:04d}.ckpt"

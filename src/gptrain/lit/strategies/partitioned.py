@@ -1,4 +1,4 @@
-"""Lightning strategy whose ranks each hold a part of the net."""
+"""Lightning strategy of nets that are divided among the ranks (FSDP, tensor, pipeline, context)."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,17 +14,20 @@ from gptrain.lit.strategies.replicated import LightningMultiRank
 
 
 class LightningPartitioned(LightningMultiRank):
-    """Trains a net whose parts are already on their ranks and devices.
+    """Trains a net of which each rank holds a part, already on its device.
 
-    Lightning's own steps that would broadcast the weights of rank 0, move the net to the device and
-    wrap the module are skipped.
+    DDPStrategy of Lightning would broadcast the weights of rank 0, move the net to the device and
+    wrap the module. These three steps are skipped.
     """
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the accelerator, the precision and, in a fit, the optimizer.
 
-        Metrics of the module are synchronized among the data ranks only, because all ranks of one
-        data rank update them with the same values.
+        Also sets the process group of the module's metrics to the data ranks. The ranks that read
+        the same samples update the metrics with the same values, which must count once.
+
+        Args:
+            trainer: Trainer of the run.
         """
         cast(Accelerator, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(cast(nn.Module, self.model))
@@ -38,7 +41,10 @@ class LightningPartitioned(LightningMultiRank):
                 metric.process_group = self.parallel.data_group
 
     def model_to_device(self) -> None:
-        """Move everything but the net to the device; CPU-offloaded shards of the net stay."""
+        """Move the module to the device, except for its net.
+
+        The net is on its device already, or stays on the CPU if its shards are offloaded.
+        """
         module: Any = self.model
         net = module.net
         module.net = None
@@ -47,9 +53,9 @@ class LightningPartitioned(LightningMultiRank):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without communication inside the block.
+        """Accumulate gradients inside the block without communication between ranks.
 
-        Lightning enters the block in all micro-steps of a step except the last one.
+        Lightning runs all micro-steps of an optimizer step except the last one in such a block.
         """
         with self.parallel.without_gradient_sync():
             yield

@@ -1,4 +1,4 @@
-"""Lightning strategies whose ranks each hold the full net: one device, or several with DDP."""
+"""Lightning strategies of one device, and of several ranks that each hold the full net (DDP)."""
 
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ class LightningSingleDevice(LightningStrategy, SingleDeviceStrategy):
     """Trains on one device, without a process group.
 
     Args:
-        parallel: Object that trains the net, on its own device.
+        parallel: Object that trains the net on its attribute `device`.
     """
 
     def __init__(self, parallel: ParallelStrategy):
@@ -23,9 +23,10 @@ class LightningSingleDevice(LightningStrategy, SingleDeviceStrategy):
 
 
 class LightningMultiRank(LightningStrategy, DDPStrategy):
-    """Trains on several ranks of a process group that exists already.
+    """Trains on several ranks of a process group that exists already, usually with DDP.
 
-    The module is wrapped in DistributedDataParallel if `parallel.ddp_arguments` is not None.
+    The module is wrapped in DistributedDataParallel if `parallel.ddp_arguments` is not None. The
+    strategies that divide the net among the ranks are a subclass.
 
     Args:
         parallel: Object that partitions and trains the net.
@@ -35,19 +36,20 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
         super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
-        """Set the ranks in Lightning; do not start a process group and do not seed the generators.
+        """Pass the global rank and the world size to Lightning, and do nothing else.
 
-        Lightning would seed all ranks with the same number, so that their dropout masks would be
-        identical.
+        The process group exists already. Lightning would also seed all ranks with the same number,
+        so that their dropout masks would be identical.
         """
         self.set_world_ranks()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks. The mean of an integer tensor is a float tensor.
+        """Reduce a tensor over the ranks, as Lightning does, but keep the fraction of a mean.
 
-        All ranks must call this method. Lightning 2.6 rounds the mean of an integer tensor. With
+        Lightning 2.6 rounds the mean of an integer tensor; here it is a float tensor. With
         evaluation batches of 18 samples on one rank and 19 on another, `self.log(name, value,
-        sync_dist=True)` would then divide the sum by 18 instead of 18.5.
+        sync_dist=True)` would otherwise divide the sum by 18 instead of 18.5. All ranks must call
+        this method.
 
         Args:
             tensor: Tensor of this rank. Any other value is returned unchanged.
@@ -62,9 +64,10 @@ class LightningMultiRank(LightningStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module in DistributedDataParallel and register `parallel.comm_hook`, if any.
 
-        Lightning would register a communication hook on GPUs only. Lightning 2.6 also wraps the
-        module on a side stream, so that each gradient would wait for events of two streams,
-        and the buckets that DDP replaces in the second step would take 4 bytes per parameter more.
+        Does nothing if the strategy uses neither. Lightning's method is replaced for two reasons:
+        it registers a communication hook on GPUs only, and it wraps the module on a side stream, so
+        that each gradient waits for events of two streams, and the buckets that DDP replaces in the
+        second step take 4 bytes per parameter more (Lightning 2.6).
         """
         if self.parallel.ddp_arguments is not None:
             self.model = DistributedDataParallel(

@@ -29,11 +29,11 @@ INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in shard
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Frozen weights of the net that checkpoints refer to instead of holding them.
+    """Frozen weights of the net that are not saved in checkpoints, because a file has them already.
 
     Attributes:
-        entry: Path and sha256 of the weights, for the manifest of a checkpoint.
-        names: Names of the frozen tensors, all names of tied ones.
+        entry: Path and sha256 of this file. The manifest of each checkpoint contains both.
+        names: Names of the frozen tensors in the net. A tied tensor appears under all of its names.
     """
 
     entry: dict[str, str]
@@ -54,13 +54,14 @@ class SavingStrategy(Strategy):
         keywords: Keyword arguments of Lightning's strategy.
 
     Attributes:
-        saves_to_store: True while a checkpoint of gptrain is saved, and not a file of Lightning's
-            ModelCheckpoint.
-        saved: Fingerprints of the newest save's tensors: of rank 0's state file, and of the files
-            that only this rank writes. None if no validation will amend this save.
+        saves_to_store: True while a checkpoint of gptrain is saved. False while Lightning saves a
+            file of its own, for example for ModelCheckpoint.
+        saved: Fingerprints of the tensors in rank 0's state file of the newest save, and of those
+            in the files that only this rank writes. They show later which tensors have changed.
+            None if no validation will amend the newest save.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
-            replaced them. They are known after a checkpoint was loaded.
-        base: Frozen weights that checkpoints of gptrain leave out. None if there are none.
+            replaced them. Set when a checkpoint is loaded.
+        base: Frozen weights that checkpoints of gptrain leave out. None if checkpoints hold all.
         has_replicas: True if a save contains files of several replicas of the net (DiLoCo).
     """
 
@@ -91,9 +92,10 @@ class SavingStrategy(Strategy):
         return self.parallel.is_partitioned and self.saves_to_store
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """Return name in a checkpoint -> parameter of the module. Tied weights appear once.
+        """Return the parameters of the module by the names that they have in a checkpoint.
 
-        In a pipeline these are the parameters of this rank's stages.
+        Tied weights appear once. In a pipeline the dict has the parameters of this rank's stages
+        only, and those of the module outside its net.
         """
         return states.saved_parameters(self.module, self.parallel.stages)
 
@@ -101,8 +103,9 @@ class SavingStrategy(Strategy):
         """Return the part of the module's state dict that rank 0 writes to its file.
 
         All ranks must call this method. If every rank holds the full net, the result is the whole
-        state dict. In a sharded save the result has no tensors of the net. In an unsharded save of
-        a partitioned net only rank 0 gets the net's tensors, on the CPU.
+        state dict, without the frozen weights in `base` if a checkpoint of gptrain is saved. In a
+        sharded save the result has no tensors of the net. In an unsharded save of a partitioned net
+        only rank 0 gets the net's tensors, on the CPU.
         """
         state = super().lightning_module_state_dict()
         if not self.parallel.is_partitioned:
@@ -115,10 +118,13 @@ class SavingStrategy(Strategy):
         return {f"{NET}{name}": tensor for name, tensor in net.items()} | extra
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict with parameter names in place of numbers.
+        """Return the optimizer's state dict with parameter names in place of parameter numbers.
 
         All ranks must call this method. In a sharded save the result has only the options of the
         parameter groups. In an unsharded save only rank 0 gets the tensors, on the CPU.
+
+        Args:
+            optimizer: Optimizer of the run.
         """
         parameters = self.saved_parameters()
         stages = self.parallel.stages
@@ -130,15 +136,18 @@ class SavingStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint. All ranks must call this method; it changes `checkpoint` in place.
+        """Write the state that Lightning has collected into a checkpoint or a file.
+
+        All ranks must call this method. Which of three saves is made depends on `storage_options`.
 
         Args:
-            checkpoint: State dict that Lightning has collected. Its tensors get their names in a
-                checkpoint file.
-            filepath: Path for Lightning's own file. Other saves ignore it.
+            checkpoint: State dict that Lightning has collected. It is changed in place: its tensors
+                get the names that they have in a checkpoint file.
+            filepath: Path of the file, if `storage_options` is None. Otherwise ignored.
             storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
-                newest one after its validation: rank 0 puts the bytes of the small file
-                `amendment.NAME` into the dict. None writes Lightning's own file.
+                newest checkpoint after its validation: rank 0 puts the content of the additional
+                file `amendment.NAME` into the dict. None writes one file in Lightning's own way,
+                for example for ModelCheckpoint.
         """
         is_amendment = self.saves_to_store and isinstance(storage_options, dict)
         if self._writes_shards and not is_amendment:
@@ -159,11 +168,11 @@ class SavingStrategy(Strategy):
             self.take_fingerprints(checkpoint)
 
     def own_state(self) -> Any:
-        """Return the state that only this rank saves: its shards of the net and the optimizer.
+        """Return the state that this rank saves in files of its own: its shards.
 
         Returns:
-            `net` (name -> tensor) and `optimizer` (name -> kind -> value) of this rank. An empty
-            dict if the net is not partitioned.
+            `net` (name -> tensor) and `optimizer` (name of the parameter -> name of the state, such
+            as `exp_avg`, -> value). An empty dict if the net is not partitioned.
         """
         if not self.parallel.is_partitioned:
             return {}
@@ -176,35 +185,41 @@ class SavingStrategy(Strategy):
         return state
 
     def take_fingerprints(self, checkpoint: Any) -> None:
-        """Set `saved` to the fingerprints of a save that a validation may amend.
+        """Compute the fingerprints of a save that a validation may amend, and keep them in `saved`.
 
         Args:
-            checkpoint: Content of rank 0's state file. Other ranks ignore it.
+            checkpoint: Content of the state file that rank 0 writes. Other ranks ignore it.
         """
         of_state_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
         self.saved = (of_state_file, amendment.fingerprints(self.own_state()))
 
     def is_unchanged_since_save(self) -> bool:
-        """Return whether the tensors of this rank's own files are those of the newest save.
+        """Return whether the tensors in this rank's own files have not changed since the last save.
 
         The newest checkpoint can be amended, instead of saved again, only if all ranks return True.
+        The result is False if `saved` is None.
         """
         if self.saved is None:
             return False
         return amendment.is_unchanged(self.own_state(), self.saved[1])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Load a checkpoint of gptrain, or a file of Lightning's, on the CPU.
+        """Load the state file of a checkpoint of gptrain, or a file of Lightning's, on the CPU.
 
-        Tensors in the ranks' own files of a sharded checkpoint are read later, by
-        `load_model_state_dict` and `load_optimizer_state_dict`.
+        The shards of a sharded checkpoint are read later, by `load_model_state_dict` and
+        `load_optimizer_state_dict`.
 
         Args:
             checkpoint_path: Folder of a checkpoint, or path of a file.
             weights_only: Ignored. Only tensors and plain values are ever loaded.
 
         Returns:
-            The checkpoint with Lightning's names of the tensors.
+            The content of the file, with the tensor names of the module's state dict.
+
+        Raises:
+            DamagedCheckpointError: If a file is damaged, or contains anything but tensors and plain
+                values.
+            FileNotFoundError: If the file is missing.
         """
         path = Path(checkpoint_path)
         self._loaded = path
@@ -220,7 +235,9 @@ class SavingStrategy(Strategy):
             strict: Whether names outside `net` must be equal. Names of the net always must.
 
         Raises:
-            ValueError: If the checkpoint does not fit the module.
+            ValueError: If the tensors of a partitioned or sharded net have other names or shapes
+                than those of the module.
+            RuntimeError: The same, if every rank holds the full net and the save is unsharded.
         """
         reader = self._shard_reader()
         state = checkpoint["state_dict"]
@@ -246,11 +263,15 @@ class SavingStrategy(Strategy):
         """Load this rank's part of the optimizer state from a checkpoint.
 
         Before that, the options of the parameter groups, as the config gives them, are copied to
-        `fresh_options`. All ranks must call this method. It adapts the states of the learning rate
-        schedules in `checkpoint` if the optimizer has another number of parameter groups here.
+        `fresh_options`. All ranks must call this method.
 
         Args:
-            checkpoint: Dict that `load_checkpoint` returned.
+            checkpoint: Dict that `load_checkpoint` returned. The states of the learning rate
+                schedules in it are changed if the optimizer has another number of parameter groups
+                than the saved one, as a stage of a pipeline may have.
+
+        Raises:
+            ValueError: If parameters of one group were saved in groups with different options.
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
@@ -268,9 +289,10 @@ class SavingStrategy(Strategy):
 
     @property
     def base_entries(self) -> dict[str, dict[str, str]]:
-        """Manifest entries, key -> path and sha256, of frozen weights that checkpoints leave out.
+        """Entry for the manifest of a checkpoint that names the file of frozen weights left out.
 
-        The dict is empty if checkpoints hold all weights.
+        The dict has the key `base`, with path and sha256 of the file. It is empty if checkpoints
+        hold all weights.
         """
         return {} if self.base is None else {BASE: self.base.entry}
 
