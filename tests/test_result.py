@@ -18,7 +18,8 @@ import torch
 from gptrain.assemble.provenance import read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
-from gptrain.checkpoints.timeline import TIMES, measure, recovery_times
+from gptrain.checkpoints.timeline import TIMES, measure
+from tests.campaign.recovery import recovery_times
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"

@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gptrain.checkpoints.json_lines import read_json_lines
-from gptrain.checkpoints.timeline import measure, recovery_times
+from gptrain.checkpoints.timeline import measure
 from tests.campaign.lab import Lab
+from tests.campaign.recovery import recovery_times
 from tests.campaign.scenarios import SCENARIOS
 
 
 def print_times(folder: Path, faults: list[str]) -> None:
-    """Print goodput and time to recover by fault, see gptrain.checkpoints.timeline.
+    """Print goodput and time to recover by fault.
 
     The campaign restarts a run as soon as it has ended, in a process that has imported torch.
     """

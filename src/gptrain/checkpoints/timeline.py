@@ -17,9 +17,6 @@ Definitions, in seconds of wall-clock time, over all starts of one run folder:
                     time after a run has reached its own end is not counted
 
     goodput = steps / (sum of all six)
-
-A recovery is the time from the last line of a start that did not reach the end of the run to the
-first step that no start before had done. It contains between_starts, starting and redone.
 """
 
 import math
@@ -190,37 +187,6 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     times = {f"{name}_s": round(value, 3) for name, value in seconds.items()}
     return {"goodput": round(seconds["steps"] / total_s, 4), **times}
-
-
-def recovery_times(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return the seconds of each recovery of a run, in order of time.
-
-    A recovery lasts from the last line of a start that did not reach the end of the run to the
-    first step that no earlier start had done. A recovery that did not end is left out. Within an
-    interval of several steps, all steps are assumed to take the same time.
-
-    Args:
-        rows: Lines of timeline.jsonl of a trusted run.
-    """
-    recoveries = []
-    last_s = None  # time of the last line, unless the run has reached its own end
-    failed_s = None  # time of the last line before the start that has not recovered yet
-    newest = 0  # newest step that any start has done
-    step = 0  # step at the beginning of the interval
-    for row in rows:
-        if "start" in row:
-            step = row["start"]
-            failed_s = failed_s or last_s
-        elif "phase" in row:
-            if failed_s is not None and row["step"] > newest:
-                fraction = (newest + 1 - step) / (row["step"] - step)
-                new_step_s = row["begin"] + fraction * (row["time"] - row["begin"])
-                recoveries.append(new_step_s - failed_s)
-                failed_s = None
-            step = max(step, row["step"])
-            newest = max(newest, step)
-        last_s = None if "end" in row else row["time"]
-    return recoveries
 
 
 def describe(times: Mapping[str, float]) -> str:
