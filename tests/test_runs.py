@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gptrain.checkpoints.manifest import read_manifest, seal
 from gptrain.runs.__main__ import main
 from gptrain.runs.folder import read_run
 from tests.conftest import ROOT
@@ -243,6 +245,15 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
         fcntl.flock(file, fcntl.LOCK_EX)
         code, _, err = typed(main, "--prune", str(run.folder), "--yes")
         assert code == 73 and "is running" in err and (folder / names[1]).exists()
+    manifest = read_manifest(folder / names[0])
+    manifest["config"]["base"] = {"path": str(folder / names[1]), "sha256": ""}
+    user = run.folder.parent / "lora" / "checkpoints" / names[0]
+    user.mkdir(parents=True)
+    (user / "manifest.json").write_bytes(seal(manifest))
+    code, out, err = typed(main, "--prune", str(run.folder), "--yes")
+    assert code == 0 and "nothing to delete" in out, err
+    assert f"keep      {folder / names[1]}: it has the frozen weights of {user.parents[1]}" in out
+    shutil.rmtree(user)
     code, out, err = typed(main, "--prune", str(run.folder), "--yes")
     assert code == 0 and "deleted 1 checkpoint," in out, err
     assert sorted(path.name for path in folder.glob("step-*")) == [names[0], *names[2:]]

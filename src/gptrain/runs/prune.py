@@ -1,19 +1,34 @@
-"""Deletion of all checkpoints of a run but the newest and the best."""
+"""Deletion of the checkpoints of a run that are neither the newest, nor the best, nor in use.
+
+A checkpoint is in use if another run has trained only some weights of its net: the checkpoints of
+that run refer to it instead of holding the frozen weights.
+"""
 
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.checkpoints.lock import LOCK_NAME, RunLock
-from gptrain.checkpoints.manifest import AllDamagedError, folder_name
+from gptrain.checkpoints.manifest import (
+    BASE,
+    MANIFEST_NAME,
+    AllDamagedError,
+    DamagedCheckpointError,
+    folder_name,
+    read_manifest,
+)
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, first_line, printable
+from gptrain.core.locations import default_output_dir
 from gptrain.runs.folder import RunRecord
+
+DEPTH = 3  # levels of folders between output_dir, or the folder that holds a run, and other runs
 
 
 @dataclass(frozen=True)
@@ -24,18 +39,21 @@ class Surplus:
         run: Folder of the run.
         kept: Folders of the checkpoints that are kept.
         deleted: Folders of the checkpoints that are deleted.
+        users: Folder of a run that refers to a checkpoint, by the folder of the checkpoint. Such a
+            checkpoint would be deleted without the reference.
     """
 
     run: Path
     kept: list[Path]
     deleted: list[Path]
+    users: Mapping[Path, Path]
 
 
 def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
-    """Delete all but the newest and the best checkpoint of each run, and return a summary.
+    """Delete the surplus checkpoints of each run, and return a summary.
 
-    Prints what will be deleted and kept before anything is deleted. Does not touch the copies in a
-    mirror.
+    A run keeps its newest and its best checkpoint, and those to which other runs refer. Prints what
+    will be deleted and kept before anything is deleted. Does not touch the copies in a mirror.
 
     Args:
         runs: Runs whose checkpoints are deleted.
@@ -45,10 +63,15 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
         ConfigError: If a run is active, the folder of its checkpoints is a link, no checkpoint is
             intact, or the deletion was not confirmed.
     """
-    surpluses = [find_surplus(run) for run in runs]
+    users = find_users(runs)
+    surpluses = [find_surplus(run, users) for run in runs]
+    for path, user in (item for surplus in surpluses for item in surplus.users.items()):
+        print(f"keep      {printable(path)}: it has the frozen weights of {printable(user)}")
     chosen = [surplus for surplus in surpluses if surplus.deleted]
     if not chosen:
-        return "nothing to delete: each run has only its newest and its best checkpoint"
+        return (
+            "nothing to delete: each run has only its newest and best checkpoint, and those in use"
+        )
     for surplus in chosen:
         for path in surplus.deleted:
             print(f"delete    {printable(path)} · {size_of(path) / 2**20:,.1f} MiB")
@@ -68,14 +91,38 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     return f"deleted {deleted}, {n_bytes / 2**20:,.1f} MiB; copies in a mirror stay"
 
 
-def find_surplus(run: RunRecord) -> Surplus:
-    """Return the checkpoints of a run that are neither the newest nor the best, and the kept ones.
+def find_users(runs: Sequence[RunRecord]) -> dict[Path, Path]:
+    """Return the checkpoints to which runs refer, with the folder of one such run each.
+
+    Looks for runs up to DEPTH levels below the default output folder and below each folder that
+    holds one of the given runs. A run in another place is not found.
+
+    Args:
+        runs: Runs whose checkpoints may be referred to.
+
+    Returns:
+        Folder of a run by the path of the checkpoint that has its frozen weights, without links.
+    """
+    users = {}
+    roots = dict.fromkeys([Path(default_output_dir()), *(run.path.parent for run in runs)])
+    patterns = [f"{'*/' * n}{CHECKPOINTS_NAME}/*/{MANIFEST_NAME}" for n in range(1, DEPTH + 1)]
+    for file in (file for root in roots for pattern in patterns for file in root.glob(pattern)):
+        with suppress(DamagedCheckpointError, ValueError):  # ValueError: a path with a null byte
+            match read_manifest(file.parent)["config"].get(BASE):
+                case {"path": str(path)}:
+                    users[Path(path).resolve()] = file.parents[2]
+    return users
+
+
+def find_surplus(run: RunRecord, users: Mapping[Path, Path]) -> Surplus:
+    """Return the checkpoints of a run that `prune` deletes, and those that it keeps.
 
     Reads every byte of the kept checkpoints to verify them. If the newest checkpoint is damaged,
     the newest intact one is kept as well.
 
     Args:
         run: Run, whose config names the metric of the best checkpoint.
+        users: Result of `find_users`.
 
     Raises:
         ConfigError: If the run is active, its lock or the folder of its checkpoints is a link, or
@@ -96,8 +143,10 @@ def find_surplus(run: RunRecord) -> Surplus:
     kept = {checkpoint.path for checkpoint in verified if checkpoint}
     kept |= {path for path in [store.newest()] if path}
     steps = [folder / folder_name(step) for step in store.steps()]
-    deleted = [path for path in steps if path not in kept and not path.is_symlink()]
-    return Surplus(run.path, sorted(kept), deleted)
+    surplus = [path for path in steps if path not in kept and not path.is_symlink()]
+    used = {path: users[path.resolve()] for path in surplus if path.resolve() in users}
+    deleted = [path for path in surplus if path not in used]
+    return Surplus(run.path, sorted(kept), deleted, used)
 
 
 def size_of(path: Path) -> int:
