@@ -42,6 +42,9 @@ class Question(NamedTuple):
 class Scores(Callback):
     """Logs `eval/<name>/acc` and `eval/<name>/acc_norm` at each validation.
 
+    The scores before the training are logged with them, as `eval/<name>/acc_start` and
+    `eval/<name>/acc_norm_start`, so that the result line of the run shows both.
+
     `acc` is the share of questions whose most probable choice is right. For `acc_norm` the log
     probability of a choice is divided by its number of characters. Each rank answers its part of
     the questions. The result is the same on any number of ranks.
@@ -54,6 +57,7 @@ class Scores(Callback):
 
     def __init__(self, files: Mapping[str, str], chat: bool = False):
         self.chat = chat
+        self.start: dict[str, float] = {}  # scores before the training
         self.questions = {name: read_questions(Path(file)) for name, file in files.items()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,17 +73,41 @@ class Scores(Callback):
         if self.tokenizer is None:
             raise ConfigError.of("callbacks.scores", None, "data.val has no tokenizer")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Score the net before its training. A run that resumes keeps the scores of its start."""
+        if trainer.global_step > 0:
+            return
+        training = [module for module in pl_module.modules() if module.training]
+        pl_module.eval()
+        with torch.no_grad():
+            scores = self.score(trainer, pl_module)
+        self.start = {f"{name}_start": score for name, score in scores.items()}
+        for module in training:
+            module.training = True
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the scores, unless this is the sanity check."""
-        if trainer.sanity_checking:
-            return
+        if not trainer.sanity_checking:
+            pl_module.log_dict(self.start | self.score(trainer, pl_module))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores before the training, which a checkpoint keeps."""
+        return {"start": self.start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scores before the training from a checkpoint."""
+        self.start = state_dict["start"]
+
+    def score(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Return logged name -> score of the net. All ranks must call it, in evaluation mode."""
         data, net = data_of(trainer), cast(nn.Module, pl_module.net)
-        encode = self.encoder(self.tokenizer)
+        scores, encode = {}, self.encoder(self.tokenizer)
         for name, questions in self.questions.items():
             with trainer.precision_plugin.forward_context():
                 counts = count(net, encode, questions, data.rank, data.world_size)
             total = cast(Tensor, trainer.strategy.reduce(counts, reduce_op="sum"))
-            pl_module.log_dict(named_scores(name, total))
+            scores |= named_scores(name, total)
+        return scores
 
     def evaluate(self, net: nn.Module, tokenizer: Any) -> dict[str, float]:
         """Return logged name -> score of a net, for `python -m gptrain.evaluate`.

@@ -121,7 +121,8 @@ def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     run(train, *words, *scored, *monitored, *here)
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     logged = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-    assert len(logged) == 4
+    start = {name: logged.pop(name) for name in [*logged] if name.endswith("_start")}
+    assert start.keys() == {f"{name}_start" for name in logged} and len(logged) == 4
     capfd.readouterr()
     run(main, f"from_run={tmp_path}/run", "ckpt_path=last")
     lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
