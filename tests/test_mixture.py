@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gptrain.data import (
     DataError,
@@ -104,6 +106,10 @@ def test_a_batch_has_the_samples_of_its_parts():
     for row, (name, index) in enumerate([("b", 49), ("a", 0), ("b", 0), ("a", 29)]):
         expected = mixed.parts[name][index]
         assert tokens[row].equal(expected[0]) and targets[row].equal(expected[1])
+    masked: Any = [(*sample, torch.arange(8) // 4) for sample in map(part(5).__getitem__, range(5))]
+    mixed = Mixture({"a": part(5), "b": masked}, {"a": 1, "b": 1})
+    _, _, documents = mixed.__getitems__([7, 0])
+    assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1], [0] * 8]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

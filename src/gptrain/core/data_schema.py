@@ -171,6 +171,12 @@ class MixtureConfig(DataConfig):
     seq_len: Count
     parts: dict[str, PartConfig]
 
+    @property
+    def masks_documents(self) -> bool:
+        """True if a part has documents that do not see each other."""
+        options = [part.model_extra or {} for part in self.parts.values()]
+        return any(part.get("documents") == "masked" for part in options)
+
 
 # Type of a data group that ships, by the `_target_` of its `train`.
 DATA: dict[str, type[DataConfig]] = {

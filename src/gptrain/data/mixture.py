@@ -16,7 +16,13 @@ from torch.utils.data import Dataset
 from gptrain.core.errors import DataError
 from gptrain.data.hugging_face import as_pairs
 from gptrain.data.order import SampleOrder
-from gptrain.data.samples import BatchDataset, BatchReader, describe_sample, len_of
+from gptrain.data.samples import (
+    BatchDataset,
+    BatchReader,
+    describe_sample,
+    has_documents,
+    len_of,
+)
 
 # Number of positions after which the choice of parts repeats. The actual share of a part differs
 # from its weight by less than 2^-16, unless a weight is below 2^-16: each part has at least one
@@ -31,12 +37,14 @@ class Mixture(BatchDataset):
 
     Args:
         parts: Dataset of each part by name. Samples are pairs (tokens (T,), targets (T,)) or dicts
-            of Hugging Face, with the same T in all parts.
+            of Hugging Face, with the same T in all parts. If a part has the third item of documents
+            that do not see each other, a sample of any other part is one document.
         weights: Share of the samples of each part by name, relative to the sum of all weights.
         seq_len: Number of positions T that every part must have. None takes the T of the first
             part.
 
     Attributes:
+        has_documents: Whether samples have the third item.
         firsts: Index of the first sample of each part, followed by the number of all samples,
             (parts + 1,).
         tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.
@@ -66,6 +74,7 @@ class Mixture(BatchDataset):
             if n_positions != self.seq_len:
                 message = f"samples of {n_positions} positions, not {self.seq_len}"
                 raise DataError(f"part {name}: {message}")
+        self.has_documents = any(has_documents(part[0]) for part in self.parts.values())
         self.tokenizer = self._find_tokenizer()
         tables: list[Any] = [getattr(part, "token_bytes", None) for part in self.parts.values()]
         is_same = all(table is not None and np.array_equal(table, tables[0]) for table in tables)
@@ -108,8 +117,8 @@ class Mixture(BatchDataset):
                 of the next part.
 
         Returns:
-            Tokens (B, T) and targets (B, T), int64. If the parts return documents, also the index
-            of the document of each token, (B, T).
+            Tokens (B, T) and targets (B, T), int64. With `has_documents` also the index of the
+            document of each token, (B, T).
         """
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
@@ -119,6 +128,8 @@ class Mixture(BatchDataset):
             name, part = list(self.parts.items())[number]
             reader = BatchReader(part, f"part {name}", self.seq_len)
             part_batch = reader.__getitems__((samples[rows] - self.firsts[number]).tolist())
+            if self.has_documents and len(part_batch) == 2:
+                part_batch = (*part_batch, torch.zeros_like(part_batch[0]))
             if batch is None:
                 batch = tuple(t.new_empty(len(samples), t.shape[1]) for t in part_batch)
             for target, source in zip(batch, part_batch, strict=True):
@@ -161,7 +172,7 @@ def count_positions(part: Dataset, name: str) -> int:
         DataError: If the sample is not a pair of sequences of equal length.
     """
     sample = part[0]
-    if isinstance(sample, tuple | list) and len(sample) == 2:
+    if isinstance(sample, tuple | list) and (len(sample) == 2 or has_documents(sample)):
         arrays = [item for item in sample if isinstance(item, Tensor | np.ndarray) and item.ndim]
         lengths = {len(array) for array in arrays}
         if len(lengths) == 1:
