@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import count
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from gptrain.core.errors import DataError
-from gptrain.data.stream import ReadStream, StreamDataset, as_indexed
+from gptrain.data.samples import BatchReader
+from gptrain.data.stream import (
+    PositionReader,
+    ReadStream,
+    StreamDataset,
+    StreamPositions,
+    as_indexed,
+)
 
 
 class Numbers(IterableDataset):
@@ -81,18 +90,33 @@ class Environment(NamedTuple):
     num_nodes: int
 
 
-def parts(make, n_ranks: int, states=None) -> list[StreamDataset]:
-    streams = [as_indexed(make(), "data.train", None) for _ in range(n_ranks)]
-    for rank, stream in enumerate(streams):
-        assert stream[0] == stream[0]  # looking at a sample does not read it
-        stream.start(rank, n_ranks, accumulate=2)
+class Part:
+    """A part of a stream, which is read in batches of two samples."""
+
+    def __init__(self, stream: StreamDataset, number: int, states=None):
+        self.stream, self.positions = stream, StreamPositions([number], accumulate=1)
         if states:
-            stream.load_state(pickle.loads(states[rank]))
-    return streams
+            self.positions.load([*map(pickle.loads, states)])
+        stream.start(number, self.positions.newest[number])
+        reader = PositionReader(BatchReader(stream), stream)
+        self.batches = self.positions.record(reader.__getitems__([0, 0]) for _ in count())
+
+    def state_after(self, n_batches: int) -> bytes:
+        return pickle.dumps(*self.positions.after(n_batches).values())
 
 
-def read(streams: list[StreamDataset], n_batches: int) -> list:
-    return [x for stream in streams for _ in range(n_batches) for x in stream.__getitems__([0, 0])]
+def parts(make, n_parts: int, states=None) -> list[Part]:
+    streams = [as_indexed(make(), "data.train", None) for _ in range(n_parts)]
+    for stream in streams:
+        assert stream[0] == stream[0]  # looking at a sample does not read it
+        stream.n_parts = n_parts
+    return [Part(stream, number, states) for number, stream in enumerate(streams)]
+
+
+def read(parts: list[Part], n_batches: int) -> list[int]:
+    batches = [next(part.batches) for part in parts for _ in range(n_batches)]
+    tensors = [batch["x"] if isinstance(batch, dict) else batch for batch in batches]
+    return torch.cat(tensors).tolist()
 
 
 def hugging_face(folder, n_files: int):
@@ -109,50 +133,47 @@ def hugging_face(folder, n_files: int):
     return data.map(lambda row: row)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_parts", [1, 2])
 @pytest.mark.parametrize(
     "kind",
     [Resumable, Numbers, Counted, pytest.param(1, marks=pytest.mark.engine("datasets")),
      pytest.param(2, marks=pytest.mark.engine("datasets"))],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:data.train. every rank reads all samples")
-@pytest.mark.filterwarnings("ignore:data.train. the stream cannot save")
-def test_no_sample_is_repeated_or_left_out_across_a_stop(n_ranks, kind, tmp_path):
+def test_no_sample_is_repeated_or_left_out_across_a_stop(n_parts, kind, tmp_path):
     def make():
         return hugging_face(tmp_path, kind) if isinstance(kind, int) else kind(48)
 
-    streams = parts(make, n_ranks)
-    before = read(streams, 6 // n_ranks * 2)
-    read(streams, 1)  # a micro-batch of the step that a failure interrupts
-    states = [pickle.dumps(stream.state_at(6 // n_ranks * 2)) for stream in streams]
-    resumed = parts(make, n_ranks, states)
-    after = read(resumed, 6 // n_ranks)
-    states = [pickle.dumps(stream.state_at(6 // n_ranks)) for stream in resumed]
-    after += read(parts(make, n_ranks, states), 6 // n_ranks)  # a resume of a resumed run
-    values = [x["x"] if isinstance(kind, int) else x for x in before + after]
+    first = parts(make, n_parts)
+    values = read(first, 12 // n_parts)
+    read(first, 1)  # a batch of the step that a failure interrupts
+    states = [part.state_after(12 // n_parts) for part in first]
+    second = parts(make, n_parts, states)
+    values += read(second, 6 // n_parts)
+    states = [part.state_after(6 // n_parts) for part in second]
+    values += read(parts(make, n_parts, states), 6 // n_parts)  # a resume of a resumed run
     assert sorted(values) == list(range(48))
-    assert sorted(read(streams, 24 // n_ranks), key=str)  # the next pass begins by itself
+    assert read(first, 24 // n_parts)  # the next pass begins by itself
 
 
 @pytest.mark.parametrize("kind", [Passes, ResumablePasses])
-@pytest.mark.filterwarnings("ignore:data.train. the stream has no state")
 def test_a_stop_in_a_later_pass_continues_in_that_pass(kind):
-    (stream,) = parts(lambda: kind(8), 1)
-    assert read([stream], 6) == [*range(8), 100, 101, 102, 103]
-    states = [pickle.dumps(stream.state_at(6))]
+    (part,) = parts(lambda: kind(8), 1)
+    assert read([part], 6) == [*range(8), 100, 101, 102, 103]
+    states = [part.state_after(6)]
     assert read(parts(lambda: kind(8), 1, states), 4) == [*range(104, 108), *range(200, 204)]
 
 
 def test_a_stream_without_a_state_or_without_samples_says_so():
-    (stream,) = parts(lambda: Numbers(6), 1)
-    assert "is read again on a resume" in stream.describe()
-    read([stream], 2)
+    (part,) = parts(lambda: Numbers(6), 1)
+    assert "is read again on a resume" in part.stream.describe()
+    read([part], 2)
     with pytest.warns(
         UserWarning, match="data.train: .* cannot save its position; the first 4 samples"
     ):
-        stream.load_state(stream.state_at(2))
-    with pytest.warns(UserWarning, match="every rank reads all samples and keeps one of 2"):
-        stream.start(0, 2, 1)
+        part.stream.warn(pickle.loads(part.state_after(2)))
+    part.stream.n_parts = 2
+    with pytest.warns(UserWarning, match="every reader reads all samples and keeps one of 2"):
+        part.stream.warn(None)
     with pytest.raises(DataError, match="the stream has no sample"):
         StreamDataset(Numbers(0), "data.train")[0]
 

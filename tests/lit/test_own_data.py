@@ -195,11 +195,15 @@ def test_a_user_training_step_may_read_batches_of_different_lengths(fit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", ["true", "false"])
-def test_a_stream_resumes_exactly_on_two_ranks(resumes, splits):
+@pytest.mark.parametrize(
+    "splits, n_workers, text",
+    [("true", 3, "divided over 6 readers by the dataset"), ("false", 0, "keeps one of 2")],
+)
+def test_a_stream_resumes_exactly_on_two_ranks(resumes, splits, n_workers, text):
+    """Two steps have four micro-batches, so the second of three workers reads the next one."""
     words = (f"data.train._target_={DATA}.Resumable", f"+data.train.splits={splits}", *TWO)
-    run = resumes(*words, "data.num_samples=44", "trainer.accumulate_grad_batches=2", stops=(2,))
-    text = "divided over 2 ranks by the dataset" if splits == "true" else "keeps one of 2"
+    words = (*words, f"data.num_workers={n_workers}", "data.num_samples=60")
+    run = resumes(*words, "trainer.accumulate_grad_batches=2", stops=(2,))
     assert text in line_of(run, "data") and "resumes exactly" in line_of(run, "data")
 
 
@@ -231,8 +235,10 @@ def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
-    (line,) = fit(*words, "data.num_workers=2", **refusal).errors
-    assert "data.num_workers=2: a stream is read in the training process" in line
+    workers = ("data.num_samples=20", "data.num_workers=2", "ckpt_path=last")
+    (line,) = fit(*words, *workers, name=run.copy_until(4, "workers"), code=2).errors
+    assert "data.num_workers=2: 1 reader (ranks x data.num_workers) of the stream" in line
+    assert "try: data.num_workers=1" in line
 
 
 # A LightningDataModule of the user

@@ -116,14 +116,13 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
         dataset: Training set that reads the stream.
 
     Raises:
-        ConfigError: If the stream has no length and nothing else ends the run, or if an option
-            needs data workers or samples with an index.
+        ConfigError: If the stream has no length and nothing else ends the run, or if
+            trainer.overfit_batches needs samples with an index.
     """
     check_end(cfg, "data.train._target_", cfg.data.train.target, dataset)
-    for key in ("data.num_workers", "trainer.overfit_batches"):
-        if value := cfg.value_of(key):
-            message = "a stream is read in the training process, and from its beginning"
-            raise ConfigError.of(key, value, message, hint=f"{key}=0")
+    if value := cfg.trainer.overfit_batches:
+        key, message = "trainer.overfit_batches", "a stream has no index, and is read once"
+        raise ConfigError.of(key, value, message, hint=f"{key}=0")
 
 
 def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:

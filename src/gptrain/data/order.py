@@ -9,6 +9,7 @@ different number of ranks if the global batch size is the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Protocol
 
 import numpy as np
@@ -132,6 +133,8 @@ class TrainBatches:
         resume_point: Tuple (step, permutation, position in the permutation) from which on steps
             have G samples. A run that resumes with another G sets it to the step at which it
             stopped and the result of `locate` for this step.
+        n_turns: Number of data workers that take turns, from the first micro-batch of an epoch on.
+            It matters for a stream, of which each worker reads a part of its own.
 
     Raises:
         DataError: If one step needs more samples than the dataset has.
@@ -160,15 +163,20 @@ class TrainBatches:
         self.world_size = world_size
         self.position = position
         self.resume_point = (0, 0, 0)
+        self.n_turns = 1
 
     def __len__(self) -> int:
         return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the micro-batches from the run's current position to the end of its epoch."""
+        """Return the micro-batches from the run's current position to the end of its epoch.
+
+        Before them come empty lists, one for each worker whose turn has passed.
+        """
         done = self.position()
         epoch_end = (done // len(self) + 1) * len(self)
-        return map(self._micro_batch, range(done, epoch_end))
+        passed = repeat([], done % len(self) % self.n_turns)
+        return chain(passed, map(self._micro_batch, range(done, epoch_end)))
 
     def step_samples(self, step: int) -> np.ndarray:
         """Return all sample indices of an optimizer step, for example for an error.

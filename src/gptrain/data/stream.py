@@ -3,7 +3,9 @@
 A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, a
 StreamingDataset of litdata, or a `torch.utils.data.IterableDataset`. It may have in addition:
 
-- `split_by_rank(rank, world_size)`: Returns the stream of this rank's samples.
+- `split_by_rank(rank, world_size)`: Returns the stream of one reader's samples. Each data worker of
+  a rank is a reader, for which the dataset is the only worker. Without this method every reader
+  reads all samples, and workers save no time.
 - `state_dict()` and `load_state_dict(state)`: Position after the sample that was yielded last.
   Without them, a resumed run reads the samples of the pass again, without training on them.
 - `set_epoch(epoch)`: Called before a pass over the data begins again.
@@ -12,15 +14,16 @@ StreamingDataset of litdata, or a `torch.utils.data.IterableDataset`. It may hav
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from gptrain.core.errors import DataError
-from gptrain.data.samples import take_over_attributes
+from gptrain.data.samples import BatchReader, take_over_attributes
 
 UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
 
@@ -35,34 +38,30 @@ def is_stream(dataset: Any) -> bool:
 
 
 class StreamDataset(Dataset):
-    """Samples of one rank's part of a stream, each read once and in the order of the stream.
+    """Samples of one part of a stream, each read once and in the order of the stream.
 
-    `__getitems__` reads the next samples, whatever their indices. When the stream ends, it begins
+    A part has one reader: the training process of a rank or, with data.num_workers, a worker of it.
+    `__getitems__` reads the next samples, whatever their indices. When the part ends, it begins
     again.
 
     Args:
-        stream: Stream of all ranks.
+        stream: Stream of all parts.
         name: Config key of the dataset, for messages.
 
     Attributes:
-        split: How the samples are divided over the ranks, for the start of the run.
+        n_parts: Number of parts, over all ranks and their workers.
+        number: Number of the part that this process reads.
     """
 
     def __init__(self, stream: Any, name: str):
         self.stream = self.part = stream
         self.name = name
-        self.split = "one rank"
-        self.rank, self.stride = 0, 1  # a rank keeps one of each group of `stride` samples
-        self.accumulate = 1
+        self.n_parts, self.number = 1, 0
+        self.stride = 1  # the part has one of each group of `stride` samples
         self.epoch = 0
-        self.n_read = 0  # samples of this rank in the current pass
+        self.n_read = 0  # samples of the part in the current pass
         self._first: Any = None
-        self._is_started = False
-        self._samples = self._read_passes()
-        self._n_batches = 0  # micro-batches that were read since the start
-        # Number of micro-batches and position before each of the last two steps: a run may find one
-        # step later that a step was not finite.
-        self._positions: deque[tuple[int, Any]] = deque(maxlen=2)
+        self._samples: Iterator[Any] | None = None  # None before `start`
         take_over_attributes(self, stream)
 
     def __len__(self) -> int:
@@ -75,7 +74,7 @@ class StreamDataset(Dataset):
             DataError: If the stream is empty.
         """
         if self._first is None:
-            state = self._state()["state"]
+            state = self.position()["state"]
             self._first = next(iter(self.stream), None)
             if self._first is None:
                 raise DataError(f"{self.name}: the stream has no sample")
@@ -84,7 +83,7 @@ class StreamDataset(Dataset):
         return self._first
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the next samples of this rank, as many as there are indices.
+        """Return the next samples of the part, as many as there are indices.
 
         Before `start` was called, each item is the first sample of the stream: checks of the data
         read samples without a change of the position.
@@ -95,95 +94,95 @@ class StreamDataset(Dataset):
         Raises:
             DataError: If a new pass over the stream has no sample.
         """
-        if not self._is_started:
+        if self._samples is None:
             return [self[0] for _ in indices]
-        if self._n_batches % self.accumulate == 0:
-            self._positions.append((self._n_batches, self._state()))
-        self._n_batches += 1
         return list(islice(self._samples, len(indices)))
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return how the stream is divided over ranks and resumed, as one line.
+        """Return how the stream is divided over its readers and resumed, as one line.
 
         Args:
             n_samples: Number of samples of the run, not used.
         """
         resumes = "resumes exactly" if self._has_state() else "is read again on a resume"
-        return f"a stream · {self.split} · {resumes}"
+        return f"a stream · {self._division()[1]} · {resumes}"
 
-    def start(self, rank: int, world_size: int, accumulate: int) -> None:
-        """Take the part of one rank and begin to read it.
-
-        Call this method once, on every rank, before the first batch of the training.
+    def warn(self, position: dict[str, Any] | None) -> None:
+        """Warn about samples that are read and not used. Call it on one rank.
 
         Args:
-            rank: Index of this rank among the ranks that read different samples.
-            world_size: Number of these ranks.
-            accumulate: Micro-batches of an optimizer step.
+            position: Position at which the reading begins. None is the beginning of the stream.
         """
-        self.accumulate, self.rank, self._is_started = accumulate, rank, True
-        if world_size == 1:
-            return
-        if hasattr(self.stream, "split_by_rank"):
-            self.part = self.stream.split_by_rank(rank, world_size)
-            self.split = f"divided over {world_size} ranks by the dataset"
-        elif type(self.stream).__module__.split(".")[0] == "datasets":
-            # The stream is an object of this package, so the package is installed.
-            distributed = import_module("datasets.distributed")
-            self.part = distributed.split_dataset_by_node(self.stream, rank, world_size)
-            self.split = f"divided over {world_size} ranks by split_dataset_by_node"
+        split, text = self._division()
+        if self.n_parts > 1 and split is None:
+            message = f"{self.name}: {text}; a method split_by_rank would read less"
+            warnings.warn(message, stacklevel=2)
+        if position is not None and position["state"] is None:
+            text = f"the first {position['n_read']} samples of each reader are read again, left out"
+            message = f"{self.name}: the stream cannot save its position; {text}"
+            warnings.warn(message, stacklevel=2)
+
+    def start(self, number: int, position: dict[str, Any] | None) -> None:
+        """Take a part and begin to read it. Call this method once in the process that reads.
+
+        Args:
+            number: Number of the part.
+            position: Result of `position` for this part in an earlier process. None begins at the
+                first sample. If it has no state, the samples of the pass are read again and left
+                out.
+        """
+        self.number = number
+        if (info := get_worker_info()) is not None:
+            # A dataset may divide itself over the workers that it sees. Show it a single worker,
+            # because the parts are those of all ranks and workers. WorkerInfo has no setter.
+            object.__setattr__(info, "id", 0)
+            object.__setattr__(info, "num_workers", 1)
+        split = self._division()[0]
+        if split is None:
+            self.stride = self.n_parts
         else:
-            self.stride = world_size
-            self.split = f"every rank reads all samples and keeps one of {world_size}"
-            if rank == 0:
-                message = f"{self.name}: {self.split}; a method split_by_rank would read less"
-                warnings.warn(message, stacklevel=2)
-
-    def state_at(self, n_batches: int) -> dict[str, Any]:
-        """Return the position after a number of micro-batches since the start of this process.
-
-        Args:
-            n_batches: Number of micro-batches of all complete steps. Batches of the next two steps
-                may have been read already.
-
-        Returns:
-            Dict of `epoch` (number of the pass over the data), `state` (result of the dataset's
-            state_dict, or None) and `n_read` (samples of this rank in the pass).
-        """
-        positions = {**dict(self._positions), self._n_batches: self._state()}
-        return positions[n_batches]
-
-    def load_state(self, position: dict[str, Any]) -> None:
-        """Continue from a position that `state_at` returned in an earlier process.
-
-        If the position has no state, the samples of the pass are read again and left out. A warning
-        says so.
-
-        Args:
-            position: Position of this rank in its part of the stream.
-        """
-        self.epoch = position["epoch"]
-        self._set_epoch()
-        if position["state"] is not None:
-            self.part.load_state_dict(position["state"])
-        else:
-            self.n_read = position["n_read"]
-            text = f"the first {self.n_read} samples of each rank are read again and left out"
-            if self.rank == 0:
-                warnings.warn(
-                    f"{self.name}: the stream cannot save its position; {text}", stacklevel=2
-                )
+            self.part = split(number, self.n_parts)
+        if position is not None:
+            self.epoch = position["epoch"]
+            self._set_epoch()
+            if position["state"] is None:
+                self.n_read = position["n_read"]
+            else:
+                self.part.load_state_dict(position["state"])
         self._samples = self._read_passes()
 
-    def _has_state(self) -> bool:
-        """Return whether this rank's part of the stream can save and load its position."""
-        has_methods = hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
-        return has_methods and not has_shuffle_buffer(self.part)
+    def position(self) -> dict[str, Any]:
+        """Return the position after the newest sample.
 
-    def _state(self) -> dict[str, Any]:
-        """Return the current position, with a copy of the part's state, see `state_at`."""
+        Returns:
+            Dict of `epoch` (number of the pass over the data), `state` (copy of the result of the
+            dataset's state_dict, or None) and `n_read` (samples of the part in the pass).
+        """
         state = copy.deepcopy(self.part.state_dict()) if self._has_state() else None
         return {"epoch": self.epoch, "state": state, "n_read": self.n_read}
+
+    def _division(self) -> tuple[Callable[[int, int], Any] | None, str]:
+        """Return how the parts are made.
+
+        Returns:
+            Function of the number of a part and the number of parts that returns the part, or None
+            if each reader reads the samples of all parts. And a description.
+        """
+        if self.n_parts == 1:
+            return None, "one reader"
+        readers = f"divided over {self.n_parts} readers"
+        if hasattr(self.stream, "split_by_rank"):
+            return self.stream.split_by_rank, f"{readers} by the dataset"
+        if type(self.stream).__module__.split(".")[0] == "datasets":
+            # The stream is an object of this package, so the package is installed.
+            split = import_module("datasets.distributed").split_dataset_by_node
+            return partial(split, self.stream), f"{readers} by split_dataset_by_node"
+        return None, f"every reader reads all samples and keeps one of {self.n_parts}"
+
+    def _has_state(self) -> bool:
+        """Return whether the part can save and load its position."""
+        has_methods = hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
+        return has_methods and not has_shuffle_buffer(self.part)
 
     def _set_epoch(self) -> None:
         """Pass the number of the pass that begins to `set_epoch`, if the stream has this method."""
@@ -191,9 +190,9 @@ class StreamDataset(Dataset):
             self.part.set_epoch(self.epoch)
 
     def _read_passes(self) -> Iterator[Any]:
-        """Yield this rank's samples from the current position on, and begin again after the last.
+        """Yield the samples of the part from the current position on, again after the last.
 
-        If all ranks read the same stream, a rank keeps one of each group of `stride` samples. An
+        If all readers read the same stream, a part has one of each group of `stride` samples. An
         incomplete last group is left out.
 
         Raises:
@@ -204,13 +203,87 @@ class StreamDataset(Dataset):
             samples = islice(self.part, self.n_read * self.stride, None)
             while len(group := list(islice(samples, self.stride))) == self.stride:
                 self.n_read += 1
-                yield group[self.rank % self.stride]
+                yield group[self.number % self.stride]
             if is_complete and not self.n_read:
-                raise DataError(f"{self.name}: the stream has no sample for this rank")
+                raise DataError(f"{self.name}: the stream has no sample for this reader")
             is_complete = True
             self.epoch += 1
             self.n_read = 0
             self._set_epoch()
+
+
+class PositionReader(Dataset):
+    """Reader of the batches of a stream, each with the position of its part after the batch.
+
+    Args:
+        batches: Dataset whose `__getitems__` reads a batch of the stream.
+        stream: Stream that it reads.
+    """
+
+    def __init__(self, batches: BatchReader, stream: StreamDataset):
+        self.batches, self.stream = batches, stream
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Any, int, dict[str, Any]]:
+        """Return the next batch, the number of the part and the position in it.
+
+        Args:
+            indices: List of the length of the batch. An empty list reads nothing: the batch is
+                None.
+        """
+        batch = self.batches.__getitems__(indices) if indices else None
+        return batch, self.stream.number, self.stream.position()
+
+
+class StreamPositions:
+    """Positions of the parts of a stream that one rank reads, after each of its newest steps.
+
+    Args:
+        numbers: Numbers of the parts.
+        accumulate: Micro-batches of an optimizer step.
+
+    Attributes:
+        newest: Position of each part by its number, after the newest micro-batch that was loaded.
+            None for a part of which nothing was read.
+    """
+
+    def __init__(self, numbers: Iterable[int], accumulate: int):
+        self.newest: dict[int, dict[str, Any] | None] = dict.fromkeys(numbers)
+        self.accumulate = accumulate
+        self._n_batches = 0  # micro-batches that were loaded since the start
+        # A run may find one step later that a step was not finite, when the next one was loaded.
+        self._after_steps = deque([(0, self.newest)], maxlen=3)
+
+    def load(self, positions: Sequence[dict[str, Any] | None]) -> None:
+        """Set the positions at which the reading begins.
+
+        Args:
+            positions: Positions of all parts of the stream, by their numbers.
+        """
+        self.newest.update((number, positions[number]) for number in self.newest)
+
+    def record(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, and record the position that came with each of them.
+
+        Args:
+            batches: Results of `PositionReader`. Those without a batch are left out.
+        """
+        for batch, number, position in batches:
+            if batch is None:
+                continue
+            self.newest = {**self.newest, number: position}
+            self._n_batches += 1
+            if self._n_batches % self.accumulate == 0:
+                self._after_steps.append((self._n_batches, self.newest))
+            yield batch
+
+    def after(self, n_batches: int) -> dict[int, dict[str, Any] | None]:
+        """Return the position of each part after a number of micro-batches since the start.
+
+        Args:
+            n_batches: Number of micro-batches of all complete steps. Batches of the next two steps
+                may have been loaded already.
+        """
+        return dict(self._after_steps)[n_batches]
 
 
 def has_shuffle_buffer(stream: Any) -> bool:

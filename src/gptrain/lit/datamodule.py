@@ -15,11 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.labels import count_text
 from gptrain.core.lengths import RunLengths
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
-from gptrain.data.stream import StreamDataset, find_stream
+from gptrain.data.stream import PositionReader, StreamDataset, StreamPositions, find_stream
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
@@ -56,7 +57,8 @@ class TextDataModule(pl.LightningDataModule):
 
     Attributes:
         batches: Batch sampler of the training.
-        stream: Stream that the training dataset reads, or None.
+        stream: Training data without an index, or None. Each rank, or each of its workers, reads a
+            part of the stream, and `positions` has the positions of this rank's parts.
         epoch_steps: Number of optimizer steps of an epoch.
         validate_every: Number of optimizer steps between two validations.
         step_tokens: Number of positions that an optimizer step trains on, over all ranks.
@@ -108,7 +110,12 @@ class TextDataModule(pl.LightningDataModule):
         )
         self.stream = find_stream(train)
         if self.stream is not None:
-            self.stream.start(rank, world_size, self.accumulate)
+            n_readers = max(1, num_workers)  # readers of one rank
+            self.batches.n_turns = n_readers
+            self.stream.n_parts = world_size * n_readers
+            self.first_part = rank * n_readers
+            parts = range(self.first_part, self.first_part + n_readers)
+            self.positions = StreamPositions(parts, self.accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
@@ -132,17 +139,18 @@ class TextDataModule(pl.LightningDataModule):
         Returns:
             `step` (optimizer steps done), `tokens` (positions trained on), `place` (number of the
             permutation of the data, and the position in it) and `taken` (number of samples that
-            each part of a mixture has given, or None). With a stream also `stream`, the position of
-            each data rank in its part.
+            each part of a mixture has given, or None). With a stream also `stream`, the
+            positions of all its parts.
         """
         order = self.batches.order
         place = list(self.batches.locate(self.step))
         taken = order.count_taken(*place) if isinstance(order, MixtureOrder) else None
         state = {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
         if self.stream is not None:
-            position = self.stream.state_at((self.step - self._loaded_step) * self.accumulate)
-            positions = dict(gather((self.rank, position)))  # ranks of a tensor group read the same
-            state["stream"] = [positions[rank] for rank in range(self.world_size)]
+            own = self.positions.after((self.step - self._loaded_step) * self.accumulate)
+            # Ranks of a tensor group read the same parts.
+            positions = {n: position for part in gather(own) for n, position in part.items()}
+            state["stream"] = [positions[number] for number in range(self.stream.n_parts)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -154,7 +162,7 @@ class TextDataModule(pl.LightningDataModule):
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
 
         Raises:
-            ConfigError: If the training data is a stream that was read by another number of ranks.
+            ConfigError: If the training data is a stream that has had another number of readers.
         """
         if cast(pl.Trainer, self.trainer).state.fn == "fit":
             place = state_dict["place"]
@@ -167,20 +175,23 @@ class TextDataModule(pl.LightningDataModule):
                 self._load_stream(self.stream, state_dict["stream"])
 
     def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any]]) -> None:
-        """Set this rank's position in the training stream to that of a checkpoint.
+        """Set the positions of this rank's parts of the training stream to those of a checkpoint.
 
         Args:
             stream: Stream of the training.
-            positions: Position of each data rank in its part.
+            positions: Positions of all parts.
 
         Raises:
-            ConfigError: If the stream was read by another number of ranks.
+            ConfigError: If the stream has had another number of readers.
         """
-        if len(positions) != self.world_size:
-            message = f"{len(positions)} ranks have read the stream of the checkpoint"
-            hint = f"trainer.devices={len(positions)}"
-            raise ConfigError.of("trainer.devices", self.world_size, message, hint=hint)
-        stream.load_state(positions[self.rank])
+        if len(positions) != stream.n_parts:
+            count = count_text(len(positions), "reader")
+            message = f"{count} (ranks x data.num_workers) of the stream saved their positions"
+            n_workers, n_left = divmod(len(positions), self.world_size)
+            ranks = f"trainer.devices={len(positions)} data.num_workers=0"
+            hint = ranks if n_left else f"data.num_workers={n_workers}"
+            raise ConfigError.of("data.num_workers", self.num_workers, message, hint=hint)
+        self.positions.load(positions)
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's training batches, from the run's position on.
@@ -189,6 +200,12 @@ class TextDataModule(pl.LightningDataModule):
         """
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
+        if self.stream is not None:
+            loader.positions = self.positions
+            if self.rank == 0:
+                self.stream.warn(self.positions.newest[0])
+            if self.num_workers == 0:
+                self.stream.start(self.first_part, self.positions.newest[self.first_part])
         return loader
 
     def val_dataloader(self) -> DataLoader:
@@ -255,8 +272,14 @@ class TextDataModule(pl.LightningDataModule):
         forks = has_workers and sys.platform == "linux"
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
+        reader: Dataset = BatchReader(dataset, name, n_positions, self.vocab_size)
+        start_worker: Any = partial(ignore_in_worker, os.getpid())
+        if name == "data.train" and self.stream is not None:
+            reader = PositionReader(reader, self.stream)
+            facts = self.stream, self.first_part, self.positions.newest
+            start_worker = partial(start_stream_worker, os.getpid(), *facts)
         loader = Loader(
-            BatchReader(dataset, name, n_positions, self.vocab_size),
+            reader,
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
             # generator, and so change the random numbers of the training.
@@ -265,7 +288,7 @@ class TextDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             persistent_workers=has_workers,
-            worker_init_fn=partial(ignore_in_worker, os.getpid()) if has_workers else None,
+            worker_init_fn=start_worker if has_workers else None,
             multiprocessing_context="fork" if forks else None,
         )
         loader.name = name
@@ -285,6 +308,7 @@ class Loader(DataLoader):
         waited_s: Seconds in which this process has waited for batches, since the loader was made. A
             GPU may have been busy with earlier steps meanwhile.
         read_ahead: Number of batches of a group.
+        positions: Positions of a stream, which come with its batches. None for other data.
         step_targets: Number of targets of each group that was loaded in this epoch, None for a
             group that has a batch without known targets. `LightningStrategy` removes the number of
             a training step when the step begins.
@@ -294,6 +318,7 @@ class Loader(DataLoader):
     number = 0
     waited_s = 0.0
     read_ahead = 1
+    positions: StreamPositions | None = None
     step_targets: Sequence[int | None] = ()
 
     # DataLoader declares that this method returns its own iterator class.
@@ -309,7 +334,9 @@ class Loader(DataLoader):
             OSError: If the shared memory has no space for the batches of the workers.
         """
         with block_stop_signals():
-            batches = super().__iter__()
+            batches: Iterator[Any] = super().__iter__()
+        if self.positions is not None:
+            batches = self.positions.record(batches)
         atexit.unregister(kill_workers)  # register the function only once
         atexit.register(kill_workers)
         self.step_targets = []
@@ -335,6 +362,27 @@ class Loader(DataLoader):
                 "data.num_workers=0"
             )
             raise OSError(errno.ENOSPC, message, SHARED_MEMORY) from None
+
+
+def start_stream_worker(
+    parent_pid: int,
+    stream: StreamDataset,
+    first_part: int,
+    positions: Mapping[int, dict[str, Any] | None],
+    worker_id: int,
+) -> None:
+    """Let a data worker ignore the stop signals, and begin to read its part of a stream.
+
+    Args:
+        parent_pid: Process number of the rank, read before it started the worker.
+        stream: Stream of the training.
+        first_part: Number of the part of the rank's first worker.
+        positions: Position of each part by its number.
+        worker_id: Number of the worker, which DataLoader passes.
+    """
+    ignore_in_worker(parent_pid)
+    number = first_part + worker_id
+    stream.start(number, positions[number])
 
 
 def collate_and_share(batch: Any) -> Any:
