@@ -147,21 +147,22 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now.s))
     computing = clock.ComputeClock(torch.device("cpu"))
-    computing.resume()  # has no effect before start_step: with one rank, or in a validation
     computing.start_step()
     now.s += 1.0
     with computing.paused():
         now.s += 10.0
         computing.pause()
     now.s += 2.0
-    computing.stop()
-    with computing.paused():
-        now.s += 100.0
-    assert computing.read() == 3.0
-    computing.start()
+    computing.pause()
+    with torch.no_grad():  # a validation
+        computing.resume()
+        with computing.paused():
+            now.s += 100.0
+    computing.resume()
     now.s += 4.0
-    computing.stop()
     assert computing.read() == 7.0
+    computing.start_step()
+    assert computing.read() == 0.0
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

@@ -131,11 +131,7 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
 
 
 def build_checkpoints(
-    cfg: RunConfig,
-    lengths: RunLengths,
-    guard: Guard,
-    train: Dataset,
-    timeline: Timeline,
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
 ) -> Checkpoints:
     """Build the callback that saves checkpoints.
 
@@ -159,15 +155,14 @@ def build_checkpoints(
     facts["warmup_steps"] = warmup_of(cfg, lengths)
     optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)
     bytes_per_parameter = FP32_BYTES + math.ceil(optimizer.bytes_per_parameter(FP32_BYTES))
-    changed, objective = changed_options(cfg), cfg.objective
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(
         store,
         facts,
         cfg.checkpoint,
         bytes_per_parameter,
-        changed,
-        objective,
+        changed_options(cfg),
+        cfg.objective,
         mirror,
         guard.heartbeat.folder / "failed",
         timeline,

@@ -1,8 +1,8 @@
-"""Files with one JSON object per line, which grow while a run trains."""
+"""Files with one row per line, which grow while a run trains, such as JSON Lines."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +10,57 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import finite_values
 from gptrain.core.small_files import open_regular
 
+Row = dict[str, Any]  # name -> value
 
-class JsonLines:
-    """Writes a file of JSON objects, whose last line can be replaced.
+
+class LineFile:
+    """Writes a file with one line per row, whose last line can be replaced.
 
     Every write is passed to the operating system at once, so that a process that is killed loses no
-    complete line. NaN and infinity are written as null.
+    complete line.
 
     Args:
         path: Path of the file. Its folder must exist. A file or a link of this name is replaced.
-        rows: Objects with which the file begins.
+        rows: Rows with which the file begins.
     """
 
-    def __init__(self, path: Path, rows: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, path: Path, rows: Sequence[Row]):
         self.path = path
-        lines = [_encode(row) for row in rows]
-        fileops.replace(path, b"".join(lines))
+        self.rewrite(rows)
+
+    def encode(self, row: Row) -> bytes:
+        """Return the line of a row, with its end."""
+        raise NotImplementedError
+
+    def rewrite(self, rows: Sequence[Row]) -> None:
+        """Replace the file by one with these rows."""
+        lines = [self.encode(row) for row in rows]
+        fileops.replace(self.path, b"".join(lines))
         self._last_line_bytes = sum(map(len, lines[:-1]))  # offset of the last line in the file
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add an object as the last line of the file."""
+    def append(self, row: Row) -> None:
+        """Add a row as the last line of the file."""
         with self.path.open("ab") as file:
             self._last_line_bytes = file.tell()
-            file.write(_encode(row))
+            file.write(self.encode(row))
 
-    def replace_last(self, row: Mapping[str, Any]) -> None:
-        """Replace the last line of the file by an object. The file must have a line."""
+    def replace_last(self, row: Row) -> None:
+        """Replace the last line of the file by a row. The file must have a row."""
         with self.path.open("r+b") as file:
             file.seek(self._last_line_bytes)
-            file.write(_encode(row))
+            file.write(self.encode(row))
             file.truncate()
 
 
-def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+class JsonLines(LineFile):
+    """File of JSON objects, one per line. NaN and infinity are written as null."""
+
+    def encode(self, row: Row) -> bytes:
+        """Return an object as one line of JSON."""
+        return json.dumps(finite_values(row), allow_nan=False).encode() + b"\n"
+
+
+def read_json_lines(path: str | os.PathLike) -> list[Row]:
     """Return the objects of a file, or an empty list if the file does not exist or is a link.
 
     The folder may be an untrusted one, whose link would copy a file from outside. A line that is
@@ -62,11 +80,6 @@ def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [row for row in rows if isinstance(row, dict)]
-
-
-def _encode(row: Mapping[str, Any]) -> bytes:
-    """Return an object as one line of JSON, in which NaN and infinity are null."""
-    return json.dumps(finite_values(dict(row)), allow_nan=False).encode() + b"\n"
 
 
 def _decode(line: bytes) -> Any:

@@ -96,20 +96,16 @@ class Timeline:
     def during(self, phase: Phase, step: int) -> Generator[None, None, None]:
         """Record the block as a phase, and then begin the phase before it again.
 
-        A block within the same phase changes nothing.
+        A block that raises an error ends the training, so its phase stays the current one.
 
         Args:
             phase: Phase of the block.
             step: Number of optimizer steps done.
         """
         outer = self._phase
-        if outer is None or outer == phase:
-            yield
-            return
         self.enter(phase, step)
-        try:
-            yield
-        finally:
+        yield
+        if outer is not None:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:

@@ -61,9 +61,7 @@ class Speed:
         self.trainer = trainer
         self.device = trainer.strategy.root_device
         self._has_read = False
-        self._slowest: SlowestRank | None = None
-        if trainer.world_size > 1:
-            self._slowest = SlowestRank(trainer.global_rank, self.device)
+        self._slowest = SlowestRank(trainer.global_rank, self.device)
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
@@ -120,7 +118,7 @@ class Speed:
             metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self._slowest is not None:
+        if self.trainer.world_size > 1:
             metrics |= self._slowest.compare(strategy_of(self.trainer).parallel.clock.read())
         return metrics
 

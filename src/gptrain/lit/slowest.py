@@ -5,7 +5,6 @@ import socket
 from statistics import median_low
 
 import torch
-import torch.distributed as dist
 
 from gptrain.parallel.mesh import gather
 
@@ -27,9 +26,8 @@ class SlowestRank:
     """
 
     def __init__(self, rank: int, device: torch.device):
-        self.rank = rank
-        self.device = device
-        self._slow_rank: int | None = None  # rank that was slow in the last logged step
+        self.place = f"rank {rank} on {socket.gethostname()}, {device}"
+        self._slowest = 0  # slowest rank of the last logged step
         self._n_slow = 0  # number of logged steps in a row in which this rank was slow
 
     def compare(self, seconds: float) -> dict[str, float]:
@@ -46,24 +44,18 @@ class SlowestRank:
             `perf/slowest_rank` (global rank) and `perf/slowest_over_median` (its computing time
             relative to the median), identical on all ranks.
         """
-        # MPS has no float64.
-        times = torch.zeros(dist.get_world_size(), dtype=torch.float32, device=self.device)
-        times[self.rank] = seconds
-        dist.all_reduce(times)
-        all_seconds = times.tolist()
-        slowest = max(range(len(all_seconds)), key=all_seconds.__getitem__)
+        all_seconds = gather(seconds)
+        slowest = all_seconds.index(max(all_seconds))
         ratio = all_seconds[slowest] / max(median_low(all_seconds), 1e-9)
-        slow_rank = slowest if ratio > SLOW_RATIO else None
-        self._n_slow = self._n_slow + 1 if slow_rank == self._slow_rank else 1
-        self._slow_rank = slow_rank
-        if slow_rank is not None and self._n_slow == SLOW_STEPS:
-            places = gather(f"rank {self.rank} on {socket.gethostname()}, {self.device}")
-            if self.rank == 0:
-                log.warning(
-                    "warning: %s computes %.1f times as long as the median of all ranks, in %d "
-                    "logged steps in a row",
-                    places[slowest],
-                    ratio,
-                    SLOW_STEPS,
-                )
+        n_before = self._n_slow if slowest == self._slowest else 0
+        self._n_slow = n_before + 1 if ratio > SLOW_RATIO else 0
+        self._slowest = slowest
+        if self._n_slow == SLOW_STEPS:
+            log.warning(
+                "warning: %s computes %.1f times as long as the median of all ranks, in %d "
+                "logged steps in a row",
+                gather(self.place)[slowest],
+                ratio,
+                SLOW_STEPS,
+            )
         return {"perf/slowest_rank": float(slowest), "perf/slowest_over_median": ratio}

@@ -18,8 +18,9 @@ class ComputeClock:
                      optimizer's update
         not counted  backward passes, in which gradients are communicated while they are computed;
                      collectives of the number of targets, the gradient norm and DiLoCo; FSDP's
-                     all-gathers in the forward pass; the schedule of a pipeline; saves,
-                     validations, votes and the collectives of a logged step
+                     all-gathers in the forward pass; the schedule of a pipeline; saves, votes
+                     and the collectives of a logged step; validations, with the wait for the
+                     batch after a validation
 
     A backward pass takes a fixed multiple of the forward pass, so leaving it out keeps the ratio of
     two ranks. The collectives of tensor parallelism within the forward pass are counted: ranks of
@@ -34,42 +35,30 @@ class ComputeClock:
 
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
-        self._is_started = False
         self._marks: list[Any] = []  # begin and end of each counted interval, alternating
 
     def start_step(self) -> None:
         """Discard the measurements of the previous step, and begin to measure a new step."""
         self._marks.clear()
-        self.start()
-
-    def start(self) -> None:
-        """Count time again after `stop`, in addition to what the step has counted before."""
-        self._is_started = True
         self.resume()
-
-    def stop(self) -> None:
-        """Stop counting, and keep what was counted: `read` returns it, `start` continues the step.
-
-        Until then `pause` and `resume` do nothing.
-        """
-        self.pause()
-        self._is_started = False
 
     def pause(self, *_: Any) -> None:
         """Stop counting time until `resume`, where this rank may wait for other ranks.
 
-        Does nothing if the clock is stopped or paused. Hooks of torch call this method with
-        arguments, which are ignored.
+        Does nothing if the clock is paused. Hooks of torch call this method with arguments, which
+        are ignored.
         """
-        if self._is_started and len(self._marks) % 2:
+        if len(self._marks) % 2:
             self._mark()
 
     def resume(self, *_: Any) -> None:
-        """Count time again after `pause`. Does nothing if the clock is stopped or counts already.
+        """Count time again after `pause`.
 
-        Hooks of torch call this method with arguments, which are ignored.
+        Does nothing if the clock counts already, or where gradients are disabled: the forward
+        passes of a validation call this method, too. Hooks of torch call it with arguments, which
+        are ignored.
         """
-        if self._is_started and len(self._marks) % 2 == 0:
+        if len(self._marks) % 2 == 0 and torch.is_grad_enabled():
             self._mark()
 
     @contextmanager
@@ -82,10 +71,11 @@ class ComputeClock:
             self.resume()
 
     def read(self) -> float:
-        """Return the seconds that were counted since `start_step`. Waits for a GPU's queued work.
+        """Pause the clock, and return the seconds that were counted since `start_step`.
 
-        The clock must be stopped or paused.
+        Waits for a GPU's queued work.
         """
+        self.pause()
         begins, ends = self._marks[::2], self._marks[1::2]
         if not self._is_cuda:
             return sum(end - begin for begin, end in zip(begins, ends, strict=True))

@@ -98,9 +98,7 @@ class Sharded(ParallelStrategy[OptionsT]):
         """
         if isinstance(self.net, FSDPModule):
             self.clock.pause()
-        loss = super().loss_sum(*args, **kwargs)
-        self.clock.resume()
-        return loss
+        return super().loss_sum(*args, **kwargs)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Disable `foreach` and `fused` in parameter groups that mix DTensors and plain tensors.

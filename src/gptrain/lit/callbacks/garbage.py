@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from gptrain.lit.lightning import strategy_of
 
@@ -25,12 +25,15 @@ class QuietCollector(Callback):
         self._n_steps = 0  # micro-steps that this start has begun
         self._is_frozen = False
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Freeze all objects that exist, once, when the first FIRST_STEPS micro-steps are done.
 
         Does nothing if the process has frozen objects already.
+
+        Args:
+            trainer: Trainer of the run, whose ComputeClock is paused meanwhile.
+            *_: Other arguments of the hook, ignored.
+            **__: Other keyword arguments of the hook, ignored.
         """
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
@@ -39,19 +42,15 @@ class QuietCollector(Callback):
                 gc.freeze()
             self._is_frozen = True
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
         """Collect garbage among the objects that were made since the others were frozen."""
         if self._is_frozen:
             gc.collect()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Unfreeze the objects, so that the next job in this process can free them."""
         if self._is_frozen:
             gc.unfreeze()
             self._is_frozen = False
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Unfreeze the objects after an error, after which Lightning does not call teardown."""
-        self.teardown(trainer, pl_module, "fit")
+    on_exception = teardown  # Lightning does not call teardown after an error

@@ -184,6 +184,7 @@ class TrainingMonitor(Callback):
             self.monitored.after_first_step(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
+            strategy_of(trainer).parallel.clock.resume()
             self._is_paused = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,7 +228,7 @@ class TrainingMonitor(Callback):
             return
         strategy = strategy_of(trainer)
         strategy.is_updating = False
-        strategy.parallel.clock.stop()
+        strategy.parallel.clock.pause()
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
@@ -297,7 +298,7 @@ class TrainingMonitor(Callback):
         """
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            strategy_of(trainer).parallel.clock.stop()
+            strategy_of(trainer).parallel.clock.pause()
             if self.checkpoints is not None:
                 self.checkpoints.before_validation(trainer)
             self._stop_if_agreed(trainer)
@@ -351,7 +352,6 @@ class TrainingMonitor(Callback):
         self._beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.timeline.enter("steps", trainer.global_step)
-            strategy_of(trainer).parallel.clock.start()
 
     # Checkpoints
 

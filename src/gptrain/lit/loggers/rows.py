@@ -1,23 +1,13 @@
 """Base class of the loggers that write a file with one row per optimizer step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-Row = dict[str, Any]  # name -> value, and `step`
-
-
-class RowFile(Protocol):
-    """Interface of a file of rows that grows at its end. Each call writes to the file at once."""
-
-    def append(self, row: Row) -> None:
-        """Add a row at the end of the file."""
-
-    def replace_last(self, row: Row) -> None:
-        """Replace the last row of the file by another one."""
+from gptrain.checkpoints.json_lines import LineFile, Row
 
 
 class RowLogger(Logger):
@@ -32,28 +22,20 @@ class RowLogger(Logger):
 
     Attributes:
         file_name: Name of the file.
+        read: Function path -> complete rows of the file, empty if the file does not exist.
+        create: Class of the file.
     """
 
     name, version = "", ""
     file_name: ClassVar[str]
+    read: ClassVar[Callable[[Path], list[Row]]]
+    create: ClassVar[type[LineFile]]
 
     def __init__(self, save_dir: str):
         super().__init__()
         self.path = Path(save_dir) / self.file_name
-        self._file: RowFile | None = None  # opened by the first write, on rank 0 only
+        self._file: LineFile | None = None  # opened by the first write, on rank 0 only
         self._last_row: Row = {}
-
-    def read(self) -> list[Row]:
-        """Return the complete rows of the file, or an empty list if the file does not exist."""
-        raise NotImplementedError
-
-    def create(self, rows: list[Row]) -> RowFile:
-        """Replace the file by one with these rows, and return it, open for more rows.
-
-        Args:
-            rows: Rows with which the file begins.
-        """
-        raise NotImplementedError
 
     @property
     def save_dir(self) -> str:
@@ -96,13 +78,14 @@ class RowLogger(Logger):
         if self.path.exists():
             self._open(step)
 
-    def _open(self, last_step: float = float("inf")) -> RowFile:
+    def _open(self, last_step: float = float("inf")) -> LineFile:
         """Open the file for writing, remove its rows of steps after `last_step`, and return it.
 
         Args:
             last_step: Step of the last row that is kept.
         """
-        rows = [row for row in self.read() if row["step"] <= last_step]
+        rows = [row for row in self.read(self.path) if isinstance(row.get("step"), int)]
+        rows = [row for row in rows if row["step"] <= last_step]
         self._last_row = rows[-1] if rows else {}
-        self._file = self.create(rows)
+        self._file = self.create(self.path, rows)
         return self._file

@@ -234,20 +234,16 @@ class LightningStrategy(SavingStrategy):
             DataError: If step 0 of the run has no target.
         """
         with self.parallel.clock.paused():
-            self._clip(optimizer, max_norm)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            scale = None
+            if not self._gradients_finished:
+                self.parallel.finish_gradients()
+                scale = self.step_mean.reduce(self._local_loss())
+                self._gradients_finished = True
+            self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
+            if self.decide_step is not None:
+                self.decide_step(optimizer)
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
-
-    def _clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Do the work of `clip`, which pauses the clock of the computing time around this call."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        scale = None
-        if not self._gradients_finished:
-            self.parallel.finish_gradients()
-            scale = self.step_mean.reduce(self._local_loss())
-            self._gradients_finished = True
-        self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
-        if self.decide_step is not None:
-            self.decide_step(optimizer)
 
     def teardown(self) -> None:
         """Tear down the precision plugin and the accelerator, but leave the net on its device.
