@@ -8,7 +8,13 @@ import torch
 
 from gptrain.core.schema import RunConfig
 from gptrain.costs.machine import count_cores
-from gptrain.runtime.process import count_devices, count_nodes, listed_numbers, this_process
+from gptrain.runtime.process import (
+    count_devices,
+    count_nodes,
+    listed_numbers,
+    read_number,
+    this_process,
+)
 
 
 @dataclass(frozen=True)
@@ -137,9 +143,8 @@ def cores_per_rank(n_local: int) -> int:
         n_local: Number of ranks on this node.
     """
     names = this_process().variables
-    if names is not None and names.cores in os.environ:
-        return int(os.environ[names.cores])
-    return max(1, count_cores() // n_local)
+    n_cores = read_number(names.cores, least=1) if names is not None else None
+    return n_cores or max(1, count_cores() // n_local)
 
 
 def count_local(devices: object, accelerator: str) -> int:

@@ -1,7 +1,7 @@
 """Place of this process in its job, and the rendezvous of the ranks.
 
-This module imports the standard library only, because it is used before torch is imported, and by
-Hydra's resolvers.
+This module imports no other package than the standard library, because it is used before torch is
+imported, and by Hydra's resolvers.
 """
 
 import ctypes
@@ -15,6 +15,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gptrain.core.errors import ConfigError
 
 VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of the CUDA driver
 PORTS = range(20000, 30000)  # below the ports that Linux assigns to outgoing connections
@@ -120,32 +122,69 @@ def this_process() -> Process:
     on each node. Then the variables of MPI are used.
 
     Raises:
-        ValueError: If a variable is not a number, or the numbers contradict each other.
-        KeyError: If a launcher has set only some of its variables.
+        ConfigError: If a variable is not a number, the numbers contradict each other, or a launcher
+            has set only some of its variables.
     """
-    env = os.environ
     for launcher, names in LAUNCHERS.items():
-        world_size = int(env.get(names.world_size, 0))
-        is_set = names.rank in env and world_size > (0 if names.is_set_by_hand else 1)
-        is_srun = launcher == "mpich" and names.local_rank not in env and "SLURM_LOCALID" in env
-        if not is_set or is_srun:  # `srun --mpi=pmi2` sets two of the MPI variables
+        rank, local_rank = read_number(names.rank), read_number(names.local_rank)
+        world_size = read_number(names.world_size, least=1)
+        n_local = read_number(names.local_world_size, least=1)
+        is_srun = launcher == "mpich" and local_rank is None and "SLURM_LOCALID" in os.environ
+        if rank is None or is_srun:  # `srun --mpi=pmi2` sets two of the MPI variables
             continue
-        rank = int(env[names.rank])
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"{names.rank}={rank}: not in 0 to {world_size - 1} "
-                f"({names.world_size}={world_size})"
-            )
-        if names.n_nodes:
-            n_nodes = int(env.get(names.n_nodes, 1))
-        else:
-            n_nodes = max(1, world_size // max(1, int(env.get(names.local_world_size, world_size))))
-        is_alone = names.is_set_by_hand and names.local_rank not in env
-        local_rank = rank if is_alone else int(env[names.local_rank])
-        if env.get("GPTRAIN_SUPERVISED"):
+        if world_size in (None, 1) and not names.is_set_by_hand:
+            continue
+        _check_at_most(names.rank, rank, (world_size or 1) - 1, names.world_size)
+        if world_size is None:
+            continue
+        _check_at_most(names.local_world_size, n_local or 1, world_size, names.world_size)
+        limit_name = names.world_size if n_local is None else names.local_world_size
+        _check_at_most(names.local_rank, local_rank or 0, (n_local or world_size) - 1, limit_name)
+        if local_rank is None:
+            if not names.is_set_by_hand:
+                raise ConfigError.of(names.local_rank, None, f"not set, but {names.rank}={rank}")
+            local_rank = rank
+        n_nodes = read_number(names.n_nodes, least=1) or world_size // (n_local or world_size)
+        if os.environ.get("GPTRAIN_SUPERVISED"):
             launcher = "gptrain"
         return Process(launcher, rank, local_rank, world_size, n_nodes)
     return Process("none", 0, 0, 1)
+
+
+def read_number(name: str, least: int = 0) -> int | None:
+    """Return the whole number in an environment variable, or None if it is not set or empty.
+
+    Args:
+        name: Name of the variable. An empty name stands for a variable that does not exist.
+        least: Smallest number that is allowed.
+
+    Raises:
+        ConfigError: If the value is not a whole number, or is too small.
+    """
+    text = os.environ.get(name, "").strip()
+    if text and not (text.isdecimal() and int(text) >= least):
+        message = f"must be a whole number, at least {least}"
+        raise ConfigError.of(name, text, message, hint=f"unset {name}")
+    return int(text) if text else None
+
+
+def _check_at_most(name: str, number: int, most: int, limit_name: str) -> None:
+    """Check that the number in an environment variable is at most that which another one allows.
+
+    Args:
+        name: Name of the variable.
+        number: Number in the variable.
+        most: Largest number that is allowed.
+        limit_name: Name of the variable from which `most` follows.
+
+    Raises:
+        ConfigError: If the number is too large.
+    """
+    if number > most:
+        is_set = limit_name in os.environ
+        limit = f"{limit_name}={os.environ[limit_name]}" if is_set else f"{limit_name} is not set"
+        message = f"must be at most {most} ({limit})"
+        raise ConfigError.of(name, number, message, hint=f"unset {name}")
 
 
 def rank_variables() -> tuple[str, ...]:

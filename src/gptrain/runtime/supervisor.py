@@ -40,7 +40,7 @@ from gptrain.core.errors import (
 )
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_facts, read_json
-from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
+from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS, read_number
 from gptrain.runtime.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.runtime.signals import StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import (
@@ -134,7 +134,7 @@ def prepare_start(
 
 def is_restart() -> bool:
     """Return whether torchrun or SLURM has restarted this job."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in RESTART_COUNTS)
+    return any(read_number(name) for name in RESTART_COUNTS)
 
 
 def record_start(run_dir: str | Path, step: int, again: bool) -> int:
