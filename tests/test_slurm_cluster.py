@@ -47,15 +47,16 @@ class Jobs:
 
     def disturb(self) -> None:
         """Preempt a job, take down the node of another job, and cancel a third one."""
-        run, node = self.cluster.run, f"nodename=127.0.0.{NODES['frail'][0]}"
+        run, frail = self.cluster.run, f"127.0.0.{NODES['frail'][0]}"
         self.saved(self.cheap)
         dear = ("--partition=dear", "--nodes=2", "--exclusive", "--output=/dev/null")
         run("sbatch", *dear, "--wrap=sleep 1")
         self.saved(self.frail)
-        run("scontrol", "update", node, "state=down", "reason=test")
-        self.cluster.start(
-            "scontrol", "update", node, "state=resume"
-        ).communicate()  # may be up again
+        run("scontrol", "update", f"nodename={frail}", "state=down", "reason=test")
+        # SLURM drains a node, and holds the job, if the job starts there while it is still ending.
+        ended, log = f"[{self.frail}.0] done with job", self.cluster.folder / f"slurmd-{frail}.log"
+        wait_until(lambda: ended in log.read_text(), START_S, log.read_text)
+        run("scontrol", "update", f"nodename={frail}", "state=resume")
         self.saved(self.cancelled)
         run("scancel", self.cancelled)
 
