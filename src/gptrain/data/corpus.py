@@ -1,7 +1,7 @@
-"""Files of a text corpus, their split into training and validation, and their text in pieces.
+"""A text corpus: its files, their split into training and validation, and their text in pieces.
 
-A document is a text file, or one record of a file of records (`gptrain.data.records`). Documents
-follow each other in the order of the names of their files.
+A document is a text file, or one record of a file of records: of JSON lines, a JSON array or a
+Parquet file. Documents follow each other in the order of the names of their files.
 """
 
 import codecs
@@ -38,7 +38,7 @@ _LINE_BYTES = 2**12  # a longer line may be cut between two sections
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """One file of a corpus.
+    """One file of a corpus. Sources are compared and sorted by `name` first.
 
     Attributes:
         name: Path relative to the folder of the corpus, with slashes.
@@ -59,15 +59,16 @@ class Source:
 
     @classmethod
     def from_file(cls, file: FoundFile, format: str | None) -> "Source":
-        """Build a source from a file: look up its size, modification time and format.
+        """Build the source for a file: look up its size, modification time and format.
 
-        The suffix of a link decides about its format; for a link without a suffix, the suffix of
+        The suffix of the file decides about its format. For a link without a suffix, the suffix of
         the link's target decides. The beginning of a .json file is read to find its format. No
         other file is read.
 
         Args:
             file: File of a corpus.
-            format: Format of the file: text, jsonl, json or parquet. None calls `format_of`.
+            format: Format of the file: text, jsonl, json or parquet. None finds the format by the
+                suffix and the beginning of the file.
         """
         path = file.path if file.path.suffix else Path(file.real_path)
         status = path.stat()
@@ -78,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of a text file from `start` to `stop`, for training or for validation.
+    """A range of bytes of a text file that belongs to the training or to the validation set.
 
     Attributes:
         source: Text file.
@@ -94,16 +95,16 @@ class Part:
 
 
 class Piece(NamedTuple):
-    """Some text of one document.
+    """Some consecutive text of one document, which is tokenized separately.
 
     A piece ends with a complete line or, if the line is longer than a block of 64 KiB, with a
-    complete character.
+    complete character. At the end of a document the last line may lack its newline.
 
     Attributes:
         text: Text in UTF-8.
         is_val: Whether the text belongs to the validation set.
-        ends_part: Whether the next piece is not contiguous with this piece: the part of the text
-            file ends, or the record ends.
+        ends_part: Whether a part of a text file, or a record, ends with this piece. In the token
+            files this position counts as the end of a document.
         ends_document: Whether the document ends with this piece.
         n_read_bytes: Bytes of the source that were read for this piece.
     """
@@ -116,11 +117,12 @@ class Piece(NamedTuple):
 
 
 class SourceScan(NamedTuple):
-    """Result of reading a source once from its first to its last byte.
+    """Result of reading a source once, to hash it and to check its encoding.
 
     Attributes:
         sha256: Hash of the bytes. None for a text file that is not UTF-8.
-        bad_byte: Position of the first byte that is not UTF-8 in a text file, or None.
+        bad_byte: Position of the first byte of a text file that is not UTF-8. None if there is no
+            such byte, or if the file is not a text file.
     """
 
     sha256: str | None
@@ -140,10 +142,11 @@ def find_sources(
     format: str | None = None,
     cache_dir: Path | None = None,
 ) -> list[Source]:
-    """Return the sources below a file, a folder, a glob pattern or a list of these, sorted by name.
+    """Return the files of a corpus, sorted by name.
 
-    Links are followed. A file to which several paths lead is read once. Otherwise one copy could be
-    part of the validation set while another copy is trained on.
+    Links are followed. A file to which several paths lead is returned once. Otherwise one copy
+    could be part of the validation set while another copy is trained on. Warns about paths that are
+    skipped.
 
     Args:
         path: File, folder, glob pattern or a list of these. None takes `default_corpus`.
@@ -152,7 +155,7 @@ def find_sources(
             are left out.
         format: Format of all files: text, jsonl, json or parquet. None takes the format of each
             file from its suffix, and from its content for .json.
-        cache_dir: Folder whose files are not part of a corpus.
+        cache_dir: Folder of the tokenized data, whose files are left out.
 
     Raises:
         FileNotFoundError: If a path or the target of a link does not exist.
@@ -184,7 +187,7 @@ def find_sources(
 def _find_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], pattern: str, skipped: SkippedPaths
 ) -> Iterator[FoundFile]:
-    """Yield the files below a file, a folder, a glob pattern or a list of these.
+    """Yield the files that a path, a glob pattern or a list of these names, also below folders.
 
     Args:
         path: File, folder, glob pattern or a list of these.
@@ -214,12 +217,15 @@ def _find_files(
 def scan_source(source: Source, text_key: str) -> SourceScan:
     """Hash the bytes of a source, and check that a text file is UTF-8.
 
+    Reading ends at the first byte of a text file that is not UTF-8.
+
     Args:
         source: File to read.
         text_key: Key of the text in a record.
 
     Raises:
-        DataError: If a file that counts as text, undeclared, has records.
+        DataError: If neither the config nor the suffix says that the file is text, and it begins
+            like a file of records.
     """
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -243,12 +249,12 @@ def scan_source(source: Source, text_key: str) -> SourceScan:
 
 
 def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
-    """Split text files into training and validation parts. The tokenizer has no influence.
+    """Split text files into training and validation parts, in the same way for every tokenizer.
 
     Each file is divided into sections of 16 KiB, or of 1/65536 of the corpus if that is more. The
     sections are sorted by a hash of the file's name and the section's position. Sections go to
     validation in this order until the validation set has `val_fraction` of the bytes; of the last
-    section, only the last lines go there. Therefore a file below 16 KiB is seldom cut, a single
+    of them, only the last lines go there. Therefore a file below 16 KiB is seldom cut, a single
     large file cannot make up the validation set alone, and an added file changes the split of few
     others. Sections begin and end at line ends, except in lines longer than 4 KiB and in the first
     line of a file: these may be cut between any two characters.
@@ -298,23 +304,25 @@ def read_pieces(
     newline: bool = True,
     bad_records: list[str] | None = None,
 ) -> Iterator[Piece]:
-    """Yield the text of a corpus, document by document.
+    """Yield the text of a corpus in pieces, document by document, each marked by its split.
 
     Text files are split by bytes, in sections of about 16 KiB. Records are split by their number in
-    the corpus, with the validation records evenly spread.
+    the corpus, so that the validation records are evenly spread. Empty records are left out.
 
     Args:
         sources: Files of the corpus.
         val_fraction: Fraction of the bytes of text files, and of the number of records, for
             validation.
         text_key: Key of the text in a record.
-        newline: Append a newline to each document that does not end with a newline.
+        newline: Whether to append a newline to each document that does not end with one.
         bad_records: List to which a message is appended for each record without text. With None, a
             record without text raises a DataError.
 
     Raises:
         DataError: If a file is damaged or has changed since it was hashed, or if a record has no
             text and `bad_records` is None.
+        ValueError: If `val_fraction` is not between 0 and 1.
+        ModuleNotFoundError: If a format needs an optional package that is missing.
     """
     texts = [source for source in sources if source.format == "text"]
     by_source: dict[Source, list[Part]] = {source: [] for source in texts}
@@ -339,10 +347,10 @@ def read_pieces(
 
 
 def cut_at(block: bytes) -> int:
-    """Return the position at which a block of UTF-8 can be cut.
+    """Return the position at which a block of UTF-8 can be cut without cutting a character.
 
     The position is after the last newline. In a block without a newline it is before the last
-    character, which may be incomplete.
+    character, which may be incomplete. In an empty block it is 0.
 
     Args:
         block: Bytes that begin with a complete character.
@@ -355,11 +363,11 @@ def cut_at(block: bytes) -> int:
 
 
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """Yield a part of a text file in blocks of complete characters. No token spans two blocks.
+    """Yield the text of a part in pieces that end with a line or, in a long line, with a character.
 
     Args:
-        part: Part to read.
-        newline: Append a newline to the end of a file that does not end with a newline.
+        part: Part of a text file.
+        newline: Whether to append a newline to the end of a file that does not end with one.
 
     Raises:
         DataError: If the text is not UTF-8: the file has changed since it was hashed.
@@ -381,10 +389,14 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
 
 
 def _check_utf8(text: bytes, part: Part) -> bytes:
-    """Return the text of a part unchanged, after the check that it is UTF-8.
+    """Check that a text is UTF-8, and return it unchanged.
 
-    An earlier pass hashed the file and checked that it is UTF-8. Text that is not UTF-8 now shows
-    that the file was changed after that pass.
+    An earlier pass has hashed the file and checked that it is UTF-8. Text that is not UTF-8 now
+    shows that the file was changed after that pass.
+
+    Args:
+        text: Text of a part, or of a piece of it.
+        part: Part of a text file, for the error message.
 
     Raises:
         DataError: If the text is not UTF-8.
@@ -412,7 +424,7 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
 
 
 def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
-    """Check that a text file does not begin like JSON lines, or like JSON that holds records.
+    """Check that a file that would be read as text does not begin like a file of records.
 
     Args:
         path: Path of the file, for the message and its suffix.
@@ -460,10 +472,9 @@ def _extraction_command(path: Path, keys: Sequence[str], records: list | dict) -
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:
-    """Return whether the beginning of a file is JSON lines.
+    """Return whether a file begins like JSON lines: with two lines that are JSON objects.
 
-    The first two lines must be JSON objects. If there is only one line, the object must have the
-    key `text_key`.
+    If there is only one line, it must be an object with the key `text_key`.
 
     Args:
         head: First bytes of the file.
@@ -478,7 +489,11 @@ def _is_json_lines(head: bytes, text_key: str) -> bool:
 
 
 def _is_array(head: bytes) -> bool:
-    """Return whether the beginning of a file is a JSON array whose first element is an object."""
+    """Return whether a file begins with a JSON array whose first element is a non-empty object.
+
+    Args:
+        head: First bytes of the file, which must contain the complete first element.
+    """
     begin = re.match(rb"\s*\[\s*(?=\{)", head)
     try:
         text = head[begin.end() :].decode(errors="ignore") if begin else ""
@@ -488,11 +503,11 @@ def _is_array(head: bytes) -> bool:
 
 
 def _cut_before(source: Source, position: int) -> int:
-    """Return the byte offset at which the line that contains `position` starts.
+    """Return the nearest byte offset, at or before `position`, at which a text file can be cut.
 
-    If there is no line end in the 4 KiB before `position`, as in the first line of a file or in a
-    longer line, the start of the last character before `position` is returned. The start and the
-    end of the file are returned unchanged.
+    This is the start of the line that contains `position`. If there is no line end in the 4 KiB
+    before it, as in the first line of a file or in a longer line, it is the start of the last
+    character before `position`. The start and the end of the file are returned unchanged.
 
     Args:
         source: Text file.
@@ -507,12 +522,12 @@ def _cut_before(source: Source, position: int) -> int:
 
 
 def _with_newline(text: bytes) -> bytes:
-    """Return a text with a newline at its end, which is added if it is missing."""
+    """Return a text, with a newline added at its end if it does not end with one."""
     return text if text.endswith(b"\n") else text + b"\n"
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a file matches a pattern of fnmatch.
+    """Return whether the name of a file matches a pattern with wildcards, such as `*.py`.
 
     Args:
         name: Path of the file below the folder of the corpus, with slashes.

@@ -14,10 +14,10 @@ from gptrain.data.samples import BatchDataset
 
 
 class DummyTextDataset(BatchDataset):
-    """Uniform random tokens. Sample i depends on `seed` and i only.
+    """Dataset of uniform random tokens, in which sample i depends on `seed` and i only.
 
-    The lowest possible loss is ln(vocab_size) nats per token. The probability of a token differs
-    from 1 / vocab_size by at most 2^-32.
+    The lowest possible loss is ln(vocab_size) nats per token, because a token says nothing about
+    the next one. The probability of a token differs from 1 / vocab_size by at most 2^-32.
 
     Args:
         num_samples: Number of samples.

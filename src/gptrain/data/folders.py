@@ -1,4 +1,4 @@
-"""Walk over the files below a folder of training data, with links followed.
+"""Search for all files below a folder of training data, which follows links.
 
 Users assemble a corpus with `ln -s /disk2/shard corpus/`, so a link counts as its target. Run
 folders are never walked by this module: a run folder may be untrusted, and links in a run folder
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class FoundFile(NamedTuple):
-    """One file below a folder.
+    """One file that was found below a folder, with its path before and after links are resolved.
 
     Attributes:
         name: Path relative to the folder, with slashes.
@@ -28,13 +28,13 @@ class FoundFile(NamedTuple):
 
 
 class SkippedPaths:
-    """Paths that a walk has skipped, grouped by reason.
+    """Paths that `walk_files` has skipped, grouped by reason, for a warning.
 
     Attributes:
         loops: Links to a folder that contains the link.
         dangling: Links whose target does not exist, as "<link> -> <target>".
         unreadable: Folders that cannot be read.
-        repeated: Paths to a file or folder that was already reached by another path.
+        repeated: Paths to a file or folder that was reached by another path before.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class SkippedPaths:
         self.repeated: list[str] = []
 
     def warn(self) -> None:
-        """Issue one warning for each reason with at least one path."""
+        """Issue one warning for each reason with at least one path, with the number of paths."""
         reasons = [  # paths, the reason for one path, the reason for several paths
             (
                 self.loops,
@@ -80,17 +80,18 @@ def walk_files(
     excluded: Collection[str] = (),
     enter_once: bool = True,
 ) -> Iterator[FoundFile]:
-    """Yield all files below a folder except hidden files and files in hidden folders.
+    """Yield all files below a folder, at any depth, except hidden ones.
 
-    Folders are entered before links to folders. A folder that a link leads to is therefore known by
-    its own name if it is below the root, and not by the name of the link.
+    Files in hidden folders are left out, too. Links to files and folders are followed. Folders are
+    entered before links to folders. A folder that a link leads to is therefore known by its own
+    name if it is below the root, and not by the name of the link.
 
     Args:
         root: Folder to start from. It may be a link.
-        skipped: Collects the paths that are skipped.
+        skipped: Object to which the skipped paths are added.
         excluded: Names of folders that are not entered.
-        enter_once: Enter a folder to which several links lead only once. False enters it under
-            each of its names, except inside itself.
+        enter_once: Whether a folder to which several paths lead is entered only once. False enters
+            it by each of these paths, except by a link inside of the folder itself.
 
     Raises:
         OSError: If `root` cannot be read.

@@ -1,4 +1,6 @@
-"""Conversion of samples in Hugging Face's form, `{input_ids, labels}`, to pairs (tokens, targets).
+"""Conversion of samples in Hugging Face's form, dicts of `input_ids` and `labels`, to pairs.
+
+A pair is (tokens, targets), the form of the samples that gptrain trains on.
 
 # T positions of a sample
 """
@@ -20,7 +22,7 @@ MASK_KEY = "attention_mask"
 
 
 class HuggingFacePairs(Dataset):
-    """Dataset of pairs (tokens (T,), targets (T,)) that reads a dataset of dicts.
+    """Dataset of pairs (tokens (T,), targets (T,)) that reads a Hugging Face dataset of dicts.
 
     Labels of Hugging Face are not shifted: labels[t] is input_ids[t], or -100, and the models of
     transformers predict labels[t + 1] from input_ids[:t + 1]. The pairs are shifted: targets[t] is
@@ -58,10 +60,14 @@ class HuggingFacePairs(Dataset):
         return [self._to_pair(i, sample) for i, sample in zip(indices, samples, strict=True)]
 
     def _to_pair(self, index: int, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return `pair_of(sample)`.
+        """Convert one sample to a pair (tokens (T,), targets (T,)), and name it in an error.
+
+        Args:
+            index: Index of the sample, for the error message.
+            sample: Dict of `input_ids` and `labels`.
 
         Raises:
-            DataError: If the sample cannot be converted. The message has `index`.
+            DataError: If the sample cannot be converted.
         """
         try:
             return pair_of(sample)
@@ -70,10 +76,10 @@ class HuggingFacePairs(Dataset):
 
 
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
-    """Return a dataset of pairs if the first sample is a dict of `input_ids` and `labels`.
+    """Return a dataset as a dataset of pairs if its samples are dicts of `input_ids` and `labels`.
 
-    Any other dataset is returned unchanged, also an empty one. Only the first sample is read. Warns
-    about the keys of this sample that are not used.
+    Only the first sample is read to find out. Any other dataset is returned unchanged, also an
+    empty one. Warns about keys of this sample that are not used.
 
     Args:
         dataset: Dataset of dicts or of any other samples.
@@ -91,17 +97,17 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the tokens (T,) and the shifted targets (T,) of one dict, both int64.
 
-    Other keys, such as `idx` or `text`, are not used. A key with a value per position could change
-    what the net computes, such as `position_ids`, and is an error.
+    Other keys, such as `idx` or `text`, are not used. But another key with one value per position,
+    such as `position_ids`, is an error, because it could change what the net should compute.
 
     Args:
         sample: Dict of `input_ids`, `labels` and, optionally, `attention_mask`, each a tensor, an
             array or a list of T integers.
 
     Raises:
-        ValueError: If a required key is missing, if another key has a value per position, if shapes
-            differ, if a label is neither its input id nor -100, or if `attention_mask` has a 0
-            before a 1.
+        ValueError: If a required key is missing, if another key has a value per position, if the
+            values are not integers of one shape (T,), if a label is neither its input id nor -100,
+            or if `attention_mask` has a 0 before a 1.
     """
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
         raise ValueError(f"{describe_sample(sample)}; needed: a dict of input_ids and labels")
@@ -143,6 +149,9 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def n_items(value: Any) -> int | None:
-    """Return the length of a list, an array or a tensor, or None for a scalar or a text."""
+    """Return the length of a list, an array or a tensor, or None for any value without items.
+
+    A text counts as a value without items.
+    """
     is_scalar = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
     return None if is_scalar or not hasattr(value, "__len__") else len(value)

@@ -1,7 +1,7 @@
 """Reader of a JSON file that is one array, or one object with an array under the key "data".
 
-Memory holds one record and one block of the file, whatever the length of the array. `find_records`
-finds records under other keys, which are not read but refused.
+Memory holds one element and one block of the file, whatever the length of the array. A file whose
+records are under other keys cannot be read; `find_records` finds them, for an error message.
 """
 
 import codecs
@@ -30,7 +30,7 @@ _MAX_KEYS = 4  # records are looked for under at most this many nested keys
 
 
 class JsonText:
-    """Text of a JSON file, of which a window is in memory, with a read position.
+    """Text of a JSON file with a read position. Only a window of the text is kept in memory.
 
     Args:
         path: Name of the file in messages.
@@ -38,7 +38,7 @@ class JsonText:
         limit_bytes: Number of bytes after which the file counts as ended. None reads all bytes.
 
     Raises:
-        DataError: From every method, if the text is not UTF-8 or not JSON.
+        DataError: From every method that reads, if the text is not UTF-8 or not JSON.
     """
 
     def __init__(self, path: Path, stream: BinaryIO, limit_bytes: int | None = None) -> None:
@@ -51,7 +51,7 @@ class JsonText:
         self._is_ended = False
 
     def peek_char(self) -> str:
-        """Return the next character that is not white space, without passing it.
+        """Move to the next character that is not white space and return it, without moving past it.
 
         At the end of the file the result is the empty string.
         """
@@ -65,17 +65,21 @@ class JsonText:
             self._read_more()
 
     def skip_char(self, char: str) -> bool:
-        """Move behind the next character if it is `char`, and return whether it was."""
+        """Move past the next character if it is `char`, and return whether it was.
+
+        White space before the character is always passed.
+        """
         if self.peek_char() != char:
             return False
         self._position += 1
         return True
 
     def read_value(self) -> object:
-        """Return the next JSON value, and move behind it.
+        """Return the next JSON value, and move past it.
 
         Raises:
-            DataError: If the text is no JSON, or is nested too deeply.
+            DataError: If the text is not JSON, is nested too deeply, or if the value is incomplete
+                after more than `_LONGEST_VALUE` characters.
         """
         self.peek_char()  # passes white space
         while True:
@@ -96,9 +100,10 @@ class JsonText:
             self._read_more()
 
     def _read_more(self) -> None:
-        """Drop the text that was passed and read more.
+        """Remove the text before the read position from memory, and read more text.
 
-        As much text is read as is kept, so that the time for a long value is linear in its length.
+        At least as many bytes are read as characters are kept, so that the time for a long value is
+        linear in its length.
 
         Raises:
             DataError: If the file is not UTF-8.
@@ -120,8 +125,9 @@ class JsonText:
 def holds_array(path: Path, stream: BinaryIO) -> bool:
     """Return whether a JSON file is an array of objects or strings, or has objects under "data".
 
-    Only the beginning of the file is read. The first element decides. An empty array, and an array
-    of numbers or of arrays, give False.
+    The first element of the array decides, and only the beginning of the file is read. The result
+    is False for an empty array, for an array of numbers or of arrays, and for text that is not
+    JSON.
 
     Args:
         path: Name of the file in messages.
@@ -191,13 +197,15 @@ def _enter_array(text: JsonText) -> bool:
 
 
 def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
-    """Find the records of a JSON object that consists of records for at least half of its text.
+    """Find the records in a JSON object, if they make up at least half of its text.
 
-    Records are the elements of an array, or the values of an object of records by id. Most of them
-    are documents, or objects with the same keys that contain a document. A document is a string
-    with white space or with other letters than ASCII. Therefore package.json has no records: its
-    longest arrays contain names. An object of documents by id has a digit in each key or at least
-    eight keys. Otherwise it is one document, such as a title, an author and a text.
+    It is used to refuse a file of records that would otherwise be trained on as one text with all
+    keys and quotes. Records are the elements of an array, or the values of an object of records by
+    id. Most of them are documents, or objects with the same keys that contain a document. A
+    document is a string with white space or with characters outside of ASCII. Therefore
+    package.json has no records: its longest arrays contain names. An object of documents by id has
+    a digit in each key or at least eight keys. Otherwise it is one document, such as a title, an
+    author and a text.
 
     Args:
         head: Text of a JSON file, or the beginning of the text.
@@ -216,7 +224,7 @@ def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
 
 
 def _complete(head: str) -> str:
-    """Turn the beginning of a JSON text into valid JSON.
+    """Turn the beginning of a JSON text, which may end anywhere, into valid JSON.
 
     The text is cut after the last complete element, and the closing brackets and braces of all open
     arrays and objects are added. A complete text is returned unchanged.
@@ -236,7 +244,7 @@ def _complete(head: str) -> str:
 def _record_places(
     value: object, keys: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], list | dict]]:
-    """Yield the keys and the value of each array or object of records.
+    """Yield each array or object of records in a JSON value, with the keys that lead to it.
 
     Args:
         value: JSON value that is searched, with the values in it.
@@ -267,7 +275,7 @@ def _are_records(values: list, n_alike: int = 1) -> bool:
 
     Args:
         values: Elements of an array, or values of an object.
-        n_alike: Least number of such values, in addition to the half.
+        n_alike: Smallest number of such values, if half of the values are fewer.
     """
     forms = Counter(
         tuple(value) if isinstance(value, dict) else type(value)
@@ -280,7 +288,7 @@ def _are_records(values: list, n_alike: int = 1) -> bool:
 def _holds_document(value: object, depth: int = 0) -> bool:
     """Return whether a value is a document or contains one. Objects within objects are left out.
 
-    A document is a string with white space or with other letters than ASCII.
+    A document is a string with white space or with characters outside of ASCII.
 
     Args:
         value: JSON value.

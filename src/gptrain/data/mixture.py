@@ -1,4 +1,6 @@
-"""Mixture of several datasets in given shares. Each dataset goes through its own epochs.
+"""Mixture: a dataset that mixes the samples of several datasets, its parts, in given shares.
+
+Each part goes through its own epochs.
 
 # N samples, B batch, T positions of a sample
 """
@@ -31,9 +33,10 @@ _CYCLE = 2**16
 
 
 class Mixture(BatchDataset):
-    """Concatenation of datasets, the parts, and the order in which training mixes their samples.
+    """Dataset that concatenates several datasets, the parts, for a training that mixes them.
 
-    Index i is a sample of the concatenation. `order` returns the order of the training.
+    Index i is sample i of the concatenation. `order` returns the order in which training mixes the
+    samples of the parts. An evaluation reads the parts separately.
 
     Args:
         parts: Dataset of each part by name. Samples are pairs (tokens (T,), targets (T,)) or dicts
@@ -49,6 +52,8 @@ class Mixture(BatchDataset):
             (parts + 1,).
         tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.
         token_bytes: Bytes of text per token, (V,), if all parts have the same values. None
+            otherwise.
+        end_id: Id of the token that ends a document, if it is the same in all parts. None
             otherwise.
 
     Raises:
@@ -108,17 +113,19 @@ class Mixture(BatchDataset):
         return int(self.firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the batch of some samples, in their order.
+        """Return a batch: tokens (B, T) and targets (B, T), int64, in the order of the indices.
 
         The samples of one part are read together, with one call if the part has `__getitems__`.
 
         Args:
-            indices: Numbers of samples, (B,). The samples of the first part come first, then those
-                of the next part.
+            indices: Indices of samples in the concatenation of the parts, (B,).
 
         Returns:
             Tokens (B, T) and targets (B, T), int64. With `has_documents` also the index of the
             document of each token, (B, T).
+
+        Raises:
+            DataError: If a sample of a part cannot be read or stacked.
         """
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
@@ -182,7 +189,10 @@ def count_positions(part: Dataset, name: str) -> int:
 
 
 class MixtureOrder:
-    """Order in which training reads the samples of a mixture, a function of seed and position.
+    """Order in which training reads the samples of a mixture.
+
+    It is a pure function of seed and position, so that a resumed run continues with the next
+    sample.
 
     The parts of the positions repeat in cycles of 2^16 positions. If a part has n positions of a
     cycle, position j of them is placed at the fraction (j + 1/2) / n of the cycle. In any window of
@@ -240,7 +250,7 @@ class MixtureOrder:
         return samples
 
     def count_taken(self, epoch: int, position: int) -> list[int]:
-        """Return the number of samples that each part has given before a position of an epoch.
+        """Return how many samples each part has given before a position of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -249,7 +259,10 @@ class MixtureOrder:
         return (self.count_by_part(epoch * self.n_samples + position) + self._ahead).tolist()
 
     def resume(self, epoch: int, position: int, taken: Sequence[int]) -> None:
-        """Continue the epochs of each part at a position, also after a change of the weights.
+        """Make each part continue after the samples that it has given, when a run resumes.
+
+        This matters if the weights have changed: then the position alone does not determine how
+        many samples each part has given.
 
         Args:
             epoch: Number of the epoch at which the run resumes.
@@ -259,6 +272,9 @@ class MixtureOrder:
         self._ahead = np.array(taken) - self.count_by_part(epoch * self.n_samples + position)
 
     def count_by_part(self, n_samples: int) -> np.ndarray:
-        """Return how many of the first `n_samples` positions belong to each part, (parts,)."""
+        """Return how many of the first `n_samples` positions belong to each part, (parts,).
+
+        The positions are counted from the beginning of the first epoch, with the current weights.
+        """
         cycles, rest = divmod(n_samples, _CYCLE)
         return cycles * self._counts + np.bincount(self._owners[:rest], minlength=len(self._counts))

@@ -1,9 +1,9 @@
 """Order in which the ranks read samples, as pure functions of seed, epoch and position.
 
-Nothing is drawn, stored or shuffled. The order of an epoch is a keyed permutation that is evaluated
-only at the positions that a rank needs. The state of the data order is therefore one integer that
-is equal on all ranks. A run can resume with a different number of DataLoader workers, and with a
-different number of ranks if the global batch size is the same.
+No list of samples is shuffled or stored. The order of an epoch is a keyed permutation that is
+evaluated only at the positions that a rank needs. The state of the data order is therefore the
+number of the optimizer step, which is equal on all ranks. A run can resume with a different number
+of DataLoader workers, and with a different number of ranks if the global batch size is the same.
 
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
@@ -42,7 +42,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 class Order(Protocol):
-    """Order in which training reads the samples of a dataset.
+    """Interface of an order in which training reads the samples of a dataset.
 
     Attributes:
         n_samples: Number of positions of an epoch.
@@ -61,7 +61,7 @@ class Order(Protocol):
 
 
 class SampleOrder:
-    """Random permutation of the samples for every epoch, in O(1) memory.
+    """Order that is another random permutation of all samples in every epoch, in O(1) memory.
 
     A Feistel network permutes 2^bits >= N values. A value of N or more is permuted again until the
     result is below N (cycle walking: fewer than 2 evaluations on average for N > 2).
@@ -97,7 +97,12 @@ class SampleOrder:
         return samples.astype(np.int64).reshape(positions.shape)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Apply the Feistel network with one key per round to `values`, (n,) uint64."""
+        """Return the Feistel network's permutation of values below 2^bits, in a new array.
+
+        Args:
+            values: Values to permute, (n,) uint64.
+            keys: Key of each round of the network, (rounds,) uint64.
+        """
         low = values & self._low_mask
         high = values >> self._n_low_bits
         for key_low, key_high in keys.reshape(-1, 2):
@@ -130,9 +135,9 @@ class TrainBatches:
             is called when an iterator is created.
 
     Attributes:
-        resume_point: Tuple (step, permutation, position in the permutation) from which on steps
-            have G samples. A run that resumes with another G sets it to the step at which it
-            stopped and the result of `locate` for this step.
+        resume_point: Tuple (step, number of a permutation, position in the permutation) at which
+            the current global batch size G begins to apply. (0, 0, 0) unless the run was resumed; a
+            resumed run sets it to the position in its checkpoint.
         n_turns: Number of data workers that take turns, from the first micro-batch of an epoch on.
             It matters for a stream, of which each worker reads a part of its own.
 
@@ -169,9 +174,10 @@ class TrainBatches:
         return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the micro-batches from the run's current position to the end of its epoch.
+        """Return the micro-batches of this rank from the current position to the end of the epoch.
 
-        Before them come empty lists, one for each worker whose turn has passed.
+        Each is a list of sample indices. Before them come empty lists, one for each worker whose
+        turn has passed, so that every worker continues with its own turn.
         """
         done = self.position()
         epoch_end = (done // len(self) + 1) * len(self)
@@ -179,7 +185,7 @@ class TrainBatches:
         return chain(passed, map(self._micro_batch, range(done, epoch_end)))
 
     def step_samples(self, step: int) -> np.ndarray:
-        """Return all sample indices of an optimizer step, for example for an error.
+        """Return the indices of all samples that all ranks read in an optimizer step.
 
         `step_samples(s)[m, r]` are the samples that rank r reads in micro-step m.
 
@@ -206,16 +212,20 @@ class TrainBatches:
         return permutation + 1 + n_further, done_steps * self.global_batch_size
 
     def _micro_batch(self, number: int) -> list[int]:
-        """Return the sample indices of this rank's micro-batch `number`, counted over the run."""
+        """Return the sample indices of one of this rank's micro-batches.
+
+        Args:
+            number: Number of the micro-batch, counted over the whole run from 0.
+        """
         step, micro_step = divmod(number, self.accumulate)
         return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
 
     def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """Return the samples of each slot of a step, (..., batch_size).
+        """Return the sample indices of some micro-batches of an optimizer step, (..., batch_size).
 
         Args:
             step: Number of the optimizer step, counted over the whole run from 0.
-            slots: Slots of the step, (...). A slot is micro_step * world_size + rank.
+            slots: Number micro_step * world_size + rank of each micro-batch, (...).
         """
         permutation, start = self.locate(step)
         positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)
@@ -223,15 +233,16 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batch sampler in dataset order that gives every sample to exactly one rank.
+    """Batch sampler of an evaluation: gives every sample to exactly one rank, in dataset order.
 
     All ranks yield the same number of batches, because the ranks of a partitioned model run each
-    batch together. Batches have `batch_size` samples, except for the last batches of each part:
-    `batch_bounds` divides the last samples of a part evenly.
+    batch together. Batches have `batch_size` samples, except for the last batches of each part,
+    which divide the last samples of the part evenly.
 
     Args:
-        lengths: Number of samples of each part. The parts of a dataset follow each other. No batch
-            has samples of two parts. The batches of the parts alternate (round robin).
+        lengths: Number of samples of each part of the dataset, whose parts follow each other. No
+            batch has samples of two parts. The batches of the parts alternate (round robin). A
+            dataset that is not a mixture has one part.
         batch_size: Samples of a batch on one rank.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.
@@ -263,24 +274,32 @@ class EvalBatches:
         return (list(samples) for _, _, samples in self._batches)
 
     def part_of(self, number: int) -> int:
-        """Return the number of the part to which this rank's batch `number`, from 0, belongs."""
+        """Return the number of the part to which a batch of this rank belongs.
+
+        Args:
+            number: Number of the batch, from 0.
+        """
         return self._batches[number][1]
 
     def samples_of(self, number: int) -> list[int]:
-        """Return the sample indices of this rank's batch `number`, [] if there is no such batch."""
+        """Return the sample indices of a batch of this rank, or [] if there is no such batch.
+
+        Args:
+            number: Number of the batch, from 0.
+        """
         return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
 
 
 def batch_bounds(
     n_samples: int, batch_size: int, rank: int, world_size: int
 ) -> list[tuple[int, int]]:
-    """Return the start and the end of each batch of one rank. All ranks get equally many batches.
+    """Return the first sample and the end (exclusive) of each batch of one rank in an evaluation.
 
-    In each round every rank has one batch. The samples after the last round of full batches are
-    divided evenly into one more round. If fewer samples than ranks are left, they are divided
-    together with the samples of the last full round: into two rounds, or for `batch_size=1` into
-    one round of batches with one or two samples. A batch is empty only if there are fewer samples
-    than ranks.
+    All ranks get equally many batches. In each round every rank has one batch. The samples after
+    the last round of full batches are divided evenly into one more round. If fewer samples than
+    ranks are left, they are divided together with the samples of the last full round: into two
+    rounds, or for `batch_size=1` into one round of batches with one or two samples. A batch is
+    empty only if there are fewer samples than ranks.
 
     Args:
         n_samples: Number of samples that all ranks share.

@@ -40,7 +40,8 @@ def write_tokens(
 
     A token file begins with a context: the end token, or the tokens of a newline if there is none.
     So every byte of the text is a target. The documents follow one after another. `train.ends` and
-    `val.ends` hold int64 positions in tokens: the begin of the first document, then the end of each
+    `val.ends` hold int64 positions, counted in tokens: where the first document begins, then where
+    each document ends. Each part of a text file that is divided between the splits counts as a
     document.
 
     Args:
@@ -96,7 +97,11 @@ def write_tokens(
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces in lists of at least 1 MiB of text; the last list may have less."""
+    """Group pieces of text into lists of at least 1 MiB; the last list may have less.
+
+    Args:
+        pieces: Pieces of text, which are read one list at a time.
+    """
     batch = []
     n_bytes = 0
     for piece in pieces:
@@ -111,10 +116,10 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
-    """Yield `encode(batch)` for each batch, in the order of the batches.
+    """Yield `encode(batch)` for each batch, in the order of the batches, from several threads.
 
-    Three threads run `encode`, so that batches are read and written while another batch is encoded.
-    The package `tokenizers` releases the global interpreter lock.
+    At most three batches are in work at a time, so that batches are read and written while another
+    batch is encoded. The package `tokenizers` releases the global interpreter lock.
 
     Args:
         encode: Function of one batch that may run in any thread.
@@ -132,18 +137,19 @@ def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
 
 @contextmanager
 def fresh_folder(target: Path) -> Generator[Path, None, None]:
-    """Create an empty folder, and rename it to `target` when the `with` block succeeds.
+    """Create a folder for new files, and rename it to `target` when the `with` block succeeds.
 
-    If the block raises, the folder is removed. Several processes may prepare the same target: the
-    folder that is renamed first stays, and every process finds `target` complete. Folders that
-    killed processes of this machine have left in the same place are removed first: each folder has
-    a file lock, which a process loses when it ends.
+    So `target` is complete or does not exist. If the block raises, the folder is removed. Several
+    processes may prepare the same target: the folder that is renamed first stays, and every process
+    finds `target` complete. Folders that killed processes of this machine have left in the same
+    place are removed first: until a folder is renamed it has a locked file, and the kernel frees
+    the lock when the process ends.
 
     Args:
         target: Final path. Missing parent folders are created.
 
     Yields:
-        The empty folder, next to `target`, with a hidden name.
+        The folder, next to `target`, with a hidden name. It holds only the locked file.
 
     Raises:
         OSError: If the folder cannot be created or renamed.

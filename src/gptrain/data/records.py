@@ -1,4 +1,6 @@
-"""Readers of files of records whose text is under one key: JSON lines, JSON arrays and Parquet.
+"""Readers of files of records: JSON lines, JSON arrays and Parquet.
+
+A record is a JSON object, or a row of a table, whose text is under one key.
 
 JSON may be plain or compressed by gzip or zstd. Memory holds at most one record, one line, or the
 text column of one row group.
@@ -28,17 +30,18 @@ TextOrError = bytes | DataError  # text of a record, or the reason why the recor
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file: text, jsonl, json or parquet.
+    """Return the format of a file: "text", "jsonl", "json" or "parquet".
 
     The suffix of the name decides, and for .json, .json.gz and .json.zst also the beginning of the
-    content. A plain .json file that is not an array of records is text: package.json, for example,
-    is one document. `corpus.scan_source` refuses one that holds records under other keys.
+    content: an array of records is "json". A plain .json file that is not such an array is "text":
+    package.json, for example, is one document. A compressed one is "jsonl".
 
     Args:
         path: Path of an existing file.
 
     Raises:
         OSError: If the beginning of a .json file cannot be read.
+        ModuleNotFoundError: If a .json.zst file needs the package `zstandard` and it is missing.
     """
     name = path.name.lower()
     if name.endswith(JSON_SUFFIXES):
@@ -55,9 +58,9 @@ def format_of(path: Path) -> str:
 
 
 def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[TextOrError, int]]:
-    """Yield the text of each record in UTF-8, and the bytes of the file that were read for it.
+    """Yield for each record its text in UTF-8, and the number of bytes of the file read for it.
 
-    A record without text gives a DataError in place of the text.
+    For a record without text a DataError is yielded in place of the text, not raised.
 
     Args:
         path: File to read.
@@ -78,9 +81,10 @@ def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[TextO
 
 
 def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Yield the number of each line, its value, and the bytes of the file read for it.
+    """Yield for each line its number from 1, its JSON value, and the number of bytes read for it.
 
-    Empty lines are left out. A line that is not JSON gives a DataError in place of the value.
+    Empty lines are left out. For a line that is not JSON a DataError is yielded in place of the
+    value, not raised. The bytes are those of the compressed file, if it is compressed.
 
     Args:
         path: File of JSON lines, plain or compressed.
@@ -103,7 +107,9 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
 
 def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Yield the number of each element, the element, and the bytes of the file read for it.
+    """Yield for each element of a JSON array its number from 1, its value, and the bytes read.
+
+    The bytes are those of the compressed file, if it is compressed.
 
     Args:
         path: JSON file with an array, plain or compressed.
@@ -120,7 +126,7 @@ def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
 
 def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Yield the number of each row, a record with the text column, and the mean bytes per row.
+    """Yield for each row its number from 1, a dict {text_key: text}, and the mean bytes per row.
 
     Args:
         path: Parquet file.
@@ -147,7 +153,7 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
 
 
 def _text_of(record: object, text_key: str, place: str) -> TextOrError:
-    """Return the text of a record in UTF-8, or a DataError if the record has no text.
+    """Return the text of a record in UTF-8, or a DataError (not raised) if the record has no text.
 
     Args:
         record: Value of the record, or a DataError, which is returned unchanged.
@@ -175,7 +181,7 @@ def _text_of(record: object, text_key: str, place: str) -> TextOrError:
 
 @contextmanager
 def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]:
-    """Open a stream of the decompressed bytes of a file.
+    """Yield a stream of the decompressed bytes of an open file.
 
     Args:
         path: Path whose suffix decides: .gz for gzip, .zst for zstd, any other for no compression.
@@ -198,7 +204,15 @@ def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]
 
 @contextmanager
 def _as_data_errors(path: Path) -> Generator[None, None, None]:
-    """Turn an error of a decoding library inside the block into a DataError that names the file."""
+    """Turn an error of a decoding library inside the block into a DataError that names the file.
+
+    Args:
+        path: File that the block reads.
+
+    Raises:
+        DataError: If gzip, zlib, zstandard or pyarrow raises an error, or if gzip data end too
+            early. Other errors pass unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -210,7 +224,7 @@ def _as_data_errors(path: Path) -> Generator[None, None, None]:
 
 
 def _import_optional(name: str, extra: str) -> ModuleType:
-    """Import a module of an optional package.
+    """Import and return a module of an optional package.
 
     Args:
         name: Name of the module.

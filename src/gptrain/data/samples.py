@@ -1,4 +1,4 @@
-"""Reading of samples from a dataset, and stacking of samples to batches.
+"""How samples are read from a dataset and stacked to batches.
 
 # B batch, T positions of a sample
 """
@@ -31,9 +31,10 @@ def len_of(dataset: Dataset) -> int:
 
 
 def take_over_attributes(wrapper: Dataset, dataset: Any) -> None:
-    """Give a wrapper the optional attributes of the dataset that it reads.
+    """Give a dataset that wraps another one the optional attributes of the wrapped dataset.
 
-    An attribute that the class of the wrapper has itself is kept.
+    The attributes are those in OPTIONAL_ATTRIBUTES, such as `tokenizer`. An attribute that the
+    class of the wrapper has itself is kept.
 
     Args:
         wrapper: Dataset that reads its samples from `dataset`.
@@ -45,18 +46,23 @@ def take_over_attributes(wrapper: Dataset, dataset: Any) -> None:
 
 
 class BatchDataset(Dataset):
-    """Base class of the datasets that make whole batches in `__getitems__`."""
+    """Base class of datasets that read a whole batch at once, in their method `__getitems__`."""
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens (B, T) and targets (B, T), int64.
 
-        If samples hold documents that do not see each other, the third item is the number of the
-        document of each token, (B, T), int64.
+        If samples hold several documents that must not see each other, the third item is the index
+        of the document of each token, (B, T), int64.
+
+        Args:
+            indices: Indices of the samples, (B,).
         """
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """Return one sample, the items of a batch without B. A negative index is allowed.
+        """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item.
+
+        A negative index counts from the end.
 
         Raises:
             IndexError: If the dataset has no such sample.
@@ -68,15 +74,17 @@ class BatchDataset(Dataset):
 
 
 class BatchReader(Dataset):
-    """Dataset whose `__getitems__` reads the samples of a batch and stacks them.
+    """Dataset that wraps any dataset for a DataLoader: it reads whole batches and checks them.
+
+    A dataset that stacks its batches itself must check them itself, too.
 
     Args:
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
         n_positions: Number of positions T that every sample must have. With None, samples may have
             any form as long as the samples of one batch have equal shapes.
-        vocab_size: Number of token ids V of the net, to which the tokens and targets of samples of
-            `n_positions` are compared. None does not compare them.
+        vocab_size: Number of token ids V of the net. With `n_positions`, tokens and targets must be
+            below it. None does not check them.
     """
 
     def __init__(
@@ -98,9 +106,10 @@ class BatchReader(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return a batch: a tuple or a dict of stacked tensors, for text tokens and targets (B, T).
+        """Read the samples of a batch and return them as a tuple or a dict of stacked tensors.
 
-        A batch that the dataset has stacked itself in its `__getitems__` is returned unchanged.
+        Samples of text give (tokens (B, T), targets (B, T)). A batch that the dataset has stacked
+        itself in its `__getitems__` is returned unchanged and without a check.
 
         Args:
             indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
@@ -108,8 +117,9 @@ class BatchReader(Dataset):
                 while other ranks have a sample.
 
         Raises:
-            DataError: If samples cannot be stacked, or if a token or a target is not below
-                `vocab_size`. The message names the first sample that differs.
+            DataError: If samples cannot be stacked, do not have `n_positions` positions, or have a
+                token or a target that is not below `vocab_size`. The message names the first such
+                sample.
         """
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
@@ -136,9 +146,9 @@ class BatchReader(Dataset):
         return batch
 
     def _check_ids(self, indices: Sequence[int], batch: tuple[Tensor, ...]) -> None:
-        """Check that the net has the tokens and targets of a batch.
+        """Check that the net knows all token ids of a batch. Batches on a GPU are not checked.
 
-        On a GPU, another id would end the run in a device-side assertion without a message.
+        On a GPU, an unknown id would end the run in a device-side assertion that names no sample.
 
         Args:
             indices: Indices of the samples.
@@ -168,6 +178,8 @@ class BatchReader(Dataset):
     def _stacking_error(self, index: int, sample: Any, reason: str) -> DataError:
         """Return the error about a sample that cannot be stacked with the others of its batch.
 
+        The error is not raised here.
+
         Args:
             index: Index of the sample in the dataset.
             sample: The sample, whose types and shapes the message shows.
@@ -181,7 +193,13 @@ class BatchReader(Dataset):
 
 
 def describe_sample(sample: Any) -> str:
-    """Return the types and shapes of a sample, for an error message."""
+    """Return the types and shapes of a sample, for an error message.
+
+    For example "(int64 (128,), int64 (128,))" for a pair of tensors.
+
+    Args:
+        sample: Value of any type.
+    """
     if isinstance(sample, Tensor | np.ndarray):
         return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
     if isinstance(sample, Mapping):
@@ -197,12 +215,13 @@ def describe_sample(sample: Any) -> str:
 
 
 def collate(batch: Any) -> Any:
-    """Stack a list of samples with torch's `default_collate`; return any other batch unchanged.
+    """Stack a list of samples with torch's `default_collate`.
 
-    Fields of a sample that is a tuple or a list become a tuple of stacked fields.
+    Samples that are tuples or lists become a tuple of stacked tensors, and dicts a dict of them.
 
     Args:
-        batch: List of samples, or a batch that the dataset has stacked itself.
+        batch: List of samples. Any other value is a batch that is stacked already, and is returned
+            unchanged.
 
     Raises:
         RuntimeError, TypeError, KeyError: If torch cannot stack the samples, for example because
@@ -213,14 +232,16 @@ def collate(batch: Any) -> Any:
 
 
 def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Distribute items over packed samples: the longest first, into the fullest that has space.
+    """Decide which documents share a sample, so that few positions of the samples stay empty.
+
+    The longest document is placed first, each into the fullest sample that has space for it.
 
     Args:
-        lengths: Number of positions of each item, at most `size`.
-        size: Number of positions of a packed sample.
+        lengths: Number of positions of each document, at most `size`.
+        size: Number of positions of a sample.
 
     Returns:
-        Indices of the items of each packed sample.
+        For each sample, the indices of its documents in `lengths`.
     """
     packed: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (free positions, index of the packed sample), sorted
@@ -238,7 +259,11 @@ def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
 def has_documents(batch: Any) -> bool:
     """Return whether a batch or a sample is a tuple (tokens, targets, documents).
 
-    The three items must be int64 tensors of one shape.
+    `documents` is the index of the document of each token. The three items must be int64 tensors of
+    one shape.
+
+    Args:
+        batch: Batch or sample of any type.
     """
     if not isinstance(batch, tuple) or len(batch) != 3:
         return False
@@ -247,10 +272,10 @@ def has_documents(batch: Any) -> bool:
 
 
 def count_batch_targets(batch: Any) -> int | None:
-    """Return the number of targets of a batch that are not -100, or None if it is unknown.
+    """Return the number of targets of a batch that are not -100, or None for an unknown batch.
 
     The number is known for a pair (tokens, targets) with integer targets, for a tuple (tokens,
-    targets, documents), and for a dict with integer `targets` or `labels`.
+    targets, documents), and for a dict with integer `targets` or, without these, `labels`.
 
     Args:
         batch: Batch of a data loader.

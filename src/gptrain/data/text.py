@@ -1,6 +1,7 @@
-"""Dataset of text that is split and tokenized once.
+"""TextDataset: samples from a corpus of text, which is split and tokenized only once.
 
-The tokens are cached under a hash of the texts, the tokenizer and the options of the split.
+The tokens are cached in a folder whose name is a hash of the texts, the tokenizer and the options
+of the split.
 """
 
 import hashlib
@@ -34,27 +35,29 @@ FORMAT = 5
 
 
 class TextDataset(TokenDataset):
-    """Windows of the training or the validation text of a tokenized corpus.
+    """Dataset of the training or the validation text of a corpus; `from_corpus` builds it.
 
-    The validation set keeps the last, incomplete window of the text, so that every byte counts.
+    The text is cut into windows of `seq_len` tokens. The validation set keeps the last, incomplete
+    window, so that every byte counts.
 
     Args:
-        folder: Folder that `from_corpus` has written. The name of the folder is the fingerprint.
-        split: train or val.
+        folder: Folder that `from_corpus` has written. Its name is the fingerprint of the data.
+        split: "train" or "val".
         seq_len: Positions of a sample, T.
         documents: `packed`, `separate` or `masked`. With `packed` and `masked`, windows cross the
             ends of documents. With `separate`, the first sample of a document begins at the
             document's first token, a longer document continues in the next sample, and the rest of
-            its last sample is padding with targets -100. With `masked`, a batch has a third item,
-            the index of the document of each token, so that a document attends to itself only.
+            its last sample is padding with targets -100. With `masked`, windows are as with
+            `packed`, but a batch has a third item, the index of the document of each token, so that
+            a document attends to itself only.
             With `separate` and `masked`, what a net computes for a document depends on this
             document only. The context of its first token is the first token of the file, which is
             the end token if there is one.
 
     Attributes:
-        ends: Position of the first document's begin, then of each document's end, in tokens,
-            (documents + 1,). If a section of a file is in the other split, each contiguous part of
-            the file counts as a document.
+        ends: Positions in the token file, (documents + 1,): where the first document begins, then
+            where each document ends. If a text file is divided between the splits, each of its
+            parts counts as a document.
 
     Raises:
         DataError: If the files of the folder are missing, damaged or links.
@@ -125,15 +128,15 @@ class TextDataset(TokenDataset):
         end_of_document: bool | None = None,
         documents: str = "packed",
     ) -> "TextDataset":
-        """Return one split of a corpus: from the cache, or tokenized by this call.
+        """Return the dataset of one split of a corpus. Tokenize the corpus if it is not cached.
 
         The corpus is hashed if one of its files has changed. It is tokenized if the hash, the
-        tokenizer or the split has changed. Memory is constant. Several processes may call this
-        method at once; each gets the complete dataset. Text files that are not UTF-8 are left out
-        with one warning for all of them.
+        tokenizer or an option of the split has changed. Memory is constant, whatever the size of
+        the corpus. Several processes may call this method at once; each gets the complete dataset.
+        Text files that are not UTF-8 are left out with one warning for all of them.
 
         Args:
-            split: train or val.
+            split: "train" or "val".
             seq_len: Positions of a sample, T.
             path: File, folder, glob pattern or a list of these. A folder is read with all folders
                 below it. None reads the source code of Python's standard library.
@@ -158,8 +161,10 @@ class TextDataset(TokenDataset):
         Raises:
             FileNotFoundError: If a path or the tokenizer does not exist.
             ModuleNotFoundError: If an optional package is missing.
-            DataError: If there is no text, if a file is damaged, if the tokenizer does not fit, or
-                if the cache was modified.
+            DataError: If there is no text, if a file is damaged, if the tokenizer has more tokens
+                than the model or lacks a needed one, or if the cache was modified.
+            ValueError: If `val_fraction` is not between 0 and 1, or if the `vocab_size` of a new
+                `bpe` is too small.
             OSError: If the disk is full or not writable. Incomplete files are removed.
         """
         cache_dir = Path(cache_dir).resolve()
@@ -196,7 +201,7 @@ class TextDataset(TokenDataset):
         return cls(folder, split, seq_len, documents)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return the number of tokens and documents, and the epochs of a run, as one line.
+        """Return a line with the number of tokens and documents, and the epochs of a run.
 
         Args:
             n_samples: Number of samples that the run reads. 0 leaves out the epochs.
@@ -211,10 +216,7 @@ class TextDataset(TokenDataset):
         return " · ".join([super().describe(n_samples), *words])
 
     def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions in a file of the tokens of some windows, and each window's limit.
-
-        With `separate`, the limit of a window is the end of its document, otherwise the end of the
-        file.
+        """Return which positions of the file are read for some windows, and where each window ends.
 
         Args:
             number: Number of the file in `files`, always 0.
@@ -222,7 +224,8 @@ class TextDataset(TokenDataset):
 
         Returns:
             Positions (b, T+1) of the T tokens of each window and the target after the last one; and
-            limits (b,). Targets at or after a limit are -100.
+            limits (b,): the end of the window's document with `separate`, otherwise the end of the
+            file. Targets at or after a limit are -100.
         """
         if self._samples is None:
             return super()._window_positions(number, windows)
@@ -237,7 +240,7 @@ class TextDataset(TokenDataset):
 
 
 def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
-    """Return the sources that can be read, and the SHA-256 over their names and contents.
+    """Return the files of a corpus that can be used, and the SHA-256 of their names and contents.
 
     A corpus must be read completely to be hashed. The result is therefore stored in the folder
     `index` of the cache and used again as long as names, sizes and modification times of the files
@@ -249,7 +252,8 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
         text_key: Key of the text in a record.
 
     Raises:
-        DataError: If no source is text, or if the index is a symbolic link.
+        DataError: If no file can be used, if a file has records and no declared format, or if the
+            index is a symbolic link.
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
@@ -280,15 +284,16 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
 
 
 def _make_index(sources: list[Source], contents: list[SourceScan]) -> dict[str, Any]:
-    """Return the content of an index file.
+    """Return the content of the index file of a corpus: its hash, and the files that are left out.
 
     Args:
         sources: Files of the corpus.
         contents: Result of `scan_source` for each source.
 
     Returns:
-        `sha256`: hash of the sources that are text or records. `not_utf8`: a pair for each text
-        file that is not UTF-8, of its number in `sources` and the position of its first bad byte.
+        `sha256`: Hash of the names, formats and contents of the sources, without text files that
+        are not UTF-8. `not_utf8`: For each of these files its number in `sources` and the position
+        of its first bad byte.
     """
     pairs = list(zip(sources, contents, strict=True))
     text = [(s.name, s.format, content.sha256) for s, content in pairs if content.sha256]
@@ -305,19 +310,21 @@ def _prepare(
     has_end: bool,
     vocab_size: int | None,
 ) -> None:
-    """Write the token files of a corpus and the tokenizer to a folder.
+    """Tokenize a corpus, and write the token files of both splits and the tokenizer to a folder.
 
     Args:
         folder: Empty folder.
         sources: Files of the corpus.
-        pieces: Function that starts to read the text of the corpus.
+        pieces: Function that starts to read the text of the corpus from the beginning. It is called
+            twice if a tokenizer is trained first.
         tokenizer: Tokenizer of the text. None trains a BPE tokenizer on the training text.
         has_end: Whether to append the end token to each document.
         vocab_size: Largest number of tokens of a new BPE tokenizer.
 
     Raises:
-        DataError: If the training or the validation set would be empty, or if a source has changed
-            since it was hashed.
+        DataError: If the training or the validation set would be empty, if a source is damaged or
+            has changed since it was hashed, or if a character has no token.
+        ValueError: If `vocab_size` is too small for a BPE tokenizer.
         OSError: If a file cannot be written.
     """
     n_bytes = sum(source.size_bytes for source in sources)

@@ -1,4 +1,6 @@
-"""Token files: search for them, and their type and size by header, index or file size.
+"""Token files: how they are found, and how their token type and length are read.
+
+There are three formats:
 
 - Raw (train.bin of nanoGPT): The file consists of tokens only.
 - llm.c: 256 int32 precede the tokens: magic number, version, number of tokens, zeros.
@@ -32,11 +34,11 @@ _OTHER_SPLITS = {"train": ("val", "test"), "val": ("train", "test")}
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Path and layout of a file of tokens.
+    """Path and layout of a file of tokens, whose content is not in memory.
 
     Attributes:
         path: Path of the file.
-        dtype: Type of a token: uint16 or uint32.
+        dtype: Type of a token: "uint16" or "uint32".
         n_tokens: Number of tokens.
         offset_bytes: Position of the first token in the file.
     """
@@ -51,9 +53,10 @@ class TokenFile:
         return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
 
     def sample_positions(self, n_blocks: int) -> Iterator[np.ndarray]:
-        """Yield the positions of blocks of 2^14 tokens, (n,) each, evenly over the whole file.
+        """Yield the positions of blocks of tokens that are spread evenly over the file, (n,) each.
 
-        A short file gives fewer blocks. A file of less than 2^14 tokens gives one block.
+        A block has 2^14 tokens. A short file gives fewer blocks, and a file of less than 2^14
+        tokens gives one block with all of its tokens.
 
         Args:
             n_blocks: Largest number of blocks.
@@ -86,7 +89,7 @@ class TokenFile:
 def find_token_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], split: str = ""
 ) -> list[Path]:
-    """Return the token files of a path, a glob pattern or a list of these.
+    """Return the token files that a path, a glob pattern or a list of these names.
 
     The files of a glob pattern and of a folder are sorted by name. Index files of Megatron (.idx)
     are left out. Links to files and folders are followed.
@@ -94,11 +97,12 @@ def find_token_files(
     Args:
         path: File, folder, glob pattern or a list of these. Of a folder, the .bin files at any
             depth are taken.
-        split: train or val: leave out those files of a folder whose own name or folder names
-            belong to another split. An empty text takes all files.
+        split: "train" or "val" leaves out the files of a folder that belong to another split,
+            because their name contains its name or they are in a folder of its name. An empty text
+            takes all files.
 
     Raises:
-        FileNotFoundError: If a path, pattern or folder has no such file.
+        FileNotFoundError: If a path, a pattern or a folder gives no file.
     """
     if not isinstance(path, (str, os.PathLike)):
         return [file for item in path for file in find_token_files(item, split)]
@@ -118,12 +122,14 @@ def find_token_files(
 
 
 def _find_below(folder: str, split: str) -> list[Path]:
-    """Return the .bin files below a folder that belong to a split, sorted by name.
+    """Return the .bin files below a folder that do not belong to another split, sorted by name.
+
+    Warns about paths that are skipped, such as links without a target.
 
     Args:
         folder: Folder that is searched at any depth.
-        split: "train" or "val" leaves out files whose names belong to another split. An empty text
-            takes all files.
+        split: "train" or "val", which leaves out the files of the other splits. An empty text takes
+            all files.
     """
     skipped = SkippedPaths()
     files = [file for file in walk_files(folder, skipped) if file.name.endswith(".bin")]
@@ -138,18 +144,21 @@ def _find_below(folder: str, split: str) -> list[Path]:
 
 
 def _belongs_to(name: str, split: str) -> bool:
-    """Return whether a file belongs to a split by its name or by the name of one of its folders.
+    """Return whether a file belongs to a split.
+
+    This is so if the file's name contains the name of the split, or if one of its folders has the
+    name of the split.
 
     Args:
         name: Path of the file below the searched folder, with slashes.
-        split: Name of the split. It must be a part of the file's name, or equal a folder's name.
+        split: Name of the split.
     """
     *folders, file = name.split("/")
     return split in file or split in folders
 
 
 def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile:
-    """Return the layout of a token file, by its header, its index or, if it is raw, its size.
+    """Return the layout of a token file, from its header, its index or, without these, its size.
 
     Args:
         path: Path of the file. An index with the suffix .idx in the same folder is read as well.
@@ -191,7 +200,7 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Return the dtype and the number of the tokens of a Megatron index.
+    """Return the dtype and the number of all tokens that a Megatron index describes.
 
     The header is followed by the length of each sequence in tokens (int32), the position of each
     sequence in bytes (int64), and the number of the first sequence of each document (int64). The

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes (built in), a tokenizer.json file, or a BPE trained on the corpus.
+"""Tokenizers: the bytes of the text, a tokenizer.json file, or a BPE trained on the corpus.
 
 Both classes have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `token_bytes`,
 `special_ids` and these attributes:
@@ -44,7 +44,7 @@ _BYTES_JSON = b'{"type": "bytes"}\n'
 
 
 class ByteTokenizer:
-    """Tokenizer whose 256 tokens are the bytes. It needs no file and no package."""
+    """Tokenizer whose 256 tokens are the bytes of UTF-8 text. It needs no file and no package."""
 
     vocab_size = 256
     identity = "bytes"
@@ -58,7 +58,7 @@ class ByteTokenizer:
     chat_template: str | None = None
 
     def special_ids(self) -> dict[str, int]:
-        """Return an empty dict, because a byte is a special token only if the data use it so."""
+        """Return an empty dict: no byte is a special token in the sense of transformers."""
         return {}
 
     def token_to_id(self, token: str) -> int | None:
@@ -77,7 +77,7 @@ class ByteTokenizer:
         """Return the token ids of a text, (N,) int64.
 
         Args:
-            text: Text to encode.
+            text: Text to encode, or its bytes in UTF-8.
             special: Whether the names of `control_tokens` in the text become these tokens.
         """
         if special:
@@ -105,19 +105,26 @@ class ByteTokenizer:
         return np.array(tokens, dtype=np.int64), np.array(starts, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Return the token ids of each text, (N,) int64 each."""
+        """Return the token ids of each text, (N,) int64 each.
+
+        Args:
+            texts: Texts to encode, or their bytes in UTF-8.
+        """
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids.
 
-        Bytes that are not UTF-8, also the beginning of a character, become U+FFFD. Ids that are not
-        0 to 255 are left out.
+        Bytes that are not UTF-8, also an incomplete character, become U+FFFD. Ids that are not 0 to
+        255 are left out.
+
+        Args:
+            ids: Token ids.
         """
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> Path:
-        """Write a tokenizer.json that `load_tokenizer` can load, and return its path.
+        """Write a tokenizer.json that `load_tokenizer` recognizes, and return its path.
 
         Args:
             folder: Existing folder. The chat template, if any, is written to the same folder.
@@ -127,20 +134,20 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """Tokenizer of the package `tokenizers`, from a tokenizer.json file.
+    """Tokenizer that a tokenizer.json file describes, by the package `tokenizers`.
 
     The name of a special token in a text is encoded as ordinary text, so that no text of a corpus
     can be mistaken for the end of a document. With `special=True` it becomes the token. No special
-    token is added to a text.
+    token is added before or after a text.
 
     Args:
         path: Path of the tokenizer.json. A tokenizer_config.json and a special_tokens_map.json in
             the same folder name the special tokens.
 
     Attributes:
-        special_tokens: Special tokens of the vocabulary, by their names in transformers:
-            bos_token, eos_token, pad_token.
-        control_tokens: Ids of all special tokens of the vocabulary, by their names.
+        special_tokens: Texts of the special tokens by their names in transformers: bos_token,
+            eos_token, pad_token. Those that the vocabulary does not have are left out.
+        control_tokens: Ids of all special tokens of the vocabulary, by their texts.
 
     Raises:
         FileNotFoundError: If the file does not exist.
@@ -177,9 +184,10 @@ class JsonTokenizer:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for, (V,) int64; special tokens have 0.
+        """Number of bytes of text that each token stands for, (V,) int64; special tokens have 0.
 
-        None if the tokenizer is not byte-level, because other tokenizers drop or add spaces.
+        None if the tokenizer is not byte-level: other tokenizers drop or add spaces, so that their
+        tokens do not stand for a fixed number of bytes.
         """
         # The ByteLevel decoder may be part of a sequence of decoders.
         if '"type": "ByteLevel"' not in self._decoder:
@@ -199,8 +207,12 @@ class JsonTokenizer:
         """Return the token ids of a text, (N,) int64.
 
         Args:
-            text: Text to encode.
+            text: Text to encode, or its bytes in UTF-8.
             special: Whether the names of special tokens in the text become these tokens.
+
+        Raises:
+            DataError: If `special` is false, and the text has a character or word that the
+                tokenizer has no token for.
         """
         if special:
             return self.encode_special(text if isinstance(text, str) else text.decode())[0]
@@ -226,6 +238,9 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """Return the token ids of each text, (N,) int64 each. The texts are encoded in parallel.
 
+        Args:
+            texts: Texts to encode, or their bytes in UTF-8.
+
         Raises:
             DataError: If a text has a character or word that the tokenizer has no token for.
         """
@@ -241,14 +256,17 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids.
 
-        Bytes that are not UTF-8, also the beginning of a character, become U+FFFD. Negative ids and
-        ids outside the vocabulary are left out.
+        Bytes that are not UTF-8, also an incomplete character, become U+FFFD. Negative ids and ids
+        outside the vocabulary are left out. Special tokens are shown by their names.
+
+        Args:
+            ids: Token ids.
         """
         ids = [i for i in map(int, ids) if i >= 0]
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
-        """Write a tokenizer.json with the bytes of the file that was read, and return its path.
+        """Write a copy of the tokenizer.json that was read, and return its path.
 
         Args:
             folder: Existing folder. The tokenizer_config.json and the chat template, if any, are
@@ -260,7 +278,10 @@ class JsonTokenizer:
         return _write(folder, self._json)
 
     def special_ids(self) -> dict[str, int]:
-        """Return the ids of the special tokens by their names in transformers (`eos_token_id`)."""
+        """Return the ids of the special tokens by names of transformers, such as `eos_token_id`.
+
+        Special tokens that the vocabulary does not have are left out.
+        """
         tokens = self.special_tokens.items()
         return {f"{name}_id": self._tokenizer.token_to_id(token) for name, token in tokens}
 
@@ -268,7 +289,10 @@ class JsonTokenizer:
         """Return the special tokens that a configuration names and the vocabulary contains.
 
         Args:
-            named: Values of a tokenizer_config.json or special_tokens_map.json.
+            named: Content of a tokenizer_config.json or special_tokens_map.json.
+
+        Returns:
+            Name in transformers, such as `eos_token`, -> text of the token.
         """
         tokens = {name: named.get(name) for name in SPECIAL}
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
@@ -277,9 +301,10 @@ class JsonTokenizer:
         return {name: token for name, token in texts.items() if known(token) is not None}
 
     def _find_end(self) -> str | None:
-        """Return the end token that the configuration names, or the first of `END_TOKENS`.
+        """Return the text of the token that may end a document, or None if there is no such token.
 
-        Only a special token of the vocabulary counts. None if there is no such token.
+        It is the `eos_token` that the configuration names, or else the first of `END_TOKENS`. Only
+        a special token of the vocabulary counts.
         """
         names = (self.special_tokens.get("eos_token"), *END_TOKENS)
         return next((name for name in names if name in self.control_tokens), None)
@@ -290,14 +315,13 @@ def train_bpe(
 ) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer, write it to `path`, and return it.
 
-    The first 256 tokens are the bytes, so that every text can be encoded. Words are split as by
-    GPT-2.
+    256 of its tokens are the bytes, so that every text can be encoded. Words are split as by GPT-2.
 
     Args:
         texts: Texts to learn from.
-        vocab_size: Largest number of tokens.
+        vocab_size: Largest number of tokens, including the end token.
         path: Path of the tokenizer.json to write.
-        has_end: Add the end token `<|endoftext|>` as the last token.
+        has_end: Whether to add the end token `<|endoftext|>` as the last token.
 
     Raises:
         ValueError: If `vocab_size` is less than 256, or than 257 with `has_end`.
@@ -332,10 +356,11 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
-    """Load a tokenizer.
+    """Load the tokenizer that `data.tokenizer` or the folder of a run names.
 
     Args:
         spec: `bytes`, the path of a tokenizer.json, or the path of a folder with a tokenizer.json.
+            A `~` at its beginning is the home folder.
 
     Raises:
         FileNotFoundError: If the file does not exist.
@@ -374,12 +399,23 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def _read_companion(file: Path) -> dict:
-    """Return the values of a JSON file, or an empty dict if it is a link or cannot be read."""
+    """Return the object in a JSON file, or an empty dict if it is a link or cannot be read.
+
+    A link is not read, because the folder may be untrusted.
+
+    Args:
+        file: Path of the file, which may be missing.
+    """
     return {} if file.is_symlink() else read_facts(file)
 
 
 def _write_template(folder: Path, template: str | None) -> None:
-    """Write a chat template to chat_template.jinja in a folder. Does nothing if it is None."""
+    """Write a chat template to chat_template.jinja in a folder. Does nothing if it is None.
+
+    Args:
+        folder: Existing folder.
+        template: Text of the template.
+    """
     if template is not None:
         _write(folder, template.encode(), TEMPLATE_NAME)
 

@@ -1,4 +1,4 @@
-"""Dataset of tokens in memory-mapped files. A file is never read as a whole.
+"""TokenDataset: samples from memory-mapped files of tokens, which are never read as a whole.
 
 # B batch, T seq_len
 """
@@ -23,10 +23,10 @@ _CHECKED_BLOCKS = 16
 
 
 class TokenDataset(BatchDataset):
-    """Windows of T tokens of one or many token files, with the tokens that follow as targets.
+    """Dataset that cuts token files into windows of T tokens, with the next tokens as targets.
 
-    Successive windows overlap by one token: the last target of a window is the first token of the
-    next window. Windows never cross the end of a file.
+    Sample i is window i, counted over all files. The last target of a window is the first token of
+    the next window. Windows never cross the end of a file.
 
     Args:
         path: File, glob pattern, folder of .bin files, or a list of these.
@@ -34,13 +34,13 @@ class TokenDataset(BatchDataset):
         dtype: Type of the tokens in raw files, uint16 or uint32. Files with a header or an index
             have their own type.
         vocab_size: Number of tokens of the vocabulary. A token id that is not below it raises a
-            DataError with the file and the position: when the dataset is opened for a sample of the
-            tokens, and later for every batch that is read. None does not check.
-        keep_tail: Make one more sample of the last tokens of a file that do not fill a window,
+            DataError with the file and the position. A sample of the tokens is checked when the
+            dataset is opened, and every batch when it is read. None does not check.
+        keep_tail: Whether the last tokens of a file that do not fill a window make one more sample,
             padded with targets -100. Every token except the first of each file is then a target
             exactly once.
-        split: train or val: leave out those files of a folder whose own name or folder names
-            belong to another split. An empty text takes all files.
+        split: "train" or "val" leaves out the files of a folder that belong to another split by
+            their own name or a folder's name. An empty text takes all files.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -72,9 +72,10 @@ class TokenDataset(BatchDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the types and sizes of the files and of a sample of their tokens.
+        """Hash of the files' token types and lengths, and of a sample of their tokens.
 
-        The paths of the files are not part of the hash.
+        A resumed run compares it, to notice that it would train on other data. The paths of the
+        files are not part of the hash.
         """
         digest = hashlib.sha256()
         for file in self.files:
@@ -87,7 +88,7 @@ class TokenDataset(BatchDataset):
         return int(self._firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch with one gather per file: tokens (B, T) and targets (B, T), int64.
+        """Return a batch: tokens (B, T) and targets (B, T), int64. Each file is indexed once.
 
         Args:
             indices: Numbers of windows, (B,), counted over all files.
@@ -106,7 +107,7 @@ class TokenDataset(BatchDataset):
         return tokens.clamp(min=0), targets.contiguous()  # -100 is not a token id
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return the number of tokens, and the epochs of a run, as one line.
+        """Return a line with the number of tokens, and the number of epochs of a run.
 
         Args:
             n_samples: Number of samples that the run reads. 0 leaves out the epochs.
@@ -116,9 +117,10 @@ class TokenDataset(BatchDataset):
         return f"{n_tokens:,} tokens{n_epochs}"
 
     def _checked_blocks(self) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
-        """Yield blocks of tokens, evenly from all files, as (file, positions (n,), tokens (n,)).
+        """Yield a sample of the tokens: blocks as (file, positions (n,), tokens (n,)).
 
-        If there are more than 16 files, the blocks come from 16 of them.
+        The blocks are spread evenly over all files, or over 16 of them if there are more files.
+        They are checked when the dataset is opened, and are a part of the fingerprint.
         """
         n_files = min(len(self.files), _CHECKED_BLOCKS)
         n_blocks = -(-_CHECKED_BLOCKS // n_files)  # blocks of each file, rounded up
@@ -128,9 +130,9 @@ class TokenDataset(BatchDataset):
                 yield file, positions, file.map()[positions]
 
     def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
-        """Return windows of one file with one more token each, (b, T+1) int64.
+        """Read windows of one file, each with the target after its last token, (b, T+1) int64.
 
-        Tokens at or after the limit of a window are -100.
+        Positions at or after the limit of a window, such as the end of the file, are -100.
 
         Args:
             number: Number of the file in `files`.
@@ -149,7 +151,7 @@ class TokenDataset(BatchDataset):
         return tokens
 
     def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions in a file of the tokens of some windows, and each window's limit.
+        """Return which positions of a file are read for some windows, and where each window ends.
 
         Args:
             number: Number of the file in `files`.
@@ -157,34 +159,34 @@ class TokenDataset(BatchDataset):
 
         Returns:
             Positions (b, T+1) of the T tokens of each window and the target after the last one; and
-            limits (b,): the end of the file. A subclass may return the end of a document. Tokens at
-            or after a limit are not read. Their targets are -100.
+            limits (b,): the end of the file, or in a subclass the end of a document. Tokens at or
+            after a limit are not read, and are targets of -100.
         """
         positions = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         return positions, np.full(len(windows), self.files[number].n_tokens)
 
     def __getstate__(self) -> dict:
-        """Return the state without memory maps: pickling a map would copy the file's content.
+        """Return the attributes for pickle, without memory maps.
 
-        A DataLoader worker maps the files again.
+        Pickling a map would copy the file's content. A DataLoader worker maps the files again.
         """
         return {**self.__dict__, "_maps": {}}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the dtype in which the tokens of a vocabulary are stored, uint16 or uint32."""
+    """Return the smallest dtype that holds the tokens of a vocabulary, "uint16" or "uint32"."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
-    """Return the number of windows of `seq_len` tokens and their targets in `n_tokens` tokens.
+    """Return into how many windows of `seq_len` positions a file of `n_tokens` tokens is cut.
 
-    Windows overlap by one token, so that each token except the first is a target once.
+    Each token except the first is a target in one window, as far as the windows reach.
 
     Args:
         n_tokens: Number of tokens of a file.
         seq_len: Positions of a window.
-        keep_tail: Count a last window with fewer than `seq_len` targets.
+        keep_tail: Whether a last window with fewer than `seq_len` targets counts.
     """
     n_targets = n_tokens - 1
     return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len
