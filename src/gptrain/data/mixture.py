@@ -47,7 +47,7 @@ class Mixture(BatchDataset):
             part.
 
     Attributes:
-        has_documents: Whether samples have the third item.
+        has_documents: Whether samples have a third item, the index of each token's document.
         firsts: Index of the first sample of each part, followed by the number of all samples,
             (parts + 1,).
         tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.

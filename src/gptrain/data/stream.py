@@ -1,11 +1,12 @@
-"""Reads an iterable dataset as if its samples had an index, and saves its position.
+"""Wrappers that read a stream as if its samples had an index, and save its position.
 
 A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, a
 StreamingDataset of litdata, or a `torch.utils.data.IterableDataset`. It may have in addition:
 
-- `split_by_rank(rank, world_size)`: Returns the stream of one reader's samples. Each data worker of
-  a rank is a reader, for which the dataset is the only worker. Without this method every reader
-  reads all samples, and workers save no time.
+- `split_by_rank(rank, world_size)`: Returns the stream of one reader's samples, where the arguments
+  are the number of the reader and the number of readers. The readers are the data workers of all
+  ranks, or the ranks if there are no workers. Without this method every reader reads all samples
+  and keeps its share, so that workers save no time.
 - `state_dict()` and `load_state_dict(state)`: Position after the sample that was yielded last.
   Without them, a resumed run reads the samples of the pass again, without training on them.
 - `set_epoch(epoch)`: Called before a pass over the data begins again.
@@ -29,28 +30,32 @@ UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be iterated, because it has no index.
+    """Return whether a dataset can only be iterated, because its samples have no index.
 
-    It is an IterableDataset, or an iterable without `__getitem__` or without `__len__`.
+    This is so for an IterableDataset, and for an iterable that lacks `__getitem__` or `__len__`.
+
+    Args:
+        dataset: Object of any type.
     """
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
 
 class StreamDataset(Dataset):
-    """Samples of one part of a stream, each read once and in the order of the stream.
+    """Dataset that reads one part of a training stream, in the order of the stream.
 
-    A part has one reader: the training process of a rank or, with data.num_workers, a worker of it.
-    `__getitems__` reads the next samples, whatever their indices. When the part ends, it begins
-    again.
+    The stream is divided into parts, one for each reader: the training process of a rank or, with
+    data.num_workers, each worker of the rank. `__getitems__` reads the next samples of the part,
+    whatever their indices. When the part ends, the next pass over it begins.
 
     Args:
-        stream: Stream of all parts.
+        stream: Stream of the samples of all parts.
         name: Config key of the dataset, for messages.
 
     Attributes:
-        n_parts: Number of parts, over all ranks and their workers.
-        number: Number of the part that this process reads.
+        n_parts: Number of parts, over all ranks and their workers. Set by TextDataModule.
+        number: Number of the part that this process reads, set by `start`.
+        part: Stream that this process reads: all of `stream`, or its part of it.
     """
 
     def __init__(self, stream: Any, name: str):
@@ -68,7 +73,7 @@ class StreamDataset(Dataset):
         return len(self.stream) if hasattr(self.stream, "__len__") else UNKNOWN_LENGTH
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the stream. The position does not change.
+        """Return the first sample of the stream, whatever the index. The position does not change.
 
         Raises:
             DataError: If the stream is empty.
@@ -85,11 +90,11 @@ class StreamDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the next samples of the part, as many as there are indices.
 
-        Before `start` was called, each item is the first sample of the stream: checks of the data
-        read samples without a change of the position.
+        Before `start` was called, each item is the first sample of the stream, so that checks of
+        the data do not change the position.
 
         Args:
-            indices: List of the wanted length. Its values are not used.
+            indices: Sequence of the wanted length. Its values are not used.
 
         Raises:
             DataError: If a new pass over the stream has no sample.
@@ -99,7 +104,7 @@ class StreamDataset(Dataset):
         return list(islice(self._samples, len(indices)))
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return how the stream is divided over its readers and resumed, as one line.
+        """Return a line that says how the stream is divided over its readers and how it resumes.
 
         Args:
             n_samples: Number of samples of the run, not used.
@@ -108,7 +113,10 @@ class StreamDataset(Dataset):
         return f"a stream · {self._division()[1]} · {resumes}"
 
     def warn(self, position: dict[str, Any] | None) -> None:
-        """Warn about samples that are read and not used. Call it on one rank.
+        """Warn if samples will be read and not used. Call it on one rank, before the training.
+
+        This is so if every reader has to read the samples of all parts, and if the stream could not
+        save its position, so that a resumed run reads the samples before the position again.
 
         Args:
             position: Position at which the reading begins. None is the beginning of the stream.
@@ -123,13 +131,15 @@ class StreamDataset(Dataset):
             warnings.warn(message, stacklevel=2)
 
     def start(self, number: int, position: dict[str, Any] | None) -> None:
-        """Take a part and begin to read it. Call this method once in the process that reads.
+        """Choose the part that `__getitems__` reads from now on, and the position in it.
+
+        Call this method once, in the process that reads the part.
 
         Args:
             number: Number of the part.
-            position: Result of `position` for this part in an earlier process. None begins at the
-                first sample. If it has no state, the samples of the pass are read again and left
-                out.
+            position: Result of the method `position` for this part in an earlier process. None
+                begins at the first sample. If it has no `state`, the samples of the pass are read
+                again and left out.
         """
         self.number = number
         if (info := get_worker_info()) is not None:
@@ -152,21 +162,22 @@ class StreamDataset(Dataset):
         self._samples = self._read_passes()
 
     def position(self) -> dict[str, Any]:
-        """Return the position after the newest sample.
+        """Return the position in the part after the sample that was read last.
 
         Returns:
             Dict of `epoch` (number of the pass over the data), `state` (copy of the result of the
-            dataset's state_dict, or None) and `n_read` (samples of the part in the pass).
+            stream's state_dict, or None if the stream cannot save its position) and `n_read`
+            (samples of the part in the pass).
         """
         state = copy.deepcopy(self.part.state_dict()) if self._has_state() else None
         return {"epoch": self.epoch, "state": state, "n_read": self.n_read}
 
     def _division(self) -> tuple[Callable[[int, int], Any] | None, str]:
-        """Return how the parts are made.
+        """Return the function that makes a part of the stream, and a description of the division.
 
         Returns:
-            Function of the number of a part and the number of parts that returns the part, or None
-            if each reader reads the samples of all parts. And a description.
+            Function (number of a part, number of parts) -> stream of the part, or None if each
+            reader reads the samples of all parts; and the description, for the user.
         """
         if self.n_parts == 1:
             return None, "one reader"
@@ -180,17 +191,17 @@ class StreamDataset(Dataset):
         return None, f"every reader reads all samples and keeps one of {self.n_parts}"
 
     def _has_state(self) -> bool:
-        """Return whether the part can save and load its position."""
+        """Return whether the part can save and load its exact position."""
         has_methods = hasattr(self.part, "state_dict") and hasattr(self.part, "load_state_dict")
         return has_methods and not has_shuffle_buffer(self.part)
 
     def _set_epoch(self) -> None:
-        """Pass the number of the pass that begins to `set_epoch`, if the stream has this method."""
+        """Call the stream's `set_epoch`, if any, with the number of the pass that begins."""
         if hasattr(self.part, "set_epoch"):
             self.part.set_epoch(self.epoch)
 
     def _read_passes(self) -> Iterator[Any]:
-        """Yield the samples of the part from the current position on, again after the last.
+        """Yield the samples of the part from the current position on, in pass after pass.
 
         If all readers read the same stream, a part has one of each group of `stride` samples. An
         incomplete last group is left out.
@@ -213,7 +224,10 @@ class StreamDataset(Dataset):
 
 
 class PositionReader(Dataset):
-    """Reader of the batches of a stream, each with the position of its part after the batch.
+    """Dataset that reads the batches of a stream, each with the position of the part after it.
+
+    A data worker reads batches ahead. The training process needs the position of the batches that
+    it has used, so the position has to come with each batch.
 
     Args:
         batches: Dataset whose `__getitems__` reads a batch of the stream.
@@ -224,21 +238,23 @@ class PositionReader(Dataset):
         self.batches, self.stream = batches, stream
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Any, int, dict[str, Any]]:
-        """Return the next batch, the number of the part and the position in it.
+        """Return the next batch, the number of the part, and the position in it after the batch.
 
         Args:
-            indices: List of the length of the batch. An empty list reads nothing: the batch is
-                None.
+            indices: Sequence of the length of the batch. Its values are not used. If it is empty,
+                nothing is read, and the batch is None.
         """
         batch = self.batches.__getitems__(indices) if indices else None
         return batch, self.stream.number, self.stream.position()
 
 
 class StreamPositions:
-    """Positions of the parts of a stream that one rank reads, after each of its newest steps.
+    """Remembers where the parts of a stream that one rank reads were after each of the last steps.
+
+    Batches are loaded ahead, so a checkpoint needs an earlier position than the newest one.
 
     Args:
-        numbers: Numbers of the parts.
+        numbers: Numbers of the parts that this rank reads.
         accumulate: Micro-batches of an optimizer step.
 
     Attributes:
@@ -254,10 +270,10 @@ class StreamPositions:
         self._after_steps = deque([(0, self.newest)], maxlen=3)
 
     def load(self, positions: Sequence[dict[str, Any] | None]) -> None:
-        """Set the positions at which the reading begins.
+        """Set the positions at which a resumed run begins to read.
 
         Args:
-            positions: Positions of all parts of the stream, by their numbers.
+            positions: Positions of all parts of the stream, in the order of their numbers.
         """
         self.newest.update((number, positions[number]) for number in self.newest)
 
@@ -265,7 +281,7 @@ class StreamPositions:
         """Yield batches, and record the position that came with each of them.
 
         Args:
-            batches: Results of `PositionReader`. Those without a batch are left out.
+            batches: Results of `PositionReader`. A result whose batch is None is left out.
         """
         for batch, number, position in batches:
             if batch is None:
@@ -282,6 +298,9 @@ class StreamPositions:
         Args:
             n_batches: Number of micro-batches of all complete steps. Batches of the next two steps
                 may have been loaded already.
+
+        Raises:
+            KeyError: If more than two later steps were loaded, so that the position is forgotten.
         """
         return dict(self._after_steps)[n_batches]
 
@@ -289,7 +308,11 @@ class StreamPositions:
 def has_shuffle_buffer(stream: Any) -> bool:
     """Return whether a stream of the package `datasets` shuffles its samples in a buffer.
 
-    The state of such a stream has no content of the buffer.
+    The saved state of such a stream lacks the content of the buffer, so that it cannot resume
+    exactly.
+
+    Args:
+        stream: Stream of any type.
     """
     part = getattr(stream, "_ex_iterable", None)
     while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
@@ -298,13 +321,13 @@ def has_shuffle_buffer(stream: Any) -> bool:
 
 
 class LitDataStream:
-    """Stream of litdata's StreamingDataset, in the form that `StreamDataset` reads.
+    """Adapter of litdata's StreamingDataset to the form that `StreamDataset` reads.
 
-    litdata divides the samples over the ranks, and counts the passes, by itself. Its `state_dict`
-    takes the number of samples that a rank has read in the pass, which this class counts.
+    litdata divides the samples over the readers, and counts the passes, by itself. Its `state_dict`
+    takes the number of samples that a reader has read in the pass, which this class counts.
 
     Args:
-        dataset: StreamingDataset. As `stream` it yields the samples of all ranks.
+        dataset: StreamingDataset. It yields all samples until `split_by_rank` is called.
     """
 
     def __init__(self, dataset: Any):
@@ -323,11 +346,11 @@ class LitDataStream:
         self.n_read = 0
 
     def split_by_rank(self, rank: int, world_size: int) -> "LitDataStream":
-        """Read the samples of one rank from now on.
+        """Make this stream yield the samples of one reader from now on, and return it.
 
         Args:
-            rank: Index of the rank among those that read different samples.
-            world_size: Number of these ranks.
+            rank: Number of the reader.
+            world_size: Number of readers.
         """
         n_nodes = 1 if world_size % self.n_nodes else self.n_nodes
         environment = type(self.dataset.distributed_env)
@@ -339,16 +362,16 @@ class LitDataStream:
         return self.dataset.state_dict(self.n_read, 1, self.dataset.batch_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
+        """Continue after the sample at which `state_dict` returned this state."""
         self.dataset.load_state_dict(state)
         self.n_read = state["num_samples_yielded"]
 
 
 class ReadStream(Dataset):
-    """All samples of a finite stream, in memory, for an evaluation.
+    """Dataset that reads a stream into memory at once, for an evaluation.
 
     Args:
-        stream: Stream of all ranks.
+        stream: Stream of the samples of all ranks. It must end, or `n_samples` must be given.
         n_samples: Largest number of samples to read, or None for all.
     """
 
@@ -364,15 +387,15 @@ class ReadStream(Dataset):
 
 
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Dataset:
-    """Return a dataset with an index: a stream is wrapped, any other dataset is returned unchanged.
+    """Wrap a stream as a dataset whose samples have an index.
 
     The training stream becomes a StreamDataset, which reads it batch by batch. The samples of any
-    other stream are read into memory at once. An object that is no dataset at all is returned, too.
+    other stream are read into memory at once. An object that is not a stream is returned unchanged.
 
     Args:
         dataset: Dataset or stream.
         name: Config key of the dataset. The name `data.train` marks the training stream.
-        n_samples: Largest number of samples of an evaluation, or None for all.
+        n_samples: Largest number of samples to read into memory, or None for all.
     """
     if not is_stream(dataset):
         return dataset

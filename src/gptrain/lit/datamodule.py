@@ -57,8 +57,9 @@ class TextDataModule(pl.LightningDataModule):
 
     Attributes:
         batches: Batch sampler of the training.
-        stream: Training data without an index, or None. Each rank, or each of its workers, reads a
-            part of the stream, and `positions` has the positions of this rank's parts.
+        stream: StreamDataset that the training dataset is or wraps, or None. Each rank, or each of
+            its workers, reads a part of the stream.
+        positions: Positions of this rank's parts of the stream. Exists only with a stream.
         epoch_steps: Number of optimizer steps of an epoch.
         validate_every: Number of optimizer steps between two validations.
         step_tokens: Number of positions that an optimizer step trains on, over all ranks.
@@ -308,7 +309,8 @@ class Loader(DataLoader):
         waited_s: Seconds in which this process has waited for batches, since the loader was made. A
             GPU may have been busy with earlier steps meanwhile.
         read_ahead: Number of batches of a group.
-        positions: Positions of a stream, which come with its batches. None for other data.
+        positions: Record of the positions in a stream, which come with its batches. None for other
+            data.
         step_targets: Number of targets of each group that was loaded in this epoch, None for a
             group that has a batch without known targets. `LightningStrategy` removes the number of
             a training step when the step begins.
@@ -371,13 +373,16 @@ def start_stream_worker(
     positions: Mapping[int, dict[str, Any] | None],
     worker_id: int,
 ) -> None:
-    """Let a data worker ignore the stop signals, and begin to read its part of a stream.
+    """Prepare a data worker: it ignores the stop signals, and reads its own part of a stream.
+
+    This is the `worker_init_fn` of a training loader, and runs in the worker.
 
     Args:
         parent_pid: Process number of the rank, read before it started the worker.
         stream: Stream of the training.
         first_part: Number of the part of the rank's first worker.
-        positions: Position of each part by its number.
+        positions: Position of each part of this rank by its number. None begins at the first
+            sample.
         worker_id: Number of the worker, which DataLoader passes.
     """
     ignore_in_worker(parent_pid)
