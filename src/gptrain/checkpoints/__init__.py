@@ -1,6 +1,6 @@
 """Checkpoints and other files that let a run survive a failure.
 
-Nothing in this package knows a model, a Trainer or a typed config.
+Nothing in this package knows a model, a Trainer or a typed config. The modules:
 
 lock       one process per run folder, one run per run folder
 status     how a run ended: status.json, result.json

@@ -1,9 +1,10 @@
-"""The file that is added to a checkpoint after the validation of its step.
+"""The small file that is added to a checkpoint after the validation of its step.
 
 A step is saved before its validation, so that a validation that fails costs no training. The
 validation changes counters, metrics and states of callbacks, but hardly any tensor, and the tensors
-are nearly all of the bytes. The file `NAME` holds the state after the validation, in which
-`UNCHANGED` stands for every tensor that did not change. `load_state` merges the two files.
+are nearly all of the bytes. The file `NAME` holds the state after the validation, in which the text
+`UNCHANGED` stands for every tensor that did not change. `load_state` merges the two files. To find
+out which tensors have changed without a second copy of them, fingerprints are compared.
 """
 
 import io
@@ -28,11 +29,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(state: Any) -> Fingerprints:
-    """Return the fingerprint of every tensor in nested dicts, lists and tuples, by its path.
+    """Return a fingerprint of every tensor in nested dicts, lists and tuples, to detect changes.
 
-    A path is the tuple of keys and indices that leads to the tensor. A fingerprint is the shape,
-    the dtype and, for each piece of the tensor, the exact sum of its bits read as integers. It is
-    computed on the tensor's device, by one read of the tensor. A DTensor's local shard counts.
+    The result maps the path of a tensor, the tuple of keys and indices that leads to it, to its
+    fingerprint: the shape, the dtype and, for each piece of the tensor, the exact sum of its bits
+    read as integers. It is computed on the tensor's device, by one read of the tensor. Of a
+    DTensor, the local shard counts.
 
     Args:
         state: Nested dicts, lists and tuples. Values that are no tensors are ignored.
@@ -47,13 +49,14 @@ def fingerprints(state: Any) -> Fingerprints:
 
 
 def amend(state: Any, before: Fingerprints) -> bytes:
-    """Return the bytes of a file that holds a state without its unchanged tensors.
+    """Return the content of the additional file: the state after the validation.
 
-    `torch.save` makes the file. The text UNCHANGED stands in place of each unchanged tensor.
+    Each tensor that has not changed since the save is replaced by the text UNCHANGED. torch.save
+    makes the file.
 
     Args:
         state: Nested dicts, lists and tuples after the validation.
-        before: Fingerprints of the state in state.ckpt.
+        before: Fingerprints of the state that was saved in state.ckpt.
     """
 
     def replace_unchanged(path: tuple[Any, ...], tensor: Tensor) -> Tensor | str:
@@ -68,6 +71,8 @@ def amend(state: Any, before: Fingerprints) -> bytes:
 def is_unchanged(state: Any, before: Fingerprints) -> bool:
     """Return whether a state has the same tensors as before, with the same values.
 
+    A change that leaves the sum of the bits equal is not noticed.
+
     Args:
         state: Nested dicts, lists and tuples. Values that are no tensors are ignored.
         before: Fingerprints of the earlier state.
@@ -77,17 +82,18 @@ def is_unchanged(state: Any, before: Fingerprints) -> bool:
 
 
 def load_state(folder: Path, *, mmap: bool = False) -> Any:
-    """Return the state in a checkpoint's folder: the one after the validation if it was saved.
+    """Return the state of rank 0 in a checkpoint, after the validation if that was added.
 
-    Does not verify the hashes of the files: call `manifest.verify` before.
+    Otherwise it is the state before the validation. Does not verify the hashes of the files: call
+    `manifest.verify` before.
 
     Args:
         folder: Folder of a checkpoint.
         mmap: Whether the tensors of state.ckpt stay in the file until they are used.
 
     Raises:
-        DamagedCheckpointError: If a file or the manifest is damaged.
-        UnsafeCheckpointError: If a file would run code when it is loaded.
+        DamagedCheckpointError: If a file is damaged, or the manifest is missing or damaged.
+        UnsafeCheckpointError: If a file contains anything but tensors and plain values.
         FileNotFoundError: If a file of the state is missing.
     """
     state = load_file(folder / STATE_NAME, mmap=mmap)
@@ -97,10 +103,10 @@ def load_state(folder: Path, *, mmap: bool = False) -> Any:
 
 
 def _merge(state: Any, amended: Any) -> Any:
-    """Return the state after the validation, complete with its unchanged tensors.
+    """Return the state after the validation, with the saved tensors in place of UNCHANGED.
 
     Args:
-        state: State in state.ckpt, with all tensors.
+        state: State that was saved in state.ckpt, with all tensors.
         amended: State after the validation, with UNCHANGED in place of unchanged tensors.
     """
     if isinstance(amended, str) and amended == UNCHANGED:
@@ -136,7 +142,10 @@ def _map_tensors(
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return the shape, the dtype and the sums of the bits of a tensor or of its local shard."""
+    """Return the fingerprint of a tensor, or of the local shard of a DTensor.
+
+    It is the shape, the dtype and the sums of the bits of its pieces, read as integers.
+    """
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()

@@ -1,7 +1,7 @@
-"""File operations after which a file has its old or its new content, even after a power cut.
+"""File operations that survive a power cut: a file then has its old or its new content.
 
-By POSIX, a file's bytes are safe after fsync of the file, its name after fsync of the folder that
-holds the name. A rename within one folder is atomic.
+By POSIX, a file's bytes are safe after fsync of the file, and its name after fsync of the folder
+that holds the name. A rename within one folder is atomic.
 """
 
 import os
@@ -27,7 +27,11 @@ def create(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync for a folder: wait until its list of file names is on the disk."""
+    """Wait until the names of a folder's files are on the disk (fsync of the folder).
+
+    Args:
+        folder: Existing folder, in which a file was made, renamed or removed.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -45,7 +49,7 @@ def write_new_file(
     Args:
         path: Path of the file.
         data: Content.
-        progress: Function that is called after every 64 MiB, or None.
+        progress: Function that is called after each write of at most 64 MiB, or None.
 
     Raises:
         FileExistsError: If a file or a link of this name exists.

@@ -14,7 +14,7 @@ Row = dict[str, Any]  # name -> value
 
 
 class LineFile:
-    """Writes a file with one line per row, whose last line can be replaced.
+    """Base class of files with one line per row, which grow and whose last line can be replaced.
 
     Every write is passed to the operating system at once, so that a process that is killed loses no
     complete line.
@@ -29,11 +29,11 @@ class LineFile:
         self.rewrite(rows)
 
     def encode(self, row: Row) -> bytes:
-        """Return the line of a row, with its end."""
+        """Return the bytes of a row's line, with the line end. A subclass implements it."""
         raise NotImplementedError
 
     def rewrite(self, rows: Sequence[Row]) -> None:
-        """Replace the file by one with these rows."""
+        """Replace the whole file by one with these rows."""
         lines = [self.encode(row) for row in rows]
         fileops.replace(self.path, b"".join(lines))
         self._last_line_bytes = sum(map(len, lines[:-1]))  # offset of the last line in the file
@@ -63,8 +63,8 @@ class JsonLines(LineFile):
 def read_json_lines(path: str | os.PathLike) -> list[Row]:
     """Return the objects of a file, or an empty list if the file does not exist or is a link.
 
-    The folder may be an untrusted one, whose link would copy a file from outside. A line that is
-    not a JSON object is left out, such as a line that was written only in part.
+    Links are not followed, because in an untrusted folder a link may point to any file of this
+    user. A line that is not a JSON object is left out, such as one that was written only in part.
 
     Args:
         path: Path of the file.

@@ -55,7 +55,7 @@ class RunLock:
         self._descriptor = -1
 
     def acquire(self) -> RunLock:
-        """Lock the folder and return this lock. Creates the folder if it does not exist.
+        """Lock the folder and return this lock. Create the folder if it does not exist.
 
         Call it before any file of the run is opened, also before the log file.
 
@@ -82,10 +82,11 @@ class RunLock:
     def adopt(self, run_id: str) -> None:
         """Write this process and the identity of its run into the lock file.
 
-        The folder must be locked by this object.
+        The folder must be locked by this object. `acquire` calls this method; another call changes
+        the identity, for example if the run was restored from a mirror.
 
         Args:
-            run_id: Identity of the run, which may differ from the previous one.
+            run_id: Identity of the run, which becomes the attribute `run_id`.
         """
         self.run_id = run_id
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -111,9 +112,10 @@ class RunLock:
         self.release()
 
     def _check_names(self) -> None:
-        """Check that no expected name of the run folder is a link or a file of another kind.
+        """Check that the files and folders that a run opens are no links and of the expected kind.
 
-        An untrusted run folder may hold such names. `checkpoints` may be a link to another disk.
+        In an untrusted run folder a link could let the run write to another place. Names that do
+        not exist are fine. `checkpoints` is not checked, because it may be a link to another disk.
 
         Raises:
             ConfigError: If there is such a name.
@@ -126,7 +128,7 @@ class RunLock:
                 raise _refused(path, f"{kind}; remove it")
 
     def _lock(self) -> None:
-        """Take the lock of the open file, and wait for it at most `wait_s`.
+        """Take the lock of the open lock file. Wait about `wait_s` seconds while another has it.
 
         Raises:
             ConfigError: If another process still holds the lock. The message names its holder.
@@ -145,10 +147,10 @@ class RunLock:
 
 
 def read_holder(run_dir: str | Path) -> dict:
-    """Return the record of the last process that held the run folder, or {} without a record.
+    """Return who has held a run folder last: the entries run_id, pid, host and started.
 
-    The record has the entries run_id, pid, host and started. It stays when its holder ends:
-    `is_held` tests whether a process holds the folder.
+    The result is {} if there is no such record. The record stays when its holder ends: `is_held`
+    returns whether a process holds the folder now.
 
     Args:
         run_dir: Run folder.
@@ -167,8 +169,8 @@ def read_holder(run_dir: str | Path) -> dict:
 def is_held(run_dir: str | Path) -> bool:
     """Return whether a live process holds the run folder. Writes nothing.
 
-    The check locks the folder for an instant. A run that starts in this instant tries again. A
-    folder without a lock file, or one whose lock file cannot be read, is not held.
+    The check locks the folder for an instant. A run that starts in this instant tries again after a
+    second. The result is False for a folder without a lock file, or with one that cannot be read.
 
     Args:
         run_dir: Run folder, which need not exist.
@@ -182,11 +184,11 @@ def is_held(run_dir: str | Path) -> bool:
 
 
 def _refused(path: Path, message: str) -> ConfigError:
-    """Return the ConfigError, with exit code 73, of a run folder that cannot be used.
+    """Return the ConfigError, with exit code 73, about a run folder that cannot be used.
 
     Args:
         path: Run folder, or a file in it.
-        message: Reason, and what to do.
+        message: Reason, and what to do. The hint to choose another folder is appended.
     """
     text = f"run_dir={path}: {message}, or choose another folder"
     return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)

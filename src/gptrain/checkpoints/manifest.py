@@ -35,7 +35,7 @@ class DamagedCheckpointError(Exception):
     """Raised if a checkpoint, or one of its files, is missing, damaged or not a checkpoint at all.
 
     Args:
-        path: Checkpoint or file.
+        path: Path of the checkpoint or the file.
         reason: Explanation for the user, in a few words.
     """
 
@@ -67,7 +67,7 @@ class AllDamagedError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all verified.
+    """A checkpoint whose files were all verified: each has the size and the hash in the manifest.
 
     Attributes:
         path: Folder of the checkpoint.
@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 def seal(content: dict) -> bytes:
-    """Return the JSON text of a manifest, with the hash of this text as its last entry.
+    """Return the JSON text of a manifest, with the hash of its other entries as the last entry.
 
     Args:
         content: Entries of the manifest. `format` is added, and an old `sha256` is replaced.
@@ -94,13 +94,15 @@ def seal(content: dict) -> bytes:
 
 
 def read_manifest(path: Path) -> dict:
-    """Return the manifest of a checkpoint. Checks its own hash and its form, but not the files.
+    """Return the manifest of a checkpoint, after a check of its own hash and entries.
+
+    The files that it lists are not checked.
 
     Args:
         path: Folder of the checkpoint.
 
     Raises:
-        DamagedCheckpointError: If the manifest is missing, damaged or of another form.
+        DamagedCheckpointError: If the manifest is missing or damaged, or lacks an entry.
         OSError: If the network file system does not answer.
     """
     try:
@@ -110,14 +112,14 @@ def read_manifest(path: Path) -> dict:
 
 
 def parse(text: bytes, path: Path) -> dict:
-    """Parse the text of a manifest, check its hash and its form, and return its entries.
+    """Return the entries of a manifest from its text, after a check of its hash and its entries.
 
     Args:
         text: Content of manifest.json.
         path: Folder of the checkpoint, for the error.
 
     Raises:
-        DamagedCheckpointError: If the manifest is damaged or of another form.
+        DamagedCheckpointError: If the manifest is damaged or lacks an entry.
     """
     # The hash is that of the text, not of the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
@@ -168,7 +170,7 @@ def difference(path: Path, expected: dict, on_piece: Callable[[int], object]) ->
     Args:
         path: File.
         expected: Entry of the manifest: `bytes` (size) and `sha256`.
-        on_piece: Function that is called with the size of each piece that was read.
+        on_piece: Function that is called with the size in bytes of each piece that was read.
 
     Raises:
         OSError: If the network file system does not answer.
@@ -193,12 +195,18 @@ def folder_name(step: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a text names a file directly in a folder and is not too long for a name."""
+    """Return whether a text can be the name of a file directly in a folder.
+
+    A text from an untrusted file must not lead out of the folder, as `../x` would.
+
+    Args:
+        name: Text to check. A name has at most 255 characters.
+    """
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name) < 256
 
 
 def _reason(name: str, error: OSError | UnreadableFileError) -> str:
-    """Return why a file cannot be read, in words.
+    """Return a phrase that says why a file cannot be read.
 
     Args:
         name: Name of the file.
@@ -216,7 +224,11 @@ def _reason(name: str, error: OSError | UnreadableFileError) -> str:
 
 
 def _is_manifest(manifest: dict) -> bool:
-    """Return whether a value that was read from JSON has the entries of a manifest."""
+    """Return whether a value that was read from JSON is a manifest with all of its entries.
+
+    Args:
+        manifest: Value of any type.
+    """
     match manifest:
         case {
             "format": int(number),
@@ -235,7 +247,7 @@ def _is_manifest(manifest: dict) -> bool:
 
 
 def _is_entry(entry: object) -> bool:
-    """Return whether a value is the entry of a file: its size and its hash."""
+    """Return whether a value is the manifest's entry of a file: `bytes` (size) and `sha256`."""
     match entry:
         case {"bytes": int(), "sha256": str()}:
             return True

@@ -1,4 +1,4 @@
-"""A copy of a run's checkpoints in another folder or in an object store.
+"""Mirror: a copy of a run's checkpoints in another folder or in an object store.
 
     mirror = Mirror("s3://bucket/runs/a")
     mirror.update(store)  # after each commit; the copy is made while training continues
@@ -38,10 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copy of a run's checkpoints in any place that fsspec can write.
+    """Copy of a run's checkpoints in another place, to any file system that fsspec can write.
 
     Args:
-        url: Folder for this run alone: /path, file:///path or s3://bucket/path.
+        url: Folder for the checkpoints of this run only: /path, file:///path or s3://bucket/path.
 
     Raises:
         ValueError: If the protocol is unknown.
@@ -55,7 +55,7 @@ class Mirror:
         self._last: Future | None = None
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
-        """Check that the mirror belongs to the run and, if `restore` is true, copy the run from it.
+        """Check that the mirror belongs to this run, and first restore a lost run from it if asked.
 
         Call it under the run lock, before any rank starts.
 
@@ -87,9 +87,10 @@ class Mirror:
             )
 
     def update(self, store: CheckpointStore) -> None:
-        """Start to copy new checkpoints in a thread. Log an error of the copy as a warning.
+        """Start to bring the mirror up to date in a thread, and return at once.
 
-        Copies of checkpoints that the run has pruned are removed. Call it on rank 0.
+        New checkpoints are copied, and copies of checkpoints that the run has pruned are removed.
+        An error of the copy is logged as a warning. Call it on rank 0 only.
 
         Args:
             store: Store of the run's checkpoints.
@@ -99,19 +100,19 @@ class Mirror:
         self._last = self._thread.submit(self._copy, store)
 
     def wait(self) -> None:
-        """Wait until the last update is done or has failed."""
+        """Wait until the last `update` is done or has failed. Raises no error of the copy."""
         if self._last is not None:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store.
 
-        A damaged copy is logged as a warning and not used. Its manifest is removed, so that the
-        copy counts as unfinished and is written again when the run saves this step again. If all
-        copies are damaged, nothing is removed.
+        A damaged copy is logged as a warning and not used. Its manifest in the mirror is removed,
+        so that the copy counts as unfinished and is written again when the run saves this step
+        again. If all copies are damaged, nothing is removed.
 
         Args:
-            store: Store, whose folder is created if it does not exist.
+            store: Store without checkpoints, whose folder is created if it does not exist.
 
         Raises:
             OSError: If the mirror cannot be read, or the store cannot be written.
@@ -143,7 +144,8 @@ class Mirror:
     def _copy(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones.
 
-        A copy is kept while its step is above that of the newest checkpoint. An error is logged.
+        A copy of a later step than the newest checkpoint of the run is kept. An error is logged as
+        a warning, not raised. Runs in the thread that `update` uses.
 
         Args:
             store: Store of the run's checkpoints.
@@ -162,7 +164,7 @@ class Mirror:
             _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
 
     def _put(self, source: Path) -> None:
-        """Copy the files of a checkpoint that the mirror does not have yet, and its manifest.
+        """Copy a checkpoint to the mirror: the files that it does not have yet, then the manifest.
 
         Args:
             source: Folder of the checkpoint in the store.
@@ -188,7 +190,7 @@ class Mirror:
         self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 
     def _get(self, name: str, draft: Path) -> None:
-        """Download the files that the manifest of a copy lists into a new folder.
+        """Copy the files that the manifest of a copy lists from the mirror into a new folder.
 
         The files are not verified.
 
@@ -208,7 +210,11 @@ class Mirror:
         fileops.write_new_file(draft / MANIFEST_NAME, text)
 
     def _run_id(self) -> str:
-        """Return the identity of the run in the mirror, or "" if there is no complete copy."""
+        """Return the identity of the run in the mirror, or "" if it has no complete checkpoint.
+
+        Raises:
+            OSError: If the mirror cannot be read.
+        """
         for step in self._steps():
             name = folder_name(step)
             with suppress(FileNotFoundError, DamagedCheckpointError):  # the copy was not finished
@@ -216,7 +222,7 @@ class Mirror:
         return ""
 
     def _manifest(self, name: str) -> bytes:
-        """Return the text of a copy's manifest.
+        """Return the text of the manifest of a checkpoint in the mirror.
 
         Args:
             name: Name of the checkpoint's folder.
@@ -228,7 +234,13 @@ class Mirror:
         return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
 
     def _steps(self) -> list[int]:
-        """Return the steps of all copies, complete or not, the newest first."""
+        """Return the steps of all checkpoints in the mirror, complete or not, the newest first.
+
+        The list is empty if the folder of the mirror does not exist.
+
+        Raises:
+            OSError: If the mirror cannot be read.
+        """
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             names = (Path(path).name for path in self.files.ls(self.root, detail=False))

@@ -1,8 +1,9 @@
-"""States of the random generators of this process, which continue exactly after a restore.
+"""Capture and restore the states of all random generators of this process.
 
 A state has plain values and tensors only, so that torch.load(weights_only=True) accepts it. Every
-rank has its own state: gather the states when saving. Only the current device is included, because
-reading the state of another device would open a context there, which costs memory.
+rank has its own state, so a checkpoint needs the states of all ranks. Of the GPUs only the current
+one is included, because reading the state of another one would open a context there, which costs
+memory.
 """
 
 import random
@@ -13,9 +14,12 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the generator states of Python, NumPy, torch on the CPU and the current device.
+    """Return the states of the random generators of Python, NumPy, torch's CPU and the current GPU.
 
-    The device is left out if this process has not used it yet. Each rank has its own state.
+    The GPU, or another accelerator, is left out if this process has not used it yet.
+
+    Returns:
+        Name of the generator -> state: "python", "numpy", "torch" and, for example, "cuda".
     """
     numpy_state = numpy.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
@@ -26,9 +30,9 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the random generators of this process to a captured state.
+    """Set the random generators of this process to a captured state, from which they continue.
 
-    Generators that the state or this process does not have keep their present state.
+    A generator that is missing in the state or in this process keeps its present state.
 
     Args:
         state: Return value of `capture`.
@@ -45,7 +49,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _device_in_use() -> str | None:
-    """Return the type of the current accelerator if this process has used it, else None."""
+    """Return the type of the current accelerator, such as "cuda", if this process has used it."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None

@@ -1,4 +1,4 @@
-"""Loading of torch's files without running code, and writing of shards into a checkpoint.
+"""Load torch's files without running code in them, and write shards into a checkpoint.
 
     with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
         dcp.save(state, storage_writer=ShardWriter(draft))
@@ -70,13 +70,14 @@ class UnsafeCheckpointError(DamagedCheckpointError):
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:
-    """Load a file of torch.save. Return its tensors, on the CPU, and its plain values.
+    """Load a file of torch.save without running code in it, and return its content on the CPU.
 
     Args:
-        path: File.
+        path: Path of the file.
         mmap: Whether the tensors stay in the file until they are used. That halves the peak memory
             if they are copied to a device afterwards. Do not use it for a state that is trained on
-            the CPU, because the tensors are lost with the file.
+            the CPU, because the tensors become invalid if the file is removed or changed. Ignored
+            for a file in torch's old format, which is no zip file.
 
     Raises:
         UnsafeCheckpointError: If the file contains anything but tensors and plain values.
@@ -91,12 +92,15 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
 
 @contextmanager
 def one_line_errors(path: str | Path) -> Generator[None, None, None]:
-    """Turn an exception of the block into an UnsafeCheckpointError or DamagedCheckpointError.
-
-    A FileNotFoundError passes unchanged.
+    """Turn an error of loading a file into one of two errors with a message of one line.
 
     Args:
         path: File or folder that the block loads.
+
+    Raises:
+        UnsafeCheckpointError: If the block has refused a name in a file that is not allowed.
+        DamagedCheckpointError: If the block raises any other error that unpickling may raise. A
+            FileNotFoundError passes unchanged.
     """
     try:
         yield
@@ -122,14 +126,16 @@ class SafeFileSystemReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index of the shards from `.metadata`, by an unpickler that allows few names.
+        """Return the index of the shards from the file `.metadata`, without running code in it.
+
+        torch.distributed.checkpoint calls this method when it loads a checkpoint.
 
         Args:
             *args: Ignored.
             **kwargs: `rank`, if each rank has its own index.
 
         Raises:
-            UnsafeCheckpointError: If the file contains another name.
+            UnsafeCheckpointError: If the file contains a name that such an index does not need.
             DamagedCheckpointError: If the file is missing or damaged, or refers to files outside
                 the folder.
         """
@@ -147,17 +153,19 @@ class SafeFileSystemReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load the tensors and values of a plan into the planner's state.
+        """Load the tensors and values of a plan into the state that is being loaded.
+
+        torch.distributed.checkpoint calls this method after `read_metadata`.
 
         Args:
-            plan: Tensors and values to load.
-            planner: Owner of the state.
+            plan: List of the tensors and values that this rank reads.
+            planner: Object that puts them into the state.
 
         Returns:
             The future of torch's reader.
 
         Raises:
-            UnsafeCheckpointError: If a value would run code when it is unpickled.
+            UnsafeCheckpointError: If a value is anything but a plain value.
             DamagedCheckpointError: If a file is damaged.
         """
         with one_line_errors(os.fspath(self.path)):
@@ -169,7 +177,8 @@ class ShardWriter(FileSystemWriter):
 
     So the shards are hashed and synced like every file of a save. The CheckpointWriter reports a
     failed write at the end of the save, after the collective operations of
-    torch.distributed.checkpoint: an exception between them would leave the other ranks waiting.
+    torch.distributed.checkpoint: an exception between them would leave the other ranks waiting for
+    this rank.
 
     Args:
         draft: Writer of this rank's files.
@@ -182,14 +191,21 @@ class ShardWriter(FileSystemWriter):
         self.fs = _DraftFolder(draft)
 
     def storage_meta(self) -> None:
-        """Return None: the metadata would hold the path of the draft, which is renamed later."""
+        """Return None, so that the index does not contain the path of the unfinished checkpoint.
+
+        Its folder is renamed later.
+        """
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that allows the names in `_METADATA_NAMES` and dtypes only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or dtype.
+        """Return the class or dtype of this name, if it is allowed. pickle calls this method.
+
+        Args:
+            module: Name of the module.
+            name: Name in the module.
 
         Raises:
             UnpicklingError: If the name is not allowed.
@@ -204,10 +220,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _PlainValues:
-    """Wrapper of a planner that passes on only bytes that this process has pickled itself.
+    """Wrapper of a load planner that protects it from values whose pickle would run code.
 
-    torch's planner loads values with weights_only=False. So each value is loaded here with
-    weights_only=True and pickled again for the planner. The values are small counters and options.
+    torch's planner unpickles values with weights_only=False. So each value is loaded here with
+    weights_only=True, and pickled again for the planner. The values are small counters and options.
 
     Args:
         planner: Load planner of torch.distributed.checkpoint, which gets all other calls.
@@ -245,7 +261,7 @@ def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
 
 
 class _DraftFolder(FileSystem):
-    """File system of torch.distributed.checkpoint that opens files of a CheckpointWriter.
+    """File system for torch.distributed.checkpoint whose files are those of a CheckpointWriter.
 
     Args:
         draft: Writer of this rank's files.
@@ -268,11 +284,11 @@ class _DraftFolder(FileSystem):
         return self._draft.open(Path(path).name.removesuffix(".tmp"))
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        """Do nothing: the folder of the unfinished checkpoint exists already."""
+        """Do nothing, because the folder of the unfinished checkpoint exists already."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        """Return False: a draft has no file of the name yet."""
+        """Return False, because the unfinished checkpoint has no file of this name yet."""
         return False
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        """Do nothing: `create_stream` has used the final name."""
+        """Do nothing, because `create_stream` has used the final name."""

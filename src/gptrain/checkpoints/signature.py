@@ -1,9 +1,10 @@
-"""Signatures of runs: proof that this user started a run on this machine.
+"""Signatures of runs: proof that this user has started a run on this machine.
 
-The user has typed the configuration of such a run, so `from_run` uses it as if the user typed it
-again. A signature is an HMAC-SHA256 of the run's records and its id. The key is a file in the
-user's configuration folder. A person who cannot read this file cannot sign, and a changed record
-does not match its signature. Without a usable key no run is signed, and every run is untrusted.
+A command with `from_run=<folder>` takes over the configuration of another run. It trusts the
+configuration as if the user typed it again if the run is signed. A signature is an HMAC-SHA256 of
+the run's record files and its id. The key is a file in the user's configuration folder. A person
+who cannot read this file cannot sign, and a changed record does not match its signature. Without a
+usable key no run is signed, and every run is untrusted.
 """
 
 import hashlib
@@ -26,9 +27,10 @@ _PURPOSE = b"gptrain run 1"
 
 
 def sign_record(run_dir: str | Path) -> None:
-    """Sign the files in the .hydra folder of a run. Without a key, remove an older signature.
+    """Sign the record files in the .hydra folder of a run, to prove that this user has started it.
 
-    Creates the user's key if there is none.
+    Creates the user's key if there is none. If no safe key can be used, an older signature of the
+    run is removed.
 
     Args:
         run_dir: Run folder with its records and its lock file.
@@ -45,9 +47,7 @@ def sign_record(run_dir: str | Path) -> None:
 
 
 def remove_signature(run_dir: str | Path) -> None:
-    """Remove `.hydra/signature`, the proof that this user has typed the configuration of a run.
-
-    The run is untrusted afterwards. Does nothing if it has no signature.
+    """Remove the signature of a run, so that the run is untrusted. Does nothing without one.
 
     Args:
         run_dir: Run folder.
@@ -61,7 +61,7 @@ def remove_signature(run_dir: str | Path) -> None:
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
     """Return the record files of a run if this user has signed them on this machine, else None.
 
-    Use the returned bytes, which were verified: the files may change afterwards.
+    Use the returned bytes, which were verified, and do not read the files again: they may change.
 
     Args:
         run_dir: Run folder.
@@ -81,9 +81,9 @@ def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
 
 
 def read_key(make: bool = False) -> bytes | None:
-    """Return this user's key, or None if there is no key that is safe from other users.
+    """Return this user's secret key for signatures, or None if there is no safe key.
 
-    A key is safe if no other user can read it or replace it.
+    A key is safe if no other user can read or replace it.
 
     Args:
         make: Whether to create a key if there is none.
@@ -110,20 +110,26 @@ def read_key(make: bool = False) -> bytes | None:
 
 
 def _key_folder() -> Path | None:
-    """Return the absolute path of the folder of the key, or None if the user has no home folder."""
+    """Return the absolute path of the folder for the key, or None if the user has no home folder.
+
+    It is `gptrain` in $XDG_CONFIG_HOME or in ~/.config, and need not exist.
+    """
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     base = configured if os.path.isabs(configured) else os.path.expanduser("~/.config")
     return Path(base, "gptrain") if os.path.isabs(base) else None
 
 
 def _make_key(folder: int) -> None:
-    """Create the key in the user's key folder. Do nothing if there is one.
+    """Create a random key in the user's key folder. Do nothing if there is a key.
 
     The key gets its name by a hard link after all of its bytes were written. So only one of several
     processes succeeds, and no process reads an incomplete key.
 
     Args:
         folder: Descriptor of the open folder.
+
+    Raises:
+        OSError: If the key cannot be written.
     """
     with suppress(FileNotFoundError):
         os.stat("key", dir_fd=folder, follow_symlinks=False)
@@ -172,18 +178,32 @@ def _is_private(descriptor: int, forbidden: int) -> bool:
 
 
 def _is_foreign_link(path: Path) -> bool:
-    """Return whether a path is a link that neither this user nor root owns."""
+    """Return whether a path is a link that neither this user nor root owns.
+
+    Its owner could make it point to another folder at any time.
+
+    Args:
+        path: Existing path.
+    """
     status = os.lstat(path)
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def _read_records(run_dir: str | Path) -> dict[str, bytes]:
-    """Return the contents of the records of a run by name."""
+    """Return the content of each record file in the .hydra folder of a run, by file name.
+
+    Args:
+        run_dir: Run folder.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        UnreadableFileError: If a file is not a regular file.
+    """
     return {name: read_bytes(Path(run_dir) / ".hydra" / name) for name in RECORDS}
 
 
 def _sign(key: bytes, run_dir: str | Path, records: Mapping[str, bytes]) -> bytes:
-    """Return the signature of the records and of the id of the run in a folder, in hexadecimal.
+    """Return the signature of a run's records and id, as the bytes of a hexadecimal text.
 
     Args:
         key: Key of this user.

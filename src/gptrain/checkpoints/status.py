@@ -24,7 +24,7 @@ CHECKPOINTS_NAME = "checkpoints"  # folder of the checkpoints in the folder of a
 
 
 class PreemptedError(BaseException):
-    """Raised in a run that was asked to stop, after it has saved its state.
+    """Raised to end a run that was asked to stop, after its state was saved if there is any.
 
     The same command resumes the run. Like KeyboardInterrupt, this is not an Exception: a signal
     handler may raise it inside any library, whose `except Exception` would turn it into another
@@ -43,12 +43,13 @@ class PreemptedError(BaseException):
 
 
 class RefusedStepError(Exception):
-    """Raised if an optimizer step was refused and the run ends because of it.
+    """Raised if the update of an optimizer step was left out and the run ends because of it.
 
     The weights are those from before the step.
 
     Attributes:
-        why: Explanation, appended to the message, why the step was not skipped.
+        why: Text that is appended to the message if the run ends only because too many steps in a
+            row were skipped. Empty otherwise.
     """
 
     why = ""
@@ -58,14 +59,15 @@ class RefusedStepError(Exception):
 
 
 class NonFiniteError(RefusedStepError):
-    """Raised if a loss or a gradient was NaN or infinite, so that the optimizer step was not taken.
+    """Raised if a gradient was NaN or infinite, so that the optimizer step was not taken.
 
     Args:
         step: Optimizer step, counted from 0.
         rank: Lowest rank with a loss that was not finite. None if only gradients were not finite.
         samples: Dataset indices that the step has read: those of `rank`, or of all ranks if it is
             None. Empty if they are not known.
-        place: Description of the first module with a value that was not finite. May be empty.
+        place: Phrase that names the first module with a value that was not finite, or why none was
+            found. May be empty.
 
     Attributes:
         rank: Argument `rank`.
@@ -86,13 +88,16 @@ class NonFiniteError(RefusedStepError):
 
 
 class SpikeError(RefusedStepError):
-    """Raised after spikes of the loss or the gradient norm were skipped too many times in a row."""
+    """Raised if too many steps in a row were skipped for spikes of the loss or the gradient norm.
+
+    The message of the error is also logged as a warning for each single spike.
+    """
 
     cause = "spike"
 
 
 def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:
-    """Write status.json and return True, or return False if another rank has written it before.
+    """Write how a run ended to status.json, unless another rank has written it before.
 
     A failure always replaces the status of a run that is done. The host, the process number and the
     time are added.
@@ -103,6 +108,9 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
             supervisor knows that a rank was killed before the other ranks failed.
         facts: Entries of the status: cause (a key of `core.errors.CAUSES`), exit_code, rank, step,
             checkpoint (newest one), resume (command that resumes from it), message, traceback.
+
+    Returns:
+        Whether this call has written the file.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -129,10 +137,9 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """Return the content of a run's status.json, or None if it is missing or not such a file.
+    """Return the content of a run's status.json, or None if it is missing or damaged.
 
-    The file may be damaged, or written by another program: a status without an integer `exit_code`
-    counts as missing.
+    A file without an integer `exit_code` counts as damaged.
 
     Args:
         run_dir: Run folder.
@@ -142,12 +149,18 @@ def read_status(run_dir: str | Path) -> dict | None:
 
 
 def clear_status(run_dir: str | Path) -> None:
-    """Remove the status of an earlier start. Call it under the run lock, before any rank starts."""
+    """Remove the status.json of an earlier start, if any.
+
+    Call it under the run lock, before any rank starts.
+
+    Args:
+        run_dir: Run folder.
+    """
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write the result of a run that is done as JSON.
+    """Write the result of a run that is done to a JSON file.
 
     Args:
         path: File, usually result.json in the run folder. An existing file is replaced.
@@ -168,7 +181,11 @@ def to_json(value: object) -> bytes:
 
 
 def finite_values(value: object) -> object:
-    """Return the value with None in place of every NaN and infinity in nested dicts and lists."""
+    """Return a value with None in place of every NaN and infinity, for JSON, which has neither.
+
+    Args:
+        value: Value, or nested dicts, lists and tuples of values. Tuples become lists.
+    """
     if isinstance(value, dict):
         return {key: finite_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Store of checkpoints that are complete or do not exist.
+"""CheckpointStore: a folder of checkpoints, each of which is complete or does not exist.
 
 A save writes into the hidden folder `.draft-step-00000500`: first the files, each hashed and
 synced, then the manifest. The folder is synced, renamed to `step-00000500`, and its parent is
@@ -79,19 +79,21 @@ class CheckpointStore:
             with store.writing(500) as draft, draft.open("state.ckpt") as file:
                 torch.save(state, file)
 
-        All ranks of the job enter it. In a sharded save each rank uses its own file names. Finishes
-        an earlier save in the background first. A checkpoint of the same step is replaced.
+        All ranks of the job must enter the block. In a sharded save each rank uses its own file
+        names. An earlier save in the background is finished first. A checkpoint of the same step is
+        replaced.
 
         Args:
             step: Number of optimizer steps that are done.
             kind: "full" (one file has everything) or "sharded" (every rank writes its shards).
             config: Entries of the manifest that describe the run. Defaults to {}.
             metrics: Metrics for the manifest. Defaults to {}.
-            needed_bytes: Expected size. The free space is checked before anything is written.
+            needed_bytes: Expected size of the checkpoint, over all ranks. Rank 0 checks before
+                anything is written that this space is free.
             rank: Global rank of this process.
             gather: Collective function that returns one value of each rank on all ranks.
-            in_background: Whether the files are written while the caller continues. They become a
-                checkpoint when `finish` is called.
+            in_background: Whether a thread writes the files after the block, while the caller
+                continues. They become a checkpoint when `finish` is called.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
@@ -121,7 +123,7 @@ class CheckpointStore:
 
     @property
     def is_unfinished(self) -> bool:
-        """True if a save in the background waits for `finish`. The value is equal on all ranks."""
+        """True if a save in the background still needs a call of `finish`. Equal on all ranks."""
         return self._unfinished is not None
 
     @property
@@ -130,9 +132,9 @@ class CheckpointStore:
         return self._unfinished is not None and self._unfinished[0].is_writing
 
     def finish(self) -> None:
-        """Wait for the save in the background and turn its files into a checkpoint.
+        """Wait for the save in the background, and turn its files into a checkpoint.
 
-        All ranks must call it. Does nothing if there is no such save.
+        All ranks must call this method. It does nothing if there is no such save.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
@@ -157,11 +159,11 @@ class CheckpointStore:
         rank: int = 0,
         gather: Callable[[object], list] = lambda value: [value],
     ) -> None:
-        """Add files to the checkpoint of a step, and replace its metrics.
+        """Add files to the checkpoint of a step, and replace the metrics in its manifest.
 
-        All ranks must call it. If that save is still in the background, the files become part of
-        it: `rank` and `gather` are then those of the save, and an error of these files fails the
-        whole save in `finish`.
+        All ranks must call this method. If this checkpoint is still being saved in the background,
+        the files become a part of the save; an error of these files then lets the whole save fail
+        in `finish`, and `rank` and `gather` are not used.
 
         Args:
             step: Step of the checkpoint, which must be the last one that was saved.
@@ -233,25 +235,29 @@ class CheckpointStore:
         return self.folder / folder_name(steps[-1]) if steps else None
 
     def verify(self, path: Path) -> Checkpoint:
-        """Read every byte of a checkpoint and return the verified checkpoint.
+        """Read every byte of a checkpoint, compare it with its manifest, and return the checkpoint.
 
         Args:
             path: Folder of the checkpoint.
 
         Raises:
-            DamagedCheckpointError: If the checkpoint is damaged, or belongs to another run.
+            DamagedCheckpointError: If the checkpoint is damaged, or belongs to another run than the
+                `run_id` of the store.
+            OSError: If the network file system does not answer.
         """
         return Checkpoint(path, manifest.verify(path, self.run_id))
 
     def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
-        If the store has a `run_id`, newer damaged checkpoints are renamed to `*.corrupt` once an
-        intact one was found. Call it on one rank, and with a `run_id` under the run lock.
+        Every byte of it is verified. If the store has a `run_id`, newer damaged checkpoints are
+        renamed to `*.corrupt` once an intact one was found. Call it on one rank, and with a
+        `run_id` under the run lock.
 
         Raises:
-            AllDamagedError: If all checkpoints are damaged, or were found damaged by an
-                earlier start.
+            AllDamagedError: If there are checkpoints, but all are damaged or were found damaged by
+                an earlier start.
+            OSError: If the network file system does not answer.
         """
         damaged = []
         for step in reversed(self.steps()):
@@ -270,9 +276,9 @@ class CheckpointStore:
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
-        """Return the folders of the checkpoints that have a metric, the best first.
+        """Return the folders of the checkpoints that have a metric, the best value first.
 
-        Of equal checkpoints the earlier comes first. The checkpoints are not verified. Those
+        Of equal values the earlier step comes first. The checkpoints are not verified. Those
         without a readable manifest are left out.
 
         Args:
@@ -292,8 +298,8 @@ class CheckpointStore:
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
         """Return the intact checkpoint with the best value of a metric, or None if there is none.
 
-        A damaged checkpoint is reported as a warning and not used. Of equal checkpoints the
-        earliest counts.
+        A damaged checkpoint is reported as a warning and not used. Of equal values the earliest
+        step counts.
 
         Args:
             monitor: Name of the metric.
@@ -338,7 +344,9 @@ class CheckpointStore:
                 fileops.remove_tree(path)
 
     def _commit(self, draft: Path, entries: dict, files_of_ranks: list[dict[str, dict]]) -> None:
-        """Turn a draft into a checkpoint. Replaces a checkpoint of the same step.
+        """Turn the hidden folder of a save into a checkpoint: write the manifest, then rename it.
+
+        A checkpoint of the same step is replaced.
 
         Args:
             draft: Hidden folder with all files.
@@ -362,7 +370,7 @@ class CheckpointStore:
     def _commit_amendment(
         self, draft: Path, step: int, metrics: dict, files_of_ranks: list[dict[str, dict]]
     ) -> None:
-        """Move the files of a draft into the checkpoint of a step, then replace its manifest.
+        """Move additional files into the checkpoint of a step, then replace its manifest.
 
         Args:
             draft: Hidden folder with the additional files, which is removed.
@@ -383,7 +391,7 @@ class CheckpointStore:
         fileops.remove_tree(draft)
 
     def _set_aside(self, path: Path) -> str:
-        """Rename a damaged checkpoint to `*.corrupt`, and return the outcome in words, for the log.
+        """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log.
 
         Without a `run_id` the store only reads, and renames nothing.
 
@@ -396,7 +404,7 @@ class CheckpointStore:
         return f"set aside as {name}" if is_renamed else "an older checkpoint is used"
 
     def _hidden(self, kind: str, step: int) -> Path:
-        """Return the hidden folder for a step in the folder of the checkpoints.
+        """Return the path of a hidden folder of the store, such as `.draft-step-00000500`.
 
         Args:
             kind: "draft" for a save that is not complete, "old" for a checkpoint that is being

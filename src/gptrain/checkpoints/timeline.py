@@ -1,4 +1,4 @@
-"""Where the wall-clock time of a run went, over all of its starts: timeline.jsonl and goodput.
+"""Record of how a run has spent its wall-clock time, over all of its starts: timeline.jsonl.
 
 The launcher appends a line at each start. Rank 0 appends a line for each phase of the training and
 keeps the last line up to date. A process that is killed loses at most UPDATE_S of this record.
@@ -37,16 +37,19 @@ _command_time_s: float | None = None
 
 
 def begin_command() -> None:
-    """Note that the command, or a job of a sweep, begins now: `add_start` records this time."""
+    """Keep the current time as the beginning of the command, or of a job of a sweep.
+
+    `add_start` writes this time into the timeline when the run folder is known.
+    """
     global _command_time_s
     _command_time_s = time.time()
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
-    """Append a line about a start to the timeline of a run.
+    """Append the line of a new start to the timeline of a run.
 
-    Call it under the run lock, before ranks start. The start begins when the command did or, for a
-    restart by the supervisor, now.
+    Call it under the run lock, before ranks start. The recorded time is the beginning of the
+    command, or for a restart by the supervisor the time of this call.
 
     Args:
         run_dir: Folder of the run.
@@ -62,7 +65,7 @@ def add_start(run_dir: str | Path, step: int) -> None:
 class Timeline:
     """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
 
-    All methods do nothing if `folder` is None, and after `end`.
+    Every method does nothing if `folder` is None, and after `end`.
 
     Args:
         folder: Folder of the run. None on ranks other than 0, and for a run that is not recorded.
@@ -79,7 +82,7 @@ class Timeline:
         self._write(0, self._file.append)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """End the current phase and begin another one.
+        """Record that the current phase ends and another one begins.
 
         Args:
             phase: Phase that begins.
@@ -109,7 +112,7 @@ class Timeline:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:
-        """Record that the current phase continues. Does nothing within UPDATE_S of the last call.
+        """Record that the current phase continues, at most once per UPDATE_S.
 
         Args:
             step: Number of optimizer steps done.
@@ -135,7 +138,7 @@ class Timeline:
         return measure(read_json_lines(self._file.path))
 
     def _write(self, step: int, write: Any) -> None:
-        """Write the line of the current phase, which ends now.
+        """Write the line of the current phase, with the current time as its end.
 
         Args:
             step: Number of optimizer steps done.

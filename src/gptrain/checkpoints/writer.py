@@ -1,4 +1,4 @@
-"""One rank's part of one save, and the error that all ranks raise together if one of them fails.
+"""CheckpointWriter: writes one rank's files of a save, and makes an error of a rank that of all.
 
 torch.save writes from C++ code, and torch.distributed.checkpoint writes between collective
 operations of all ranks. An exception of a full disk inside either ends in a crash, a hang or a
@@ -23,14 +23,14 @@ from gptrain.checkpoints.manifest import difference
 
 
 class SaveFailedError(OSError):
-    """Raised if a checkpoint cannot be written.
+    """Raised if a checkpoint cannot be written, for example because the disk is full.
 
-    Its files were removed. Earlier checkpoints are intact.
+    Its files were removed, if there were any. Earlier checkpoints are intact.
 
     Args:
         number: Number of the operating system's error (errno).
         path: Folder of the checkpoints.
-        needed: Size of this rank's part of the save, in bytes. None if unknown.
+        needed: Expected size of the save in bytes, or the size of the rank's files if that is more.
         free: Free space of the file system, in bytes. None if unknown.
         rank: Rank whose file operation failed.
     """
@@ -61,12 +61,16 @@ class SaveFailedError(OSError):
 class CheckpointWriter:
     """Writer of one rank's files into the folder of an unfinished checkpoint.
 
+    Files are opened in memory (`open`), then written to the disk by a thread (`write`), and waited
+    for (`finish`).
+
     Attributes:
         path: Hidden folder next to the target, into which all ranks write.
         rank: Global rank of this process.
         gather: Collective function that returns one picklable value of each rank on all ranks, in
-            rank order. It is the barrier, too.
-        needed_bytes: Size of the save, for error messages. It grows to the size of the files.
+            rank order. It is also used as a barrier.
+        needed_bytes: Expected size of the save, for error messages. It grows to the size of this
+            rank's files if they are larger.
         progress: Function that is called for every piece that is written or read back, or None.
     """
 
@@ -83,7 +87,9 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1)
 
     def open(self, name: str) -> io.BytesIO:
-        """Return a new file in memory, which `write` writes to the disk. Closing keeps its content.
+        """Return a new file in memory, which a later `write` writes to the disk.
+
+        Close the file when its content is complete.
 
         Args:
             name: Name of the file in the checkpoint.
@@ -93,9 +99,10 @@ class CheckpointWriter:
         return file
 
     def write(self, in_background: bool) -> None:
-        """Start to write the files that were opened since the last call, in a thread.
+        """Start a thread that writes the files that were opened since the last call to the disk.
 
-        More files may be opened and written until `finish` waits for the thread.
+        The files must be complete. More files may be opened and written before `finish` waits for
+        the thread.
 
         Args:
             in_background: Whether training continues meanwhile. Then `progress` is not called,
@@ -115,10 +122,11 @@ class CheckpointWriter:
     def finish(self) -> list[dict[str, dict]]:
         """Wait until all ranks' files are on the disk, and return their entries for the manifest.
 
-        All ranks must call it.
+        All ranks must call this method.
 
         Returns:
-            For each rank, the entries by file name.
+            For each rank, in rank order: file name -> entry (`bytes` and `sha256`). All ranks get
+            the same list.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
@@ -131,11 +139,12 @@ class CheckpointWriter:
 
     @contextmanager
     def same_error_on_all_ranks(self) -> Generator[None, None, None]:
-        """Raise the SaveFailedError of the lowest failed rank on all ranks, after the block.
+        """Raise the same SaveFailedError on all ranks, if any rank has failed to write its files.
 
-        All ranks must enter it. An OSError of the file system within the block becomes a
-        SaveFailedError. Other exceptions pass without a collective operation: their rank is about
-        to end the job. After any exception rank 0 removes the folder of the unfinished checkpoint.
+        All ranks must enter the block, after which they gather their errors. An OSError of the file
+        system within the block becomes a SaveFailedError; that of the lowest failed rank is raised.
+        Other exceptions pass at once, without a collective operation: their rank is about to end
+        the job. After any exception rank 0 removes the folder of the unfinished checkpoint.
         """
         local_failure = free = None
         try:
@@ -160,7 +169,7 @@ class CheckpointWriter:
             raise
 
     def _write_files(self, files: dict[str, io.BytesIO]) -> dict[str, dict]:
-        """Write the files, free the memory of each, and return their entries for the manifest.
+        """Write files to the disk, free the memory of each, and return their manifest entries.
 
         Args:
             files: Files in memory by name. The dict is empty afterwards.
@@ -200,15 +209,16 @@ class CheckpointWriter:
         return entry
 
     def _beat(self, *_: int) -> None:
-        """Call `progress` if there is one. The arguments are ignored."""
+        """Call `progress`, if any, to show that this rank is alive. The arguments are ignored."""
         if self.progress:
             self.progress()
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of the file system of a folder, in bytes. Ignores quotas.
+    """Return the free space of the file system that holds a folder, in bytes. Ignores quotas.
 
-    If the folder does not exist, the file system of its parent counts.
+    Args:
+        folder: Folder. If it does not exist, its parent must exist, and counts instead.
     """
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free
 

@@ -1,1 +1,1 @@
-"""The command `python -m gptrain.collectives`, which shows what each collective does."""
+"""The command `python -m gptrain.collectives`, which shows what each collective operation does."""

@@ -27,7 +27,7 @@ DEFAULTS = {"max_bytes": 2**24}
 
 
 class CollectivesRun(RunConfig):
-    """Schema of the command: the keys of a run and `max_bytes`.
+    """Configuration of the command: the keys of a run and `max_bytes`.
 
     The class must not be in `__main__.py`: its instances are pickled for the ranks, whose
     `__main__` is another module.
@@ -37,9 +37,9 @@ class CollectivesRun(RunConfig):
 
 
 def main() -> None:
-    """Run the command line.
+    """Run `python -m gptrain.collectives` with the words of the command line.
 
-    The word `--explain` names the only mode of the command. It may be given and has no effect.
+    The word `--explain` is accepted and has no effect, because explaining is the only mode.
     """
     words = [word for word in sys.argv[1:] if word != "--explain"]
     sys.argv[1:] = ["name=collectives", default_devices(), *words]
@@ -47,12 +47,12 @@ def main() -> None:
 
 
 def default_devices() -> str:
-    """Return the override of trainer.devices: the ranks of torchrun, or 2 without torchrun."""
+    """Return the default override of trainer.devices: as many ranks as torchrun started, or 2."""
     return f"trainer.devices={'auto' if 'RANK' in os.environ else 2}"
 
 
 def start(cfg: CollectivesRun) -> None:
-    """Start the ranks, or run this process as one of the ranks that torchrun started.
+    """Start the ranks and wait for them, or run this process as a rank that torchrun started.
 
     Args:
         cfg: Options of the command.
@@ -64,14 +64,16 @@ def start(cfg: CollectivesRun) -> None:
 
 
 def run_rank(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
-    """Run all collectives on this rank; rank 0 prints.
+    """Run and explain all collectives on this rank, and compare three all-reduces.
+
+    All ranks must call this function; rank 0 prints.
 
     Args:
         cfg: Options of the command.
-        guard: Guard of this rank, which ends the command if a collective hangs.
+        guard: Watchdog of this rank, which ends the command if a collective hangs.
 
     Returns:
-        The metrics of the run, of which there are none.
+        An empty dict, in place of the metrics that a training returns.
     """
     from gptrain.collectives import operations
 

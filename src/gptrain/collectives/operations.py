@@ -34,8 +34,9 @@ class Collective:
         bus_factor: Numbers a and b: the bus bandwidth is (a + b / n) times the algorithm bandwidth,
             the bytes of a buffer per second. Source: github.com/NVIDIA/nccl-tests,
             doc/PERFORMANCE.md.
-        call: Function of the buffers to send and to receive. The buffer to receive may begin as a
-            copy of the other, because some collectives work in place.
+        call: Function of two buffers, one to send and one to receive. Before the call the buffer to
+            receive must be a copy of the buffer to send, because some collectives work in place and
+            read the rows to send from it.
     """
 
     rows_sent: str
@@ -68,10 +69,10 @@ COLLECTIVES = {
 
 @contextmanager
 def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
-    """Create the process group of all ranks and yield the device of this rank.
+    """Create the process group of all ranks, and yield the device of this rank.
 
-    All ranks must enter the block. The group is destroyed at its end. Also sets the number of CPU
-    threads, and prints the backend on rank 0.
+    All ranks must enter the block. The group is destroyed when the block ends without an error.
+    Also sets the number of CPU threads, and prints the backend on rank 0.
 
     Args:
         cfg: Options of the command. The keys of `trainer`, `strategy.backend` and
@@ -97,9 +98,9 @@ def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
 
 
 def rows_on_root(rows: Tensor) -> list[Tensor] | None:
-    """Return the list of a buffer's rows on the root (rank 0), and None on every other rank.
+    """Return a buffer as a list of its rows on the root (rank 0), and None on every other rank.
 
-    This is what `dist.scatter` and `dist.gather` expect as their list of tensors.
+    `dist.scatter` and `dist.gather` expect this as the argument that only the root passes.
 
     Args:
         rows: Buffer of this rank, (n, any).
@@ -108,9 +109,9 @@ def rows_on_root(rows: Tensor) -> list[Tensor] | None:
 
 
 def explain(name: str, device: torch.device) -> None:
-    """Run a collective and print the rows that each rank passes and gets.
+    """Run a collective on a small buffer, and print the rows that each rank passes and gets.
 
-    All ranks must call it; rank 0 prints. Row j of rank r holds the number 10 r + j.
+    All ranks must call this function; rank 0 prints. Row j of rank r holds the number 10 r + j.
 
     Args:
         name: Key of `COLLECTIVES`.
@@ -129,7 +130,7 @@ def explain(name: str, device: torch.device) -> None:
 
 
 def format_rows(rows: Tensor, rows_shown: str) -> str:
-    """Format the rows of this rank, as in `[ 10  11 ]`; return `-` if there are none.
+    """Return the rows of this rank as a text such as `[ 10  11 ]`, or `-` if there are none.
 
     Args:
         rows: Buffer of this rank, with one number per row, (n, 1).
@@ -143,7 +144,7 @@ def format_rows(rows: Tensor, rows_shown: str) -> str:
 
 
 def print_on_rank_0(line: str) -> None:
-    """Print a line if this is rank 0."""
+    """Print a line if this process is rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -154,15 +155,16 @@ def time_calls(
     n_calls: int,
     choose: Callable[[list[float]], float] = median,
 ) -> float:
-    """Measure the seconds of one call on the slowest rank. All ranks must call it.
+    """Measure how many seconds one call takes on the slowest rank.
 
-    The calls are timed in `TIMED_BATCHES` batches, each of which begins with a barrier.
+    All ranks must call this function, and all get the same result. The calls are timed in
+    `TIMED_BATCHES` batches after an untimed one. Each batch begins with a barrier.
 
     Args:
-        call: Function to time, on all ranks.
+        call: Function to time. All ranks call it, because it may be a collective.
         device: Device of this rank.
         n_calls: Number of calls of a batch.
-        choose: Function that combines the seconds of a rank's batches.
+        choose: Function that combines the times per call of a rank's batches into one.
     """
     seconds = []
     for _ in range(1 + TIMED_BATCHES):
@@ -178,8 +180,8 @@ def time_calls(
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     """Print a table of three all-reduces: through rank 0, around a ring, and the backend's own.
 
-    A line has the time, and for the first two the MiB that rank 0 and the last rank have sent. All
-    ranks must call this function; rank 0 prints.
+    A line of the table has the time and, for the first two, the MiB that rank 0 and the last rank
+    have sent. All ranks must call this function; rank 0 prints.
 
     Args:
         device: Device of this rank.

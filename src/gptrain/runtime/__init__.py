@@ -1,4 +1,7 @@
-"""Start of a job: in this process if it has one device, else in ranks that this process watches.
+"""Start, watch and end the processes of a job.
+
+`run` trains in this process if the job has one device, or if a launcher has started this process as
+a rank. Otherwise it starts a process for each device and watches these processes. The modules:
 
 process     rank and world size of this process, and the rendezvous of the ranks
 devices     accelerator, devices, precision and threads of a run
@@ -33,20 +36,21 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
     """Run one job to its end, as the only run in its folder, and return its metrics.
 
     With several local devices and without a launcher, this process starts one process for each
-    device and watches them. Otherwise it runs `train` itself. Every process of a launcher calls
-    this function.
+    device and watches them. Otherwise it runs `train` itself. If a launcher such as torchrun or
+    srun has started the ranks, each of them calls this function.
 
     Args:
         train: Function (cfg, guard) -> metrics, which runs in every rank.
         cfg: Configuration of the run.
         find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
-            resume from, or None. The process that holds the run folder calls it before any rank
+            resume from, or None. The process that locks the run folder calls it before any rank
             starts, and again before a restart.
 
     Raises:
         JobFailedError: If the job fails, after the reason has been printed. It has the exit code.
+            A rank of a launcher ends its process with this code instead.
         ConfigError: If the config does not fit the content of its folder, another run holds the
-            folder, or restarts made no progress. No ranks were started for it.
+            folder, or restarts made no progress. No ranks were started in this case.
     """
     process = this_process()
     with StopFlag() as stop:
@@ -78,7 +82,8 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
 def report_folder(run_dir: str) -> None:
     """Report the run folder to `gptrain.fit`, if `gptrain.fit` has started this process.
 
-    If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
+    Also makes the kernel send SIGTERM to this process when the process of `gptrain.fit` ends, so
+    that the run then saves and stops. Does nothing in a run that was started in another way.
 
     Args:
         run_dir: Run folder, which this run holds.
@@ -91,9 +96,11 @@ def report_folder(run_dir: str) -> None:
 def keep_config(cfg: RunConfig) -> None:
     """Write Hydra's record of a run to .hydra/ in its folder, and sign the record.
 
-    Hydra itself would write the record before the folder is locked, and a start that is refused
-    would overwrite the record of the run in that folder. A run that takes its overrides from an
-    untrusted run is not signed, because this user has not typed them. Call it under the run lock.
+    The record has the config, Hydra's own config and the typed overrides. Hydra itself would write
+    it before the folder is locked, and a start that is refused would overwrite the record of the
+    run in that folder. The signature proves later that this user has typed the overrides. A run
+    that takes overrides from an untrusted run (`from_run`) is not signed. Call it under the run
+    lock.
 
     Args:
         cfg: Configuration of the run.

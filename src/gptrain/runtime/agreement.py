@@ -1,4 +1,4 @@
-"""Agreement of all ranks without a collective operation, used after an error.
+"""A question that all ranks answer without a collective operation, after an error.
 
 A save needs all ranks. If only one rank has failed, the other ranks wait in a collective operation
 of the training, and a second collective operation would hang. So the failed ranks exchange small
@@ -20,17 +20,17 @@ _VERDICT = "verdict"
 
 
 def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s: float) -> bool:
-    """Return whether every rank has called this function with an equal value.
+    """Return whether every rank has called this function with an equal value, within a time limit.
 
     All ranks that call it get the same result. The first rank that has seen all values, or that has
-    waited for too long, writes the verdict, and the other ranks read it. With one rank the result
-    is True.
+    waited for `wait_s`, writes the result to a file, and the other ranks read it. With one rank the
+    result is True.
 
     Args:
         folder: Folder that all ranks share. It must be empty or missing before the first call.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        value: Value that JSON can hold, but not None.
+        value: Value of this rank, which JSON can hold. It must not be None.
         wait_s: Longest time to wait for the other ranks, in seconds.
     """
     if world_size == 1:
@@ -52,6 +52,8 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
 
 def _write_once(path: Path, value: Any) -> None:
     """Create a file that is complete when its name appears. Do nothing if the file exists.
+
+    Of several processes that write the same file at once, one succeeds.
 
     Args:
         path: File, in an existing folder.

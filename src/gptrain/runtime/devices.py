@@ -1,4 +1,4 @@
-"""Accelerator, devices, precision and threads of a run. This module imports torch."""
+"""Accelerator, devices, precision and threads of a run, resolved on this machine by torch."""
 
 import os
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from gptrain.runtime.process import (
 
 @dataclass(frozen=True)
 class RunDevices:
-    """Devices of one run.
+    """Devices of one run on all of its nodes, one device for each rank.
 
     Attributes:
-        accelerator: Lightning's name of the accelerator: cpu, cuda, mps or tpu.
+        accelerator: Lightning's name of the accelerator: "cpu", "cuda", "mps" or "tpu".
         n_local: Number of ranks on this node.
         n_nodes: Number of nodes of the job.
         gpu_numbers: GPU index of each local rank, if trainer.devices lists them; otherwise empty.
@@ -46,7 +46,8 @@ class RunDevices:
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a local rank, with the index that the device has in this process.
 
-        A process that sees a single GPU gets index 0, whatever its rank is.
+        A process that sees a single GPU gets index 0, whatever its rank is. Under the accelerator
+        "tpu" the result is the CPU.
 
         Args:
             local_rank: Rank on this node.
@@ -75,14 +76,14 @@ def find_devices(cfg: RunConfig) -> RunDevices:
 
 
 def accelerator_of(name: str) -> str | None:
-    """Return the accelerator of trainer.accelerator, or None if this machine does not have it.
+    """Return the accelerator that trainer.accelerator stands for on this machine.
 
     Args:
-        name: Lightning's name: auto, gpu, cpu, cuda, mps or tpu. `auto` takes CUDA, MPS or the CPU,
+        name: Value of the key: auto, gpu, cpu, cuda, mps or tpu. `auto` takes CUDA, MPS or the CPU,
             the first that this machine has, and `gpu` takes CUDA or MPS.
 
     Returns:
-        "cpu", "cuda", "mps" or "tpu".
+        "cpu", "cuda", "mps" or "tpu", or None if this machine does not have it.
 
     Raises:
         KeyError: If the name is none of these.
@@ -112,7 +113,7 @@ def native_precision(devices: RunDevices) -> str:
 def precision_for(accelerator: str, cuda_major: int) -> str:
     """Return "bf16-mixed" for a GPU that multiplies bf16 matrices natively, else "32-true".
 
-    A CPU keeps fp32, which is its reference: bf16 is faster only on some, and has to be asked for.
+    A CPU keeps fp32, because bf16 is faster only on some CPUs. A user can still ask for it.
 
     Args:
         accelerator: Lightning's name of the accelerator.

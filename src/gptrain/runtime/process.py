@@ -1,4 +1,4 @@
-"""Place of this process in its job, and the rendezvous of the ranks.
+"""Rank and world size of this process, and how the ranks of a job find each other.
 
 This module imports no other package than the standard library, because it is used before torch is
 imported, and by Hydra's resolvers.
@@ -82,7 +82,7 @@ RESTART_COUNTS = tuple(row.restarts for row in LAUNCHERS.values() if row.restart
 
 @dataclass(frozen=True)
 class Process:
-    """Place of this process in its job.
+    """Rank of this process, and size of its job.
 
     Attributes:
         launcher: "none" (started by a person), "gptrain" (started by gptrain's supervisor), or a
@@ -114,12 +114,13 @@ class Process:
 
 
 def this_process() -> Process:
-    """Return the place of this process, read from the environment variables of its launcher.
+    """Return the rank of this process and the size of its job, as its launcher has set them.
 
-    Without a launcher this is Process("none", 0, 0, 1). A shell inside a SLURM allocation has no
-    launcher either: only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
-    Under mpirun on SLURM's nodes the variables of both are set, because mpirun starts one srun task
-    on each node. Then the variables of MPI are used.
+    They are read from environment variables. Without a launcher the result is Process("none", 0, 0,
+    1). A shell inside a SLURM allocation has no launcher either: only a step of several tasks
+    (srun) starts ranks (pytorch-lightning#20391). Under mpirun on SLURM's nodes the variables of
+    both are set, because mpirun starts one srun task on each node. Then the variables of MPI are
+    used.
 
     Raises:
         ConfigError: If a variable is not a number, the numbers contradict each other, or a launcher
@@ -188,9 +189,9 @@ def _check_at_most(name: str, number: int, most: int, limit_name: str) -> None:
 
 
 def rank_variables() -> tuple[str, ...]:
-    """Return the names of the launcher's environment variables with the rank and the world size.
+    """Return the names of the environment variables with the rank and the world size, for errors.
 
-    The result is empty without a launcher.
+    The launcher of this process decides. The result is empty without a launcher.
     """
     names = this_process().variables
     return (names.rank, names.world_size) if names else ()
@@ -210,11 +211,14 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
 
 
 def count_devices(devices: Any) -> int | None:
-    """Return the number of ranks per node that trainer.devices asks for, or None for "auto" and -1.
+    """Return the number of ranks per node that trainer.devices asks for.
 
     Args:
         devices: Value of trainer.devices: an integer, a text such as "2", "1,3", "auto" or "-1", or
             a list of device numbers, of which the length counts.
+
+    Returns:
+        The number, or None for "auto" and -1, which leave it to the launcher or the machine.
 
     Raises:
         ValueError: If a text is none of these.
@@ -226,7 +230,7 @@ def count_devices(devices: Any) -> int | None:
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes of trainer.num_nodes.
+    """Return the number of nodes that trainer.num_nodes asks for.
 
     Args:
         num_nodes: Value of the key. "auto" stands for the nodes on which the launcher has started
@@ -236,7 +240,9 @@ def count_nodes(num_nodes: int | str) -> int:
 
 
 def stop_idle_spinning() -> None:
-    """Let idle OpenMP threads sleep after 1,000 turns of waiting. Call it before torch is imported.
+    """Let idle OpenMP threads sleep after 1,000 turns of waiting, by the variable GOMP_SPINCOUNT.
+
+    Call it before torch is imported.
 
     On a machine with another busy process, two threads that wait for each other actively made a run
     three times slower than one thread (gpt_nano, two cores, torch 2.13). Does nothing if the user
@@ -247,10 +253,10 @@ def stop_idle_spinning() -> None:
 
 
 def expand_gpu_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, which leaves less memory unused.
+    """Let torch's CUDA allocator grow its segments of memory, so that less memory stays unused.
 
-    Call it before torch is imported. Does nothing if the user has set the allocator's options, or
-    if the GPU driver has no virtual memory management.
+    Sets PYTORCH_ALLOC_CONF; call it before torch is imported. Does nothing if the user has set the
+    allocator's options, or if the GPU driver has no virtual memory management.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         return
@@ -289,11 +295,12 @@ def run_stamp() -> str:
 
 
 def launcher_start() -> float:
-    """Return when the launcher's process on this node was started, in seconds since the epoch.
+    """Return when the launcher's process on this node was started, in seconds since 1970.
 
-    The launcher is the nearest ancestor without a rank of its own: `mpirun bash script.sh` has a
-    shell in between. Without /proc this is the start of this process. Call it in a rank that a
-    launcher has started.
+    All ranks of the node get the same time. The launcher is the nearest ancestor process that has
+    no rank in its environment: `mpirun bash script.sh` has a shell in between, which has one.
+    Without /proc the result is the start of this process. Call it in a rank that a launcher has
+    started.
     """
     pid = os.getppid()
     variable = f"\0{LAUNCHERS[this_process().launcher].rank}=".encode()
@@ -323,11 +330,12 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def store_path(run_dir: str | Path) -> str | None:
-    """Return the file of the FileStore for the rendezvous of the ranks of one node.
+    """Return the file through which the ranks of one node find each other (torch's FileStore).
 
     A file is used instead of torchrun's TCP store. That store listens on all interfaces, and after
     a restart it still has keys of the previous start, so that ranks wait for processes that are
-    gone (pytorch#135712). On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    gone (pytorch#135712). On several nodes, where no file is used, the user sets
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for this reason.
 
     Args:
         run_dir: Run folder.
@@ -386,9 +394,10 @@ def interface_towards(host: str) -> str | None:
 
 
 def attempt_folder(run_dir: str | Path) -> Path:
-    """Return the folder for heartbeats and rendezvous of this start of the job.
+    """Return the folder in the run folder for the heartbeats and the rendezvous file of this start.
 
-    All ranks get the same folder, and each start gets another one. The next start removes it.
+    All ranks get the same folder, and each start of the job gets another one. It may not exist yet.
+    The next start removes it.
 
     Args:
         run_dir: Run folder.
@@ -397,7 +406,7 @@ def attempt_folder(run_dir: str | Path) -> Path:
 
 
 def attempt() -> str:
-    """Return a name for this start of the job, equal on all ranks and different for each start.
+    """Return a name for this start of the job: equal on all ranks, and different for each start.
 
     gptrain's supervisor gives each start a random name. Under srun, and on one node, the name is
     `run_stamp()` followed by the restart counts of the launchers. On several nodes it contains
@@ -415,15 +424,16 @@ def attempt() -> str:
 
 
 def reserve_gpus(devices: Any) -> None:
-    """Wait for free GPUs in a job of submitit_local, and set CUDA_VISIBLE_DEVICES to them.
+    """Wait for free GPUs in a job of a sweep by submitit_local, and show only these GPUs to it.
 
-    submitit shows the same `hydra.launcher.gpus_per_node` GPUs to all of its jobs. A reservation is
-    a socket with a name in Linux's abstract namespace. The kernel frees the name when the process
-    ends. Does nothing in a process that is not such a job.
+    submitit_local shows the same `hydra.launcher.gpus_per_node` GPUs to all jobs that run at once.
+    Each job therefore reserves its GPUs, and sets CUDA_VISIBLE_DEVICES to them. A reservation is a
+    socket with a name in Linux's abstract namespace, which the kernel frees when the process ends.
+    Does nothing in a process that is not such a job.
 
     Args:
-        devices: Value of trainer.devices, the number of GPUs to reserve. "auto" reserves all. The
-            GPUs of a reservation are neighbours in CUDA_VISIBLE_DEVICES.
+        devices: Value of trainer.devices, which determines the number of GPUs to reserve. "auto"
+            reserves all. The GPUs of a reservation are neighbours in CUDA_VISIBLE_DEVICES.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:

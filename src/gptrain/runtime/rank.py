@@ -1,4 +1,4 @@
-"""Run of the training function in one rank: log, guard, and the report of how the run ended."""
+"""How one rank runs the training function, and how the end of a run is reported."""
 
 import logging.handlers
 import os
@@ -38,8 +38,8 @@ def run_rank(
 ) -> dict[str, float]:
     """Run the training function in this process under a watchdog, and report how the run ended.
 
-    A failure is written to status.json and printed by the first rank that fails. Success is written
-    by rank 0. Every rank calls this function.
+    Every rank calls this function. The first rank that fails writes the failure to status.json and
+    prints it. Rank 0 writes a success.
 
     Args:
         train: Function (cfg, guard) -> metrics.
@@ -90,10 +90,11 @@ def run_rank(
 def rank_process(
     script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
 ) -> NoReturn:
-    """Run one rank and end its process. The supervisor starts the process with this function.
+    """Run one rank in a process that the supervisor has started, and end the process.
 
     Args:
-        script: File of the training function. In a job of submitit, `__main__` is not this file.
+        script: File that defines the training function. It is run to get the function, because in a
+            job of submitit `__main__` is another file.
         name: Name of the training function.
         cfg: Configuration of the run.
         hydra: Content of the parent's HydraConfig.
@@ -119,10 +120,10 @@ def rank_process(
 
 
 def start_log() -> None:
-    """Write the log records that were buffered so far, and from now on each record at once.
+    """Write the buffered log records to the log file, and from now on each record at once.
 
-    The log file is created when the first record is written. So call it on rank 0, while the job
-    holds the run lock.
+    The log file is created when the first record is written. So call it on rank 0 only, while the
+    job holds the run lock. Until then the handlers of the log buffer all records.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
@@ -131,9 +132,10 @@ def start_log() -> None:
 
 
 def exit_rank(code: int) -> NoReturn:
-    """End this process by os._exit, after the logs and streams are flushed.
+    """End this process at once, after the logs and streams are flushed.
 
-    After sys.exit the destructor of a process group would wait for lost ranks.
+    os._exit is used instead of sys.exit, after which the destructor of a process group would wait
+    for lost ranks.
 
     Args:
         code: Exit code of the process.
@@ -147,11 +149,9 @@ def exit_rank(code: int) -> NoReturn:
 def record_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
 ) -> bool:
-    """Write how the run ended to status.json. Return True if this call decided the status.
+    """Write how the run ended to status.json, unless another rank has written it before.
 
-    Returns False if another rank has written the status before and `replace` is False. A failure
-    always replaces "done". An OSError is printed, not raised: then rank 0 and a call with `replace`
-    return True.
+    A failure always replaces "done". An OSError is printed, not raised.
 
     Args:
         cfg: Configuration of the run.
@@ -159,6 +159,10 @@ def record_ending(
         rank: Rank that ended, unless `ending` names another rank.
         step: Last optimizer step of that rank. None if unknown.
         replace: Whether to replace a status that another rank has written.
+
+    Returns:
+        Whether the caller should print the ending: True if this call has written the status. If
+        the file cannot be written, True on rank 0 and with `replace`.
     """
     try:
         return write_status(
@@ -180,10 +184,11 @@ def record_ending(
 def report_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
 ) -> None:
-    """Write an ending to status.json and print it.
+    """Write to status.json how the run ended, and print it.
 
-    Prints nothing if another rank has reported before, except in a debug run. An error is printed
-    on stderr. The stop of a run that was asked to stop is logged, with the command that resumes it.
+    Prints nothing if another rank has reported before, except with debug=true. An error is printed
+    on stderr, after its traceback if there is one. The stop of a run that was asked to stop is
+    logged, with the command that resumes it.
 
     Args:
         cfg: Configuration of the run.
@@ -218,10 +223,10 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the entries of status.json that say how to continue.
+    """Return the entries of status.json that tell the user how to resume the run.
 
-    They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the result of
-    `resume_command`. The checkpoint is not verified.
+    They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the command.
+    The checkpoint is not verified.
 
     Args:
         cfg: Configuration of the run.
@@ -230,11 +235,11 @@ def resume_facts(cfg: RunConfig) -> dict[str, object]:
 
 
 def resume_command(cfg: RunConfig) -> str:
-    """Return the command that continues this run from its newest checkpoint, else from its start.
+    """Return the shell command that resumes this run from its newest checkpoint, or repeats it.
 
     The command has the typed overrides and the folder of this run. If a training has saved a
-    checkpoint, `ckpt_path=last` is added and `init_from` is left out. Otherwise `ckpt_path` stays
-    as it is. `from_run` is left out: by now its overrides are among those of this run.
+    checkpoint, `ckpt_path=last` is added. Otherwise `ckpt_path` has the value of this run, if any.
+    `from_run` is left out, because by now its overrides are among those of this run.
 
     Args:
         cfg: Configuration of the run. The typed overrides are read from Hydra.
@@ -251,10 +256,13 @@ def resume_command(cfg: RunConfig) -> str:
 
 
 def ways_to_save_memory(cfg: RunConfig) -> str:
-    """Return a hint with the overrides by which the same training needs less memory.
+    """Return the hint of an out-of-memory error: overrides with which a training needs less memory.
+
+    It offers half the batch size, with twice the accumulation where this keeps the global batch
+    size, activation checkpointing, and FSDP.
 
     Args:
-        cfg: Configuration of the run, whose batch size is halved if it is above 1.
+        cfg: Configuration of the run.
     """
     batch_size = cfg.data.batch_size
     ways = []
@@ -268,9 +276,9 @@ def ways_to_save_memory(cfg: RunConfig) -> str:
 
 
 def remove_old_starts(run_dir: str | Path) -> None:
-    """Remove the heartbeat folders of earlier starts, and keep that of this start.
+    """Remove the folders with heartbeats and rendezvous files of earlier starts of a run.
 
-    Call it under the run lock, before any rank starts.
+    The folder of this start is kept. Call it under the run lock, before any rank starts.
 
     Args:
         run_dir: Run folder.

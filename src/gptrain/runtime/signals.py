@@ -25,14 +25,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopFlag:
-    """Flag that SIGTERM, SIGINT and SIGUSR1 set. A second SIGINT ends the process at once.
+    """Flag that becomes true when the run is asked to stop by SIGTERM, SIGINT or SIGUSR1.
 
-    The flag is true after the first signal. Install it on the main thread, after all other code
-    that installs signal handlers. While the main thread is in a C++ call that does not return, no
-    handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A rank then prints its stacks.
+    A second SIGINT, more than SAME_REQUEST_S after the first, ends the process at once. Install the
+    handlers on the main thread, after all other code that installs signal handlers; a `with` block
+    installs them and restores the previous ones. While the main thread is in a C++ call that does
+    not return, no handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A rank then
+    prints its stacks.
 
     Attributes:
-        signal: Name of the first signal or another reason to stop. None before the first.
+        signal: Name of the first signal, or another reason to stop. None if the run was not asked
+            to stop.
         error: Exception that the handler raises while there is nothing to save. Usually None.
     """
 
@@ -46,10 +49,10 @@ class StopFlag:
         return self.signal is not None
 
     def set(self, reason: str) -> None:
-        """Ask for a stop without a signal, for example at a time limit. An earlier reason is kept.
+        """Make the flag true without a signal. An earlier reason is kept.
 
         Args:
-            reason: Reason, which becomes `signal`.
+            reason: Reason to stop, which becomes the attribute `signal`.
         """
         self.signal = self.signal or reason
 
@@ -76,13 +79,15 @@ class StopFlag:
         self._previous.clear()
 
     def _handle(self, number: int, _frame: object) -> None:
-        """Handle a signal: set the flag, or end the process at the second SIGINT.
+        """Handle a signal: make the flag true, or end the process at the second SIGINT.
 
-        A SIGINT within SAME_REQUEST_S of the first one counts as the same request. Raises `error`
-        if it is set.
+        A SIGINT within SAME_REQUEST_S of the first one counts as the same request.
 
         Args:
             number: Number of the signal.
+
+        Raises:
+            BaseException: The attribute `error`, if it is set, wherever the main thread is.
         """
         if number == signal.SIGINT:
             now_s = time.monotonic()
@@ -99,8 +104,9 @@ class StopFlag:
 def block_stop_signals() -> Generator[None, None, None]:
     """Block the stop signals in this thread and in the processes that it starts within the block.
 
-    A blocked signal waits. A child process unblocks the signals after it has installed its own
-    handlers, so a signal at its start cannot end the process by the default action.
+    The stop signals are SIGTERM, SIGINT and SIGUSR1. A blocked signal waits. A rank unblocks the
+    signals after it has installed its own handlers, so that a signal at its start cannot end the
+    process by the default action.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -110,15 +116,15 @@ def block_stop_signals() -> Generator[None, None, None]:
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
-    """Let the kernel end this process when its parent dies (on Linux only).
+    """Make the kernel send a signal to this process when its parent dies (on Linux only).
 
-    Call it at the start of a child process. If the parent is gone by then, this process ends with
-    exit code 70. The kernel watches the thread that started this process: this thread must live as
-    long as the child. On other systems `Guard` ends the process.
+    Call it at the start of a child process. If the parent is gone by then, this process ends at
+    once with exit code 70. The kernel watches the thread that started this process, so this thread
+    must live as long as the child. On other systems the watchdog of a rank ends the rank instead.
 
     Args:
         parent_pid: Process number of the parent when it started this process.
-        by: Signal that ends this process.
+        by: Signal to send. SIGKILL ends this process; SIGTERM asks a run to save and stop.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
@@ -127,10 +133,11 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
 
 
 def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
-    """Let a data worker ignore the stop signals, and end when its rank dies.
+    """Make a data worker ignore the stop signals, and end when its rank dies.
 
-    A worker that outlives its rank would keep the rank's connections open, so that other ranks
-    would wait for the dead rank. Call it in the worker, as DataLoader's `worker_init_fn`.
+    The rank itself ends its workers after it has saved. A worker that outlives its rank would keep
+    the rank's connections open, so that other ranks would wait for the dead rank. Call it in the
+    worker, as DataLoader's `worker_init_fn`.
 
     Args:
         parent_pid: Process number of the rank, read before it started the worker. In the worker,
@@ -143,7 +150,7 @@ def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
 
 
 def kill_workers() -> None:
-    """Kill the data workers of this process. Register it with atexit.
+    """Kill the data workers of this process when it ends. Register this function with atexit.
 
     multiprocessing itself would end the workers by SIGTERM, which they ignore, and wait forever.
     """

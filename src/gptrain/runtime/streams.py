@@ -1,6 +1,7 @@
-"""stdout and stderr of a process, which may be closed (`>&-`), broken or limited to ASCII.
+"""stdout and stderr of a process that must go on if they cannot be written.
 
-A stream breaks when the reader of a pipe ends (`| head`) or when a disk is full.
+They may be closed (`>&-`), broken or limited to ASCII. A stream breaks when the reader of a pipe
+ends (`| head`) or when a disk is full.
 """
 
 import logging
@@ -20,10 +21,10 @@ _python_format = warnings.formatwarning
 
 
 class RunStream:
-    """Standard stream of a run, which continues when its output cannot be written.
+    """Wrapper of stdout or stderr with which a run continues when its output cannot be written.
 
-    After the first failure the output is discarded. A warning in the log reports that, unless the
-    reader of a pipe has ended (`| head`).
+    After the first failed write all output is discarded. A warning in the log reports that, unless
+    the stream is a pipe whose reader has ended (`| head`).
 
     Args:
         stream: Text stream, such as sys.stdout.
@@ -33,7 +34,11 @@ class RunStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text and return its length in characters, also if the output is discarded."""
+        """Write a text and return its length in characters, also if the output is discarded.
+
+        Args:
+            text: Text to write.
+        """
         self._attempt(self._stream.write, text)
         return len(text)
 
@@ -45,7 +50,7 @@ class RunStream:
         return getattr(self._stream, name)
 
     def _attempt(self, call: Callable, *args: str) -> None:
-        """Call a function of the stream. Discard all output from now on if the call fails.
+        """Call a method of the stream. If it raises an OSError, discard all output from now on.
 
         Args:
             call: Method of the stream.
@@ -60,18 +65,26 @@ class RunStream:
 
 
 class Lines(logging.Formatter):
-    """Formatter of log records that shows control characters in a message as escapes."""
+    """Formatter of log records that shows control characters as escapes, except for line ends.
+
+    A message cannot then change the terminal or forge a line of the log.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record, which may have several lines."""
+        """Return the text of a record, which may have several lines.
+
+        Args:
+            record: Record of a logger.
+        """
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 def prepare_streams(is_run: bool) -> None:
-    """Prepare stdout and stderr of this process.
+    """Make stdout and stderr of this process safe to write to, and shorten gptrain's warnings.
 
     A closed stream (`>&-`) becomes /dev/null, so that no other file gets its number. A character
-    that the stream's encoding does not have becomes a question mark.
+    that the stream's encoding does not have becomes a question mark. A warning of gptrain is
+    printed as one line.
 
     Args:
         is_run: Whether this process trains. A training continues if its output cannot be written.
@@ -93,7 +106,7 @@ def prepare_streams(is_run: bool) -> None:
 
 
 def flush_output() -> int:
-    """Flush stdout and return an exit code.
+    """Flush stdout at the end of a command, and return the exit code of the command.
 
     The code is 0, or that of the error if the output cannot be written, for example to a full disk.
     The error is printed on stderr.
@@ -116,6 +129,8 @@ def format_warning(
     line: str | None = None,
 ) -> str:
     """Return the text of a warning: one line for a UserWarning of gptrain, else Python's form.
+
+    `prepare_streams` sets it as `warnings.formatwarning`.
 
     Args:
         message: Warning or its text.

@@ -68,19 +68,20 @@ def supervise(
 ) -> dict[str, float]:
     """Run one job in one process per device of this machine, and return its metrics.
 
-    Each rank gets the environment that torchrun would give it. The ranks synchronize through a
-    file instead of a port. After a failure that a restart may help, all ranks are started again, at
-    most `launcher.max_restarts` times.
+    Each rank gets the environment variables that torchrun would give it. The ranks find each other
+    through a file instead of a port. After a failure for which a restart may help, all ranks are
+    started again, at most `launcher.max_restarts` times.
 
     Args:
         train: Function (cfg, guard) -> metrics, defined at the top level of a file.
         cfg: Configuration of the run.
         n_ranks: Number of ranks.
-        start_again: Function that prepares a restart and returns its config.
+        start_again: Function that prepares a restart and returns its config, with the checkpoint to
+            resume from.
         stop: Flag that is true once the run was asked to stop.
 
     Raises:
-        JobFailedError: If the job fails. It has the exit code.
+        JobFailedError: If the job fails, or if it was asked to stop. It has the exit code.
         ConfigError: If a restart is impossible, for example because restarts made no progress.
     """
     left = cfg.launcher.max_restarts
@@ -100,23 +101,23 @@ def prepare_start(
 ) -> RunConfig:
     """Find the checkpoint to resume from and record the start, before any rank starts.
 
-    A training is recorded in `.restarts` and in timeline.jsonl. The status of an earlier start is
-    removed. Call it under the run lock.
+    A training is recorded in `.restarts` and, except under fast_dev_run, in timeline.jsonl. The
+    status.json of an earlier start is removed. Call it under the run lock.
 
     Args:
         cfg: Configuration of the run.
         find: Function (cfg, lock, world_size) -> folder of a verified checkpoint, or None.
         lock: Lock of the run folder.
         world_size: Number of ranks of the job.
-        again: Whether a launcher or the supervisor restarts the run. Then the newest checkpoint is
-            used, whatever was typed.
+        again: Whether a launcher or the supervisor restarts the run. A training then resumes from
+            its newest checkpoint, if it has one, whatever `ckpt_path` was typed.
 
     Returns:
-        The config with the folder of the checkpoint in `ckpt_path`, or None for a start at step 0.
+        The config with the folder of the checkpoint in `ckpt_path`, or None if nothing is loaded.
 
     Raises:
-        ConfigError: If the config does not fit the folder, or several starts in a row made no
-            progress (exit code 70).
+        ConfigError: If the config does not fit the folder, or FRUITLESS_STARTS restarts in a row
+            made no progress (exit code 70).
     """
     if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg = cfg.changed({"ckpt_path": "last"})
@@ -133,20 +134,21 @@ def prepare_start(
 
 
 def is_restart() -> bool:
-    """Return whether torchrun or SLURM has restarted this job."""
+    """Return whether torchrun or SLURM has restarted this job, by their environment variables."""
     return any(read_number(name) for name in RESTART_COUNTS)
 
 
 def record_start(run_dir: str | Path, step: int, again: bool) -> int:
-    """Record a start and return the number of restarts in a row without a newer checkpoint.
+    """Record a start in the file `.restarts`, and return how many restarts made no progress.
 
-    The record is the file `.restarts` in the run folder. A damaged record counts as missing.
+    These are the restarts in a row, up to this one, that began from the same checkpoint as the
+    start before or from an older one. A damaged file counts as missing.
 
     Args:
         run_dir: Folder of the run.
         step: Step of the checkpoint from which the run starts.
-        again: Whether a launcher or the supervisor restarts the run. A start by a person begins to
-            count at zero.
+        again: Whether a launcher or the supervisor restarts the run. A start by a person sets the
+            count back to 0.
     """
     path = Path(run_dir) / RESTARTS_NAME
     last = (read_status(run_dir) or {}).get("cause")
@@ -206,10 +208,10 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
 
 
 def picklable_hydra() -> DictConfig:
-    """Return Hydra's own config for the process of a rank.
+    """Return Hydra's own config in a form that can be sent to the process of a rank.
 
-    Classes of plugins, which cannot be pickled, become plain values. References in the log's config
-    and in the overrides are resolved here, where all keys and resolvers are known.
+    Classes of plugins, which cannot be pickled, become plain values. Interpolations in the log's
+    config and in the overrides are resolved here, where all keys and resolvers are known.
     """
     node: Any = HydraConfig.get()
     plain = cast(dict, OmegaConf.to_container(node))
@@ -219,11 +221,12 @@ def picklable_hydra() -> DictConfig:
 
 
 def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
-    """Wait until all ranks have ended, or for a limited time after the first has failed.
+    """Wait until all ranks have ended, or for a limited time after one has failed or hangs.
 
-    Forwards a request to stop to the ranks, and reports a killed rank or a hang. After a failure
-    the other ranks have GRACE_S seconds to end by themselves. After a request to stop they may
-    first finish a save.
+    Forwards a request to stop to the ranks by SIGTERM, and reports a killed rank or a hang. After a
+    rank has failed the others have GRACE_S seconds to end by themselves, and after a request to
+    stop the time that a save needs. After a hang the silent ranks have PRINT_STACKS_S to print
+    their stacks. Ranks that live longer are left to the caller, which kills them.
 
     Args:
         cfg: Configuration of the run.
@@ -277,11 +280,10 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
 
 
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
-    """Return the exit code of a job whose ranks have all ended.
+    """Return the exit code of a job whose ranks have all ended: 0 if all ranks ended with 0.
 
-    After a failure this is the code in status.json, which the first failed rank has written.
-    Without a status it is that of the lowest rank that ended with a code of gptrain, or else FAILED
-    (70).
+    Otherwise it is the code in status.json, which the first failed rank has written. Without a
+    status it is the code of the lowest rank that ended with a code of gptrain, or else FAILED (70).
 
     Args:
         cfg: Configuration of the run.

@@ -1,4 +1,4 @@
-"""Detection of ranks that hang: heartbeats, and threads and processes that watch them.
+"""Detection of ranks that hang: heartbeats, and the threads and processes that watch them.
 
 The main thread of a rank writes a heartbeat whenever it makes progress: after a step, a validation
 batch, a piece of a file. A rank is silent if its last heartbeat is older than the timeout, or than
@@ -64,9 +64,9 @@ class Progress:
 
 
 class Heartbeat:
-    """Writer of this rank's heartbeat file, which the watchdogs of the job read.
+    """Writer of this rank's heartbeat file, by which the watchdogs of the job see its progress.
 
-    Each heartbeat is one small write into the page cache. The constructor writes the first one.
+    Each heartbeat replaces the one before by one small write. The constructor writes the first one.
 
     Args:
         folder: Folder of the heartbeats of all ranks, which is created.
@@ -95,9 +95,10 @@ class Heartbeat:
 
         Args:
             step: Optimizer step. Defaults to the step of the last heartbeat.
-            phase: Phase that begins. Defaults to the phase of the last heartbeat.
-            allow_s: Time that the next heartbeat may take, in seconds, where that is longer than
-                the timeout (a compilation, one long call).
+            phase: Phase of the run that begins, such as "train". Defaults to the phase of the last
+                heartbeat.
+            allow_s: Longest time until the next heartbeat, in seconds, if the phase may take longer
+                than the timeout, such as a compilation. 0 allows the timeout.
         """
         last = self.progress
         step = last.step if step is None else step
@@ -106,7 +107,7 @@ class Heartbeat:
         os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES), 0)
 
     def close(self) -> None:
-        """Remove the heartbeat's file: the rank is done and is no longer watched.
+        """Remove the heartbeat file, because this rank is done and must not be watched any longer.
 
         `beat` must not be called afterwards.
         """
@@ -130,7 +131,9 @@ def read_progress(folder: str | Path) -> list[Progress]:
 
 
 def furthest_behind(silent: list[Progress]) -> Progress:
-    """Return the heartbeat with the lowest step, the first one if several have it.
+    """Return the heartbeat with the lowest step, and of several the first one.
+
+    Its rank is probably the one that hangs, while the other silent ranks wait for it.
 
     Args:
         silent: Last heartbeat of each silent rank, at least one.
@@ -160,13 +163,14 @@ def hang_message(silent: list[Progress], limit_s: float) -> str:
 
 
 class StallWatch:
-    """Finds the ranks without a heartbeat for longer than their timeout.
+    """Finds the ranks that have sent no heartbeat for longer than allowed.
 
-    Time in which the watching process was stopped itself (Ctrl-Z, a suspended job) is not silence.
+    Time in which the watching process itself was stopped (Ctrl-Z, a suspended job) does not count.
 
     Args:
         read: Function that returns the last heartbeats, for example `read_progress` of a folder.
-        timeout_s: Time that a rank may be silent, in seconds, unless its heartbeat allows more.
+        timeout_s: Longest time without a heartbeat, in seconds, unless the last heartbeat allows
+            more.
     """
 
     def __init__(self, read: Callable[[], list[Progress]], timeout_s: float) -> None:
@@ -176,10 +180,10 @@ class StallWatch:
         self._looked_s = time.monotonic()
 
     def limit_s(self, progress: Progress) -> float:
-        """Return the time that a rank may be silent after a heartbeat, in seconds.
+        """Return how long a rank may be silent after a heartbeat, in seconds.
 
         Args:
-            progress: The heartbeat, which may allow more than the timeout.
+            progress: Heartbeat, which may allow more than the timeout.
         """
         return max(self._timeout_s, progress.allow_s)
 
@@ -202,10 +206,11 @@ class StallWatch:
 
 
 class Guard:
-    """A context around the training function that ends this rank when nothing is left to wait for.
+    """Watchdog of one rank: a context manager around the training function.
 
-    That is so if the main thread makes no progress, another rank has failed, or the supervisor is
-    gone. A thread checks this, and ends the process with os._exit.
+    A thread ends this process, by os._exit, if its main thread makes no progress for too long, if
+    another rank has failed, so that a collective operation would never complete, or if the
+    supervisor is gone.
 
     Args:
         run_dir: Folder of the run, in which status.json is read and written.
@@ -213,7 +218,8 @@ class Guard:
         stop: Flag that is true once the run was asked to stop. Its signal handlers are installed
             by the caller.
         rank: Global rank of this process.
-        timeout_s: Time that the main thread may take for its next heartbeat, in seconds.
+        timeout_s: Longest time until the next heartbeat of the main thread, in seconds, unless a
+            heartbeat allows more.
         parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
             None if a person started this process; the shell of a run may end before the run.
         describe: Function that returns more facts for the status of a hang: the checkpoint and the
@@ -255,24 +261,23 @@ class Guard:
         self.heartbeat.close()
 
     def leave_if_asked(self) -> None:
-        """End a run that was asked to stop before it had anything to save.
-
-        Does nothing if the run was not asked to stop.
+        """End the run by an error if this rank was asked to stop while there is nothing to save.
 
         Raises:
-            PreemptedError: If the run was asked to stop.
+            PreemptedError: If this rank was asked to stop.
         """
         if self.stop:
             raise PreemptedError
 
     @contextlib.contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """End the block at once if the run is asked to stop, because there is no state to save yet.
+        """End the block at once when this rank is asked to stop, because there is nothing to save.
 
-        The signal handler raises the error anywhere in the block.
+        The signal handler raises the error at any place in the block, for example while a corpus is
+        tokenized.
 
         Raises:
-            PreemptedError: If the run was asked to stop before the block, or is asked within it.
+            PreemptedError: If this rank was asked to stop before the block, or is asked within it.
         """
         self.stop.error = PreemptedError()  # before the check: a signal may come just after it
         try:
@@ -282,10 +287,10 @@ class Guard:
             self.stop.error = None
 
     def _watch(self) -> None:
-        """Watch this rank until it is done, in a thread of its own.
+        """Watch this rank until the training function has ended. Runs in a thread of its own.
 
-        End the process if its parent is gone, another rank has failed, or the main thread is
-        silent.
+        Ends the process if the supervisor is gone, another rank has failed, or the main thread is
+        silent for too long.
         """
         own = StallWatch(lambda: [self.heartbeat.progress], self._timeout_s)
         while True:
@@ -301,15 +306,16 @@ class Guard:
                 self._hang(limit_s)
 
     def _new_failure(self) -> dict | None:
-        """Return the content of status.json if a rank has failed since this start, or None."""
+        """Return the content of status.json if a rank has failed since this start, else None."""
         status = read_status(self._run_dir)
         ends_ranks = status is not None and exit_code(status["exit_code"]).ends_ranks
         return status if ends_ranks and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int) -> None:
-        """End this process: at once after a hang, otherwise after `GRACE_S`.
+        """End this process, because another process of the job has failed.
 
-        Returns without an effect if the training function ends within `GRACE_S`.
+        After a hang of another rank this process prints its stacks and ends at once. Otherwise its
+        main thread has GRACE_S seconds to end by itself; then this method returns.
 
         Args:
             reason: Reason, which is printed.
@@ -321,9 +327,9 @@ class Guard:
             os._exit(exit_code)
 
     def _hang(self, limit_s: float) -> None:
-        """Report the silent ranks and end this rank, unless it makes progress at the last moment.
+        """Report the silent ranks, print the stacks of this rank, write status.json, and end it.
 
-        Prints the stacks of all threads and writes status.json.
+        Returns without an effect if the main thread makes progress at the last moment.
 
         Args:
             limit_s: Time for which this rank has been silent, in seconds.
@@ -343,11 +349,11 @@ class Guard:
             os._exit(HUNG)
 
     def _print(self, message: str, stacks: bool) -> None:
-        """Print a line on stderr, and the stacks of all threads if `stacks` is true.
+        """Print a line on stderr that begins with the rank, and the stacks if asked.
 
         Args:
             message: Text, which is printed after the rank.
-            stacks: Whether to print the stacks of all threads.
+            stacks: Whether to print the stacks of all threads of this process.
         """
         os.write(2, f"rank {self.heartbeat.rank}: {message}\n".encode())
         if stacks:
