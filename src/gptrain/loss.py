@@ -29,7 +29,7 @@ NO_TARGET = "no target counts, all are -100"  # in errors and warnings
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Terms that are added to the cross entropy of training.
+    """Changes of the cross entropy for training: label smoothing and z-loss.
 
     Attributes:
         label_smoothing: Fraction of the target probability that is spread evenly over the
@@ -289,9 +289,10 @@ def logits_in_chunks(
     targets: Tensor,
     chunk_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits and targets of the positions that count in chunks, for metrics.
+    """Yield the logits and targets of up to `chunk_tokens` positions at a time, for metrics.
 
-    Positions with target -100 are left out. No gradient is computed.
+    Positions with target -100 are left out. No gradient is computed. The logits of the full batch
+    are never in memory.
 
     Args:
         hidden: Hidden states, (..., D).
@@ -313,11 +314,11 @@ def logits_in_chunks(
 
 
 def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a weight (V, D) to a dtype, and pad a 16-bit result with zero rows.
+    """Cast the head's weight (V, D) to a dtype, and pad a 16-bit result with zero rows.
 
-    A 16-bit result is (W, D), where W is V rounded up to `VOCAB_MULTIPLE`. The logits of padding
-    rows are 0. A result in fp32 or fp64 is not padded, because padding would need a copy of the
-    weight.
+    A 16-bit result is (W, D), where W is V rounded up to `VOCAB_MULTIPLE`, because 16-bit kernels
+    are fast for such sizes. The logits of padding rows are 0. A result in fp32 or fp64 is not
+    padded, because padding would need a copy of the weight.
     """
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
@@ -343,9 +344,9 @@ def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return the number of targets that are not -100, but at least 1.
+    """Return the number of targets that are not -100, but at least 1, so that it can divide.
 
-    The result is a tensor on the device of the targets: an int would wait for the GPU.
+    The result is a scalar tensor on the device of the targets: an int would wait for the GPU.
     """
     return (targets != IGNORED).sum().clamp(min=1)
 

@@ -38,9 +38,8 @@ class Distilled(LanguageModel):
         self.weight, self.temperature = weight, temperature
         net = gptrain.load(teacher)
         assert isinstance(net, nn.Module)
-        self.teacher = [
-            net.requires_grad_(False)
-        ]  # a list hides it from parameters and checkpoints
+        # A list hides the teacher from the module's parameters and checkpoints.
+        self.teacher = [net.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
         """Move the teacher to the device of this rank."""
@@ -75,7 +74,6 @@ class Distilled(LanguageModel):
             is_counted: True at the N positions whose target counts, (B, T).
             documents: List with the index of the document of each token, (B, T), or an empty list.
         """
-        logits = net(tokens, **layout_argument(*documents or [None]))[
-            is_counted
-        ]  # (B, T, V) -> (N, V)
+        layout = layout_argument(*documents or [None])
+        logits = net(tokens, **layout)[is_counted]  # (B, T, V) -> (N, V)
         return (logits.float() / self.temperature).log_softmax(-1)

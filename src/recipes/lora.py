@@ -1,7 +1,8 @@
-"""Train low-rank adapters of a net whose own weights stay frozen, see conf/experiment/lora.yaml.
+"""Train low-rank adapters of a net, whose own weights stay frozen.
 
-A linear layer y = W x becomes y = W x + (alpha / rank) B A x, with A (rank, in) and B (out, rank).
-B starts at 0. Source: Hu et al. 2021, "LoRA", arXiv:2106.09685.
+Config: conf/experiment/lora.yaml. A linear layer y = W x becomes y = W x + (alpha / rank) B A x,
+with A (rank, in) and B (out, rank). B starts at 0. Source: Hu et al. 2021, "LoRA",
+arXiv:2106.09685.
 """
 
 import math

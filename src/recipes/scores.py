@@ -131,7 +131,7 @@ class Scores(Callback):
 def count(
     net: nn.Module, encode: Encoder, questions: list[Question], rank: int = 0, n_ranks: int = 1
 ) -> Tensor:
-    """Return how many questions of a rank are right by `acc` and `acc_norm`, and their number.
+    """Answer this rank's part of the questions, and count the right answers.
 
     All ranks must call this function. They call the net equally often, because a partitioned net
     needs all of them.
@@ -144,7 +144,8 @@ def count(
         n_ranks: Number of ranks that divide the questions.
 
     Returns:
-        The three numbers, (3,) float32, on the device of the net.
+        Number of this rank's questions that are right by `acc`, right by `acc_norm`, and of all,
+        (3,) float32, on the device of the net.
     """
     counts = torch.zeros(3, device=next(net.parameters()).device)
     for first in range(0, len(questions), n_ranks):

@@ -176,7 +176,7 @@ def enter_folder(folder: Path) -> str:
 
 
 def check(conf: Path) -> int:
-    """Print what this library refuses in a project's conf/, with the name of the yaml file.
+    """Check every yaml file of a project's conf/, and print what this library refuses in it.
 
     Args:
         conf: The conf/ folder of the project.
@@ -232,7 +232,7 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
 def fits_with_another(
     conf: Path, words: Sequence[str], problems: Sequence[ConfigIssue], general: Collection[str]
 ) -> bool:
-    """Return whether these overrides fit together with other choices of the project.
+    """Return whether the config is valid if other groups have another choice of the project.
 
     A net may be made for one dataset of the project, and not for the default one. Only choices of
     the groups that the problems name are tried.

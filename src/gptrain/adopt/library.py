@@ -18,7 +18,7 @@ REQUIRED = r'"gptrain @ [^"]*"'  # pattern of the requirement in pyproject.toml
 
 
 def requirement(library: str) -> str | None:
-    """Return the requirement for pip, or None for a copy of the library in the project.
+    """Return how a project requires the library in its pyproject.toml, or None for a copy in it.
 
     Args:
         library: "vendored", a folder with a checkout, a wheel, or an address that begins with
@@ -42,7 +42,7 @@ def requirement(library: str) -> str | None:
 
 
 def package_in(library: str, temporary: Path) -> Path:
-    """Return the folder of the package gptrain that `library` names.
+    """Return the folder of the package gptrain that the option `library` names.
 
     Args:
         library: "vendored" for the running package, a folder with a checkout, or a wheel.

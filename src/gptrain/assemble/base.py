@@ -27,9 +27,11 @@ from gptrain.parallel.mesh import from_rank_0
 
 
 def check_base(entries: Mapping[str, Any]) -> None:
-    """Check the base weights of a checkpoint: frozen weights in a file outside of the checkpoint.
+    """Check that the frozen weights to which a checkpoint refers still exist and are unchanged.
 
-    Reads every byte of them. Does nothing if the checkpoint holds all weights itself.
+    A run that trains only some of its weights does not save the frozen ones, its base weights: they
+    stay in the file that `init_from` named. Reads every byte of this file. Does nothing if the
+    checkpoint holds all weights itself.
 
     Args:
         entries: Entries of the checkpoint's manifest that describe the run (its key `config`).
@@ -45,11 +47,13 @@ def check_base(entries: Mapping[str, Any]) -> None:
 def load_start(
     cfg: RunConfig, checkpoint: Path | None, net: nn.Module, strategy: SavingStrategy
 ) -> None:
-    """Load the weights of `init_from`, or the base weights of the checkpoint to resume from.
+    """Load the weights that do not come from a checkpoint of this run.
 
-    Base weights are the frozen weights of a run that trains only some of its weights. Sets
-    `strategy.base` if frozen weights were loaded: checkpoints then refer to them. The other weights
-    of a checkpoint are loaded later, by the Trainer. All ranks must call this function.
+    At a start these are the weights of `init_from`. On a resume they are the base weights of the
+    checkpoint: the frozen weights of a run that trains only some of its weights, which are in no
+    checkpoint. The Trainer loads the other weights of the checkpoint later. Sets `strategy.base` if
+    frozen weights were loaded, so that checkpoints refer to them. All ranks must call this
+    function.
 
     Args:
         cfg: Configuration of the run.

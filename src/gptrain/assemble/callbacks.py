@@ -11,7 +11,6 @@ from hydra.utils import get_method
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from torch.utils.data import Dataset
 
-from gptrain.assemble.lengths import batch_of
 from gptrain.assemble.load import build_target
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.assemble.schedule import warmup_of
@@ -150,7 +149,7 @@ def build_checkpoints(
         read_holder(cfg.run_dir)["run_id"],
         progress=guard.heartbeat.beat,
     )
-    facts = identity(cfg, batch_of(cfg, lengths.batch.data_parallel_size).global_batch_size)
+    facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
     optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)
@@ -170,10 +169,15 @@ def build_checkpoints(
 
 
 def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
-    """Return the typed overrides of the optimizer and the scheduler group, with their values.
+    """Return the optimizer and scheduler keys that the user typed, for a warning.
 
-    A key whose value is also an argument of the module is left out, because the module's yaml may
-    refer to it, as in `lr: ${optimizer.lr}`. Empty if Hydra does not run in this process.
+    TrainingMonitor warns that such a key has no effect if the module makes its own optimizer. A key
+    whose value is also an argument of the module is left out, because the module's yaml may refer
+    to it, as in `lr: ${optimizer.lr}`.
+
+    Returns:
+        Key -> value. A choice, such as `optimizer`, has its name as its value. Empty if Hydra does
+        not run in this process.
     """
     if not HydraConfig.initialized():  # a process of the benchmark
         return {}

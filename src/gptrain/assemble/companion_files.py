@@ -24,10 +24,12 @@ GENERATION = "generation_config.json"
 
 
 def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
-    """Copy the files of a run's tokenizer from each source that has this tokenizer.
+    """Copy the files that belong to a run's tokenizer into the run folder.
 
-    Older folders of transformers have the ids of special tokens only in config.json. The ids are
-    written to the generation_config.json of the run. The first source takes precedence.
+    They are files such as the special tokens, the chat template and the generation config. They are
+    copied from each source whose tokenizer.json is that of the run; the first source takes
+    precedence. Older folders of transformers have the ids of special tokens only in config.json.
+    The ids are written to the generation_config.json of the run.
 
     Args:
         sources: Folders of a tokenizer or of weights, or files in them.

@@ -1,4 +1,4 @@
-"""Errors of a part that does not fit, turned into errors about the option that asked for it."""
+"""Turns errors of parts that do not fit into errors that name an option of the config."""
 
 import re
 from collections.abc import Generator
@@ -20,11 +20,11 @@ MISSING_MONITOR = re.compile(
 
 @contextmanager
 def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, None]:
-    """Turn errors inside the block into a ConfigError that names the option.
+    """Turn errors inside the block into a ConfigError, one line that names the option.
 
     An IncompatibleModelError names the option itself. Any other ValueError, and a TypeError about a
-    keyword argument that a class does not take, is reported for `key`. All other errors, and all of
-    these if `key` is empty, are raised as they are.
+    keyword argument that a class does not take, is reported for `key`; if `key` is empty, it is
+    raised as it is. Errors of all other types pass unchanged.
 
     Args:
         cfg: Config from which the value of the option is shown.
@@ -92,9 +92,10 @@ def _missing_monitor(cfg: RunConfig, error: Exception, name: str, logged: list[s
 
 
 def monitors_of(cfg: RunConfig) -> dict[str, str]:
-    """Return the monitored value of each callback whose node has an argument `monitor`.
+    """Return which logged value each callback of the config monitors, as EarlyStopping does.
 
-    The keys are those of the config, such as `callbacks.early_stopping.monitor`.
+    The dict maps a config key, such as `callbacks.early_stopping.monitor`, to the name of the
+    value. Callbacks without an argument `monitor` are left out.
 
     Args:
         cfg: Configuration of the run.

@@ -1,4 +1,4 @@
-"""From the config to the datasets, which are checked against the module that reads them."""
+"""Builds the datasets of a run, and checks that the module can read their samples."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -37,11 +37,11 @@ PAIR = (
 
 
 def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
-    """Build a user's LightningDataModule, and prepare it to learn the number of its batches.
+    """Build a user's LightningDataModule, and set it up, to know the number of its batches.
 
     `prepare_data` is called on the first rank of each node, `setup` on every rank. Lightning calls
-    both again, as in any further fit of a Trainer. Until then the attribute `trainer` of the module
-    is a Trainer that only knows the ranks.
+    both again when the run begins. Until then the attribute `trainer` of the module is a Trainer
+    that only knows the ranks.
 
     Args:
         cfg: Configuration of the run.
@@ -79,9 +79,9 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
     """Build the dataset `data.<name>`.
 
-    An iterable dataset gets an index: that of training is read during the run, others are read at
-    once. For a LanguageModel, dicts in the form of Hugging Face are turned into pairs of tokens and
-    targets.
+    An iterable dataset is wrapped into one with an index: the training set is then read during the
+    run, and any other set is read into memory now. For a LanguageModel, dicts in the form of
+    Hugging Face are turned into pairs of tokens and targets.
 
     Args:
         cfg: Configuration of the run.
@@ -210,6 +210,9 @@ def check_samples(
 def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
     """Return for which of "train", "val" and "test" the module inherits LanguageModel's step.
 
+    Such a step reads pairs (tokens, targets). A step that a user wrote may read batches of any
+    form.
+
     Args:
         module: Class of a LightningModule.
     """
@@ -228,7 +231,7 @@ def check_pair(key: str, dataset: Dataset) -> None:
         dataset: Dataset with at least one sample.
 
     Raises:
-        ConfigError: If it is not, with exit code 65.
+        ConfigError: If the sample has another form, with exit code 65.
     """
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
@@ -257,7 +260,8 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
         is_own: Whether the step that reads the batches was written by the user.
 
     Raises:
-        ConfigError: If there are too few samples, with exit code 65.
+        ConfigError: If there is no sample, or if a rank would have none and the step was written by
+            the user, with exit code 65.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
     for name, part in parts.items():

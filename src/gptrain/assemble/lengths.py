@@ -1,32 +1,15 @@
-"""From the config to the length of the run: the batch, the number of steps, the validations."""
+"""Computes from the config and the data the number of steps and the validations of a run."""
 
 from typing import Literal
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.core.lengths import (
-    BatchPlan,
     RunLengths,
     effective_max_epochs,
-    plan_batch,
     run_steps,
     token_steps,
 )
 from gptrain.core.schema import RunConfig
-
-
-def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
-    """Return the numbers that multiply to the global batch size of the run.
-
-    Args:
-        cfg: Configuration of the run.
-        data_parallel_size: Number of ranks that see different samples.
-
-    Raises:
-        ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
-    """
-    accumulate = cfg.trainer.accumulate_grad_batches
-    total = cfg.data.global_batch_size
-    return plan_batch(cfg.data.batch_size, total, accumulate, data_parallel_size)
 
 
 def plan_lengths(
@@ -45,7 +28,7 @@ def plan_lengths(
         ConfigError: If max_tokens is less than one step.
         ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
     """
-    trainer, batch = cfg.trainer, batch_of(cfg, data_parallel_size)
+    trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
     if trainer.limit_train_batches is not None:
         limit = trainer.limit_train_batches

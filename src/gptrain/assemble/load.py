@@ -52,8 +52,9 @@ def load(
         FileNotFoundError: If there is no run and no file of weights.
         DamagedCheckpointError, UnreadableFileError: If a file is damaged.
         UnsafeCheckpointError: If a file would execute code.
-        ConfigError: If a class may not be imported.
-        ValueError: If the weights belong to another net.
+        AllDamagedError: If all checkpoints of the run are damaged.
+        ConfigError: If a class may not be imported, or if it cannot be built with the saved keys.
+        ValueError: If the weights belong to another net, or `which` is unknown.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
@@ -79,7 +80,7 @@ def load(
 
 
 def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
-    """Return the net of `from_run`, its tokenizer and the device of a command.
+    """Load the net and the tokenizer of `from_run`, for a command that generates or scores text.
 
     The net is on the CPU and in evaluation mode. Sets the number of threads of torch.
 

@@ -1,4 +1,4 @@
-"""From the config to the LightningModule: its class, its metrics, and checks of logged names."""
+"""Builds the LightningModule with its metrics, and checks the names of logged values."""
 
 import inspect
 from functools import partial
@@ -18,7 +18,7 @@ from gptrain.core.data_schema import MixtureConfig
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import ANY_NET
+from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES
 from gptrain.lit.logged import LOGGED
 from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
@@ -46,10 +46,13 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
         raise IncompatibleModelError(
             "module._target_",
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
-            "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
+            f"computes itself; strategies that work: {', '.join(ANY_NET)}; or a subclass of "
             "gptrain.lit.LanguageModel",
         )
-    if "pipeline" in strategy and getattr(module_type, "loss", None) is not LanguageModel.loss:
+    if (
+        PIPELINE in STRATEGIES[strategy].axes
+        and getattr(module_type, "loss", None) is not LanguageModel.loss
+    ):
         raise IncompatibleModelError(
             "module._target_",
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "

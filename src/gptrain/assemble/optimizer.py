@@ -1,4 +1,4 @@
-"""From the config to the optimizer and its learning rate."""
+"""Builds the optimizer of a run, with its parameter groups and its peak learning rate."""
 
 import inspect
 from collections.abc import Callable

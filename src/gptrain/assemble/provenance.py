@@ -45,7 +45,7 @@ def describe_run(devices: RunDevices) -> dict[str, object]:
         },
         "host": socket.gethostname(),
         "devices": f"{devices.world_size} x {device}",
-        "threads": torch.get_num_threads(),  # threads per rank
+        "threads": torch.get_num_threads(),
     }
 
 

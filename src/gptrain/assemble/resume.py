@@ -9,7 +9,6 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gptrain.assemble.base import check_base
-from gptrain.assemble.lengths import batch_of
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import BASE, Checkpoint, read_manifest
@@ -57,7 +56,8 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         world_size: Number of ranks of the run, from which the global batch size follows.
 
     Returns:
-        None for a fresh run, also for ckpt_path=last if nothing was saved yet.
+        The folder. None for a run that starts at step 0, also with ckpt_path=last if nothing was
+        saved yet, and for an evaluation of the initial weights or of those of `init_from`.
 
     Raises:
         ConfigError: If the checkpoint is damaged or a mere file of weights (exit code 65), does not
@@ -81,8 +81,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     dims = parallel_dims(cfg.strategy, world_size, count_nodes(cfg.trainer.num_nodes))
-    batch = batch_of(cfg, dims.data)
-    saved, size = checkpoint.manifest["config"], batch.global_batch_size
+    saved, size = checkpoint.manifest["config"], cfg.batch_plan(dims.data).global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
@@ -146,7 +145,7 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
         cfg: Configuration of the evaluation or of the export.
 
     Raises:
-        ConfigError: If they are damaged (exit code 65) or do not exist (66).
+        ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
     """
     requested = cfg.ckpt_path
     which = "last" if requested == "last" else "best"
@@ -244,15 +243,19 @@ def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_keys() -> dict[str, str]:
-    """Return the overrides of the command line by their keys. Empty if Hydra does not run."""
+    """Return key -> text of the overrides that were typed on the command line.
+
+    The keys are those without `+`. Empty if Hydra does not run in this process.
+    """
     return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
 
 
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
-    """Return the lengths with the warm-up of the run's first start.
+    """Return the lengths of a resumed run with the number of warm-up steps of its first start.
 
-    A warm-up that is derived from the length of the run would change if the run is continued to
-    another length. The lengths are returned unchanged if another warm-up is asked for now.
+    Without this, a warm-up that is a fraction of the run would change when the run is continued to
+    another length. The lengths are returned unchanged if the config asks for another warm-up than
+    at the first start.
 
     Args:
         cfg: Configuration of the run.
@@ -273,9 +276,8 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
     Args:
         cfg: Configuration of the run.
     """
-    changed = (
-        key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
-    )
+    keys = cfg.optimizer.plain()
+    changed = (key for key in keys if covers(cfg.allow_changes, f"optimizer.{key}"))
     # embedding_lr is the `lr` of its parameter group.
     return tuple("lr" if key.endswith("_lr") else key for key in changed)
 

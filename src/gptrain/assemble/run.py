@@ -28,7 +28,7 @@ from gptrain.assemble.datasets import (
     read_as_pairs,
     tokens_to_compare,
 )
-from gptrain.assemble.lengths import batch_of, plan_lengths
+from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, check_names, check_steps, has_step, module_class
 from gptrain.assemble.optimizer import build_optimizer
@@ -144,13 +144,7 @@ def check(cfg: RunConfig) -> None:
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
-        compile = choose_compile(cfg, devices)
-        reason = ""
-        if cfg.model.compile == "blocks" and is_default_compile() and not hasattr(net, "blocks"):
-            compile = "none"  # apply_compile compiles nothing of such a net
-            reason = f"{type(net).__name__} has no `blocks`; try model.compile=model"
-        elif compile != cfg.model.compile:
-            reason = f"a CPU compiles only what is typed; try model.compile={cfg.model.compile}"
+        compile, reason = choose_compile(cfg, devices)
         if reason:
             log.info(labels.line("compile", f"none: {reason}"))
         check_fit(
@@ -168,23 +162,27 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
-    """Return what `torch.compile` compiles: `model.compile`, or "none" on a CPU.
+def choose_compile(cfg: RunConfig, devices: RunDevices) -> tuple[str, str]:
+    """Return what torch.compile compiles, and why it is less than `model.compile`, or "".
 
-    `trainer=gpu` and some experiments compile blocks, which pays on a GPU. On a CPU only a typed
-    `model.compile` is used.
+    `trainer=gpu` and some experiments set `model.compile=blocks`, which pays on a GPU. A value that
+    the user typed is always used. One from a yaml file becomes "none" on a CPU, and for a net that
+    has no `blocks`.
 
     Args:
         cfg: Configuration of the run.
         devices: Devices of the run.
     """
-    is_refused = is_default_compile() and devices.accelerator == "cpu"
-    return "none" if is_refused else cfg.model.compile
-
-
-def is_default_compile() -> bool:
-    """Return whether `model.compile` comes from a yaml file, not from the command line."""
-    return "model.compile" not in typed_keys()
+    mode = cfg.model.compile
+    if mode == "none" or "model.compile" in typed_keys():
+        return mode, ""
+    if mode == "blocks":
+        net = build_on_meta_device(partial(build_net, cfg.model))
+        if not hasattr(net, "blocks"):
+            return "none", f"{type(net).__name__} has no `blocks`; try model.compile=model"
+    if devices.accelerator == "cpu":
+        return "none", f"a CPU compiles only what is typed; try model.compile={mode}"
+    return mode, ""
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
@@ -217,7 +215,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
+        train = first_batches(train, cfg.trainer.overfit_batches, cfg.batch_plan(dims.data))
     sample = train[0]
     sized = cfg
     if isinstance(train, UserData):  # the batch size is that of the user's loader
@@ -233,7 +231,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     precision = resolve_precision(cfg, devices)
-    compile = choose_compile(cfg, devices)
+    compile, _ = choose_compile(cfg, devices)
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
 
     torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
@@ -301,9 +299,11 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
 
 
 def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
-    """Set threads, precision of matrix multiplications and seed, and join the process group.
+    """Prepare torch and Lightning in this process, and join the process group.
 
-    All ranks must call it. No process group is made for the strategy `single`.
+    Sets the number of threads (on a CPU, or if several ranks share the machine), allows TF32 on a
+    GPU, seeds all random generators and silences Lightning's hints. All ranks must call it. No
+    process group is made for the strategy `single`.
 
     Args:
         cfg: Configuration of the run.
@@ -325,16 +325,17 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 
 
 def check_shared(run_dir: str, rank: int) -> None:
-    """Check that all ranks see the run folder of rank 0. All ranks must call it.
+    """Check that all ranks see the run folder of rank 0, as ranks on several nodes must.
 
-    Waits up to ten seconds, because a network file system shows new files late.
+    All ranks must call it. Waits up to ten seconds, because a network file system shows new files
+    late.
 
     Args:
         run_dir: Run folder.
         rank: Global rank of this process.
 
     Raises:
-        ConfigError: On all ranks, with exit code 73, if a rank does not see it.
+        ConfigError: On all ranks, with exit code 73, if a rank does not see the folder.
     """
     holder = from_rank_0(read_holder(run_dir))
     deadline_s = time.monotonic() + SHARED_S
@@ -348,10 +349,11 @@ def check_shared(run_dir: str, rank: int) -> None:
 
 
 def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
-    """Return the training, validation and test set, which rank 0 prepares first.
+    """Build the training, validation and test set, first on rank 0 and then on all other ranks.
 
-    All ranks must call it. Preparing may take hours. The heartbeat allows that time, and a stop
-    request ends the run at once, because there is nothing to save yet.
+    Rank 0 may tokenize a corpus, which the other ranks then read. That may take hours: the
+    heartbeat allows the time, and a stop request ends the run at once, because there is nothing to
+    save yet. All ranks must call it.
 
     Args:
         cfg: Configuration of the run.

@@ -1,4 +1,4 @@
-"""From the config to the learning-rate schedule."""
+"""Builds the learning-rate schedule of a run."""
 
 import inspect
 from functools import partial
@@ -83,10 +83,9 @@ def build_schedule(
     parameters = inspect.signature(schedule).parameters
     if "decay_steps" in parameters:
         decay = configured_length(cfg, "decay", lengths.step_tokens)
+        decay = DEFAULT_DECAY if decay is None else decay
         with as_config_errors(cfg, "scheduler.decay_steps"):
-            options["decay_steps"] = phase_steps(
-                DEFAULT_DECAY if decay is None else decay, total_steps
-            )
+            options["decay_steps"] = phase_steps(decay, total_steps)
     options = {k: v for k, v in options.items() if k in parameters or k not in OWN_KEYS}
     if not inspect.isclass(schedule):
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}

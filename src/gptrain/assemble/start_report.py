@@ -1,4 +1,4 @@
-"""The lines that describe a run at its start."""
+"""Builds the lines that describe a run at its start."""
 
 import re
 from typing import Any
@@ -34,7 +34,7 @@ def build_report(
     train: Dataset,
     module: pl.LightningModule,
 ) -> Report:
-    """Build the report with the lines that describe the run at its start.
+    """Build the report of a run, with the lines that it prints at the start.
 
     There are up to six lines: the model, the strategy, the data if the dataset describes itself,
     the batch, the plan if the planner knows the net and the devices, and the run folder. Only rank

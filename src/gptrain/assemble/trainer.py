@@ -1,4 +1,4 @@
-"""From the config to Lightning's Trainer, with its loggers, devices and precision."""
+"""Builds Lightning's Trainer with its loggers, devices and precision."""
 
 import lightning.pytorch as pl
 from hydra.utils import get_method
@@ -34,7 +34,9 @@ def build_trainer(
     guard: Guard,
     train: Dataset,
 ) -> pl.Trainer:
-    """Build the Trainer for the run's steps, in epochs of whole optimizer steps.
+    """Build Lightning's Trainer. `lengths` replaces its limits of steps, epochs and batches.
+
+    An epoch consists of complete optimizer steps.
 
     Args:
         cfg: Configuration of the run, with the precision from `resolve_precision`.
@@ -81,8 +83,8 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
     Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
-    such as LearningRateMonitor, refuse a Trainer without a logger. The list is then empty if the
-    group is.
+    such as LearningRateMonitor, refuse a Trainer without a logger. With an empty group the list is
+    then empty, too.
 
     Args:
         cfg: Configuration of the run.
@@ -94,7 +96,7 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 
 
 def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
-    """Set the GPUs of a Lightning strategy and return the value of the Trainer's `devices`.
+    """Assign the GPUs of this node to a strategy, and return the value of the Trainer's `devices`.
 
     On GPUs that value is 1. Lightning would compare it with the number of GPUs that this process
     sees, which differs from the number of ranks of the node under some launchers. On any other

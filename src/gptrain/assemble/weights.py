@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BestBy:
-    """Metric of the best checkpoint of a run whose config is not known.
+    """The logged metric by which the best checkpoint of a run is chosen.
+
+    The defaults are for a run whose config is not known.
 
     Attributes:
         monitor: Logged name of the metric.
@@ -142,6 +144,7 @@ def load_weights(
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the file is damaged.
+        AllDamagedError: If all checkpoints of a run folder are damaged.
         UnsafeCheckpointError: If the file would execute code.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
@@ -223,7 +226,7 @@ def loaded_names(net: nn.Module, left_out: Unmatched, stages: Stages) -> Set[str
 def start_from(
     cfg: RunConfig, source: str, net: nn.Module, stages: Stages
 ) -> tuple[Checkpoint | Path, Unmatched]:
-    """Load the weights that init_from names into the net, and log what was left out.
+    """Load the weights that `init_from` names into the net, and log what was left out.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
     initialized. All ranks must call it if the weights are a sharded checkpoint or the net is
@@ -344,14 +347,12 @@ def _indexed(index: Path) -> list[Path]:
     content: Any = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
-        raise DamagedCheckpointError(
-            index, "not an index of safetensors files: it has no weight_map"
-        )
+        message = "not an index of safetensors files: it has no weight_map"
+        raise DamagedCheckpointError(index, message)
     parts = sorted(set(map(str, names.values())))
     for name in parts:
         is_in_folder = Path(name).name == name and (index.parent / name).is_file()
         if not is_in_folder or not name.endswith(".safetensors"):  # another index is refused, too
-            raise DamagedCheckpointError(
-                index, f"names {name}, which is not a safetensors file in the same folder"
-            )
+            message = f"names {name}, which is not a safetensors file in the same folder"
+            raise DamagedCheckpointError(index, message)
     return [index.parent / name for name in parts]

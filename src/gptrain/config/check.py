@@ -9,7 +9,6 @@ A function `check_...` is a rule: `check_config` applies the rules in order, and
 two of them again when it knows the devices. A function `_check_...` is a part of a rule.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,25 +17,24 @@ from typing import Any
 from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DataModuleConfig, DummyTextConfig
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
-from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
-from gptrain.core.schema import DecayConfig, DecoderConfig, RunConfig
+from gptrain.core.lengths import effective_max_epochs, run_steps
+from gptrain.core.schema import FP16, DecayConfig, DecoderConfig, RunConfig
 from gptrain.core.strategies import (
-    ANY_NET,
     CONTEXT,
     PIPELINE,
     STAGES_PER_RANK,
-    STRATEGIES,
     TENSOR,
     ContextParallelOptions,
     DDPOptions,
     ParallelDims,
     PipelineOptions,
     count_microbatches,
+    divisors,
+    find_strategy,
     parallel_dims,
 )
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
-FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
 TOKEN_PHASES = tuple(f"scheduler.{name}_tokens" for name in ("warmup", "decay", "total"))
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
@@ -45,12 +43,12 @@ LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 class CheckedConfig:
     """A config and the problems that the checks found in it.
 
-    `add` runs a rule and keeps its problems. A rule is a generator that runs while its problems are
-    added, so that it sees, in `wrong_keys`, the errors that it has found itself. Only the first
-    error of a key is kept.
+    `add` runs a rule and keeps its problems, but of each key only the first error. A rule is a
+    generator that runs while its problems are added: after a `yield`, `wrong_keys` contains the
+    error that the rule has just found.
 
     Attributes:
-        run: Typed config. If there are problems, invalid and missing values are None in it.
+        run: Typed config. Invalid and missing values are None in it.
         values: The same config as nested dicts, with all references resolved.
         schema: Type of the config.
         problems: Errors and warnings, in the order in which they were found.
@@ -203,7 +201,8 @@ def check_data_module(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         return
     message = "not with a LightningDataModule, whose order, samples and tokens are not known"
     hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
-    if run.strategy.name not in ("auto", "single", "ddp"):
+    strategy = find_strategy(run.strategy.name)
+    if strategy is not None and not strategy.is_standard:
         yield checked.error("strategy.name", message, "strategy=ddp")
     for key in ("max_tokens", "data.global_batch_size", "trainer.overfit_batches", *TOKEN_PHASES):
         if checked.flat.get(key):
@@ -260,12 +259,12 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     The options are the precision, torch.compile, `on_spike`, and options of the strategy itself.
     """
     run = checked.run
-    name, precision = run.strategy.name, run.trainer.precision
+    name, strategy = run.strategy.name, find_strategy(run.strategy.name)
     if run.trainer.accelerator == "cpu":
         yield from check_cpu(checked)
-    if name not in STRATEGIES or name in ("auto", "single", "ddp"):
+    if strategy is None:
         return
-    if precision in FP16:
+    if run.trainer.precision in FP16 and not strategy.is_standard:
         message = f"strategy={name} does not scale the loss, which fp16 needs"
         yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
     if isinstance(run.strategy, ContextParallelOptions) and run.strategy.shard is False:
@@ -276,11 +275,11 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if name == "diloco" and run.on_spike not in ("none", None):
         message = "each replica of strategy=diloco would skip other steps"
         yield checked.error("on_spike", message, allowed="none")
-    if name not in ANY_NET and run.model.compile == "model":
+    if strategy.needs and run.model.compile == "model":
         message = f"strategy={name} has collectives and hooks between the blocks"
         yield checked.error("model.compile", message, "model.compile=blocks")
     recomputes = (run.model.activation_checkpointing or "none") != "none"
-    if TENSOR in STRATEGIES[name].axes and recomputes and (run.model.compile or "none") != "none":
+    if TENSOR in strategy.axes and recomputes and (run.model.compile or "none") != "none":
         message = (
             f"under strategy={name} torch cannot compile the recomputation of activations "
             "from sharded weights"
@@ -328,9 +327,8 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
     """
     run, options = checked.run, checked.run.strategy
     name = options.name
-    if name not in ("auto", *STRATEGIES) or any(
-        key.startswith("strategy.") for key in checked.wrong_keys
-    ):
+    has_error = any(key.startswith("strategy.") for key in checked.wrong_keys)
+    if has_error or find_strategy(name) is None:
         return
     try:
         dims = parallel_dims(options, world_size, count_nodes(run.trainer.num_nodes or 1))
@@ -350,12 +348,6 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
     if isinstance(options, PipelineOptions):
         yield from _check_microbatches(checked, options, dims.pipeline)
     yield from _check_steps(checked, dims.data)
-
-
-def divisors(number: int) -> str:
-    """Return all divisors of a positive number in ascending order, joined by commas."""
-    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
-    return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
 def _check_split(
@@ -412,21 +404,22 @@ def _check_microbatches(
 
 
 def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
-    """Yield a problem about the global batch size, the length of an epoch or the warm-up.
+    """Yield a problem about the batches of a step, the length of an epoch or the warm-up.
 
-    Gradient accumulation under a static graph of DDP is a problem, too.
+    A global batch size must be divisible by the samples of a micro-step. A data set of known size
+    must have an optimizer step per epoch. Gradient accumulation does not work with
+    `strategy.static_graph`. A warm-up that is longer than the run is a warning.
 
     Args:
         checked: Config to check.
         n_data: Number of data-parallel ranks.
     """
     run, data, trainer = checked.run, checked.run.data, checked.run.trainer
-    batch_size = data.batch_size
-    accumulate = trainer.accumulate_grad_batches
-    if not batch_size or not accumulate or "data.global_batch_size" in checked.wrong_keys:
+    is_known = data.batch_size and trainer.accumulate_grad_batches
+    if not is_known or "data.global_batch_size" in checked.wrong_keys:
         return
     try:
-        batch = plan_batch(batch_size, data.global_batch_size, accumulate, n_data)
+        batch = run.batch_plan(n_data)
     except ValueError as error:
         yield checked.error("data.global_batch_size", str(error))
         return

@@ -77,7 +77,7 @@ def main(
         job: Function that gets the typed config. In a sweep it returns the value of `objective`.
         schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
         defaults: Default values of the additional keys.
-        usage: Text with which `--help` begins.
+        usage: Text with which `--help` begins, usually the docstring of the command's file.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     prepare_streams(schema.runs_here)
@@ -134,7 +134,7 @@ def run_command(
             sweep = Path(cfg.hydra.sweep.dir)
             search_path = [word for word in overrides if word.startswith("hydra.searchpath=")]
             log_levels = [key for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
-            overrides += [*job_options(parsed, log_levels), *_continue_study(cfg)]
+            overrides += [*job_options(parsed, log_levels), *continue_study(cfg)]
         else:
             cfg, problems = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
@@ -154,19 +154,10 @@ def run_command(
             report_sweep(sweep, search_path)
         return code
     except (Exception, KeyboardInterrupt) as error:
-        code, _ = _report(error, asks_for_tracebacks(argv))
+        # The words are read as text, because the config may be impossible to compose.
+        debug = shell.by_key(argv).get("debug", "").lower() == "true"
+        code, _ = _report(error, debug)
         return code
-
-
-def asks_for_tracebacks(words: Iterable[str]) -> bool:
-    """Return whether the last `debug=...` of a command line is `debug=true`.
-
-    The words are read as text, because this is asked when the config may be impossible to compose.
-
-    Args:
-        words: Words of the command line.
-    """
-    return shell.by_key(words).get("debug", "").lower() == "true"
 
 
 def check(
@@ -398,25 +389,6 @@ def _run(
             if isinstance(error, JobFailedError):  # the job printed the error in another process
                 _print([first_line(error)])
     return next(filter(None, codes), errors.DONE)
-
-
-def _continue_study(cfg: DictConfig) -> list[str]:
-    """Return the overrides that make an Optuna search continue the study that it has stored.
-
-    Args:
-        cfg: Composed config of the sweep, with Hydra's own node.
-
-    Returns:
-        A new seed for the sampler, or no override if there is nothing to continue.
-
-    Raises:
-        ConfigError: If the storage of the study cannot be opened or used.
-    """
-    storage, study_name, seed = (
-        OmegaConf.select(cfg, f"hydra.sweeper.{key}", throw_on_missing=False)
-        for key in ("storage", "study_name", "sampler.seed")
-    )
-    return continue_study(storage, study_name, seed)
 
 
 def _report(error: BaseException, debug: bool = False) -> tuple[int, str]:

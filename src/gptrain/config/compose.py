@@ -52,8 +52,8 @@ def job_folder(number: int, varied: str) -> str:
 def plus(left: Any, right: int) -> Any:
     """Return left + right, or `left` unchanged if it is not an integer.
 
-    It is a resolver for yaml files, such as `${plus:${seed},1}`. A `left` of another type is an
-    error of the key to which it belongs, and is reported there.
+    The yaml files of conf/ call it as a resolver of OmegaConf: `${plus:${seed},1}`. If the value of
+    a key has a wrong type, only that key is then reported, not every key that refers to it.
 
     Args:
         left: Value of a key.
@@ -64,6 +64,8 @@ def plus(left: Any, right: int) -> Any:
 
 def default_seq_len(model: Any, shortest: int = 1) -> int:
     """Return the default of `data.seq_len`: the context length of the net, at most LONG_SEQ_LEN.
+
+    The yaml files of conf/ call it as a resolver of OmegaConf.
 
     Args:
         model: Node `model` of the config. If its `max_seq_len` is missing or not an integer, the
@@ -80,7 +82,7 @@ def default_seq_len(model: Any, shortest: int = 1) -> int:
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     """Return the value of one key in each part of a data mixture, by the name of the part.
 
-    It is a resolver for yaml files: `${of_parts:${data.parts},weight}`.
+    The yaml files of conf/ call it as a resolver of OmegaConf: `${of_parts:${data.parts},weight}`.
 
     Args:
         parts: Node `data.parts`.
@@ -136,7 +138,12 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     Args:
         cfg: Composed config.
         resolve: Whether to replace each reference by its value, and `model.vocab_size=auto` by a
-            number. Then a required key without a value raises MissingMandatoryValue.
+            number.
+
+    Raises:
+        OmegaConfBaseException: If `resolve` is true, and a required key has no value
+            (MissingMandatoryValue) or a reference cannot be resolved.
+        ConfigError: If `resolve` is true, and no file gives the size of the vocabulary.
     """
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)

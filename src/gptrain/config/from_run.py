@@ -167,7 +167,8 @@ def check_values(
     """Yield a problem for each value that may not be taken from an untrusted run.
 
     A run is untrusted if this user did not start it on this machine. Refused values are classes
-    that are not allowed, keys that set where files are written, and references that could run code.
+    that are not allowed, keys of Hydra such as `_args_`, keys that set where files are written, and
+    references that could run code.
 
     Args:
         values: Values by dotted key, with references that are not resolved.
@@ -264,10 +265,10 @@ def _is_allowed(
 
 
 def is_left_out(override: Override) -> bool:
-    """Return whether an override is never taken from a run, because it sets where files are.
+    """Return whether `from_run` never takes over an override from the earlier run.
 
-    Such overrides set folders, the checkpoint to start from, loggers and permissions: the keys in
-    NOT_TAKEN and WRITTEN.
+    Such overrides set where files are written, the checkpoint to start from, loggers, or the
+    permissions of the user: the groups and keys in NOT_TAKEN and WRITTEN.
     """
     names = (override.key_or_group, override.package or "")
     parts = [name.replace("/", ".").split(".") for name in names]
@@ -359,9 +360,9 @@ def _find_untrusted(
 
 
 def is_choice(override: Override) -> bool:
-    """Return whether an override selects a choice of a config group, rather than setting a key.
+    """Return whether an override such as `model=gpt2` may select a file of a config group.
 
-    A key without a dot, other than `name` and `init_from`, counts as a config group.
+    Every key without a dot, other than `name` and `init_from`, counts as a config group.
     """
     return "." not in override.key_or_group and override.key_or_group not in NOT_GROUPS
 

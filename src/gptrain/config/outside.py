@@ -18,8 +18,8 @@ _MAGIC = re.compile(r"[*?\[]")
 def allowed_roots(run_dir: str | Path) -> list[Path]:
     """Return the folders in which an untrusted run may read files.
 
-    They are the working directory, the project, the output folder, and the parent of the run.
-    A run is untrusted if this user did not start it on this machine.
+    They are the working directory, the project, the output folder, and the parent of the run
+    folder. A run is untrusted if this user did not start it on this machine.
 
     Args:
         run_dir: Folder of the run.

@@ -58,7 +58,7 @@ def explain(
     values: dict[str, Any],
     choices: Callable[[str], list[str]],
 ) -> ConfigIssue:
-    """Return the problem of an override with which Hydra cannot compose the config.
+    """Return one line about an override that Hydra refused, with the name that was probably meant.
 
     Args:
         override: Override that Hydra refused.

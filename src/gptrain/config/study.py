@@ -1,7 +1,9 @@
-"""Optuna studies in a database, by which an interrupted hyper-parameter search is continued."""
+"""Continues an interrupted hyper-parameter search, whose Optuna study is in a database."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
+
+from omegaconf import DictConfig, OmegaConf
 
 from gptrain.core import labels
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
@@ -9,23 +11,25 @@ from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
 STORAGE = "hydra.sweeper.storage"
 
 
-def continue_study(storage: object, study_name: object, seed: object) -> list[str]:
-    """Return the overrides by which a search continues a study that has trials already.
+def continue_study(cfg: DictConfig) -> list[str]:
+    """Return the overrides by which a search continues an Optuna study that has trials already.
 
     A sampler with a fixed seed would draw the points of the first start again. The number of trials
-    in the study is therefore added to the seed. Returns no override if the sweep has no storage,
-    the sampler has no integer seed, or optuna is not installed. Prints a line if the study
-    continues.
+    in the study is therefore added to the seed. Returns no override if the sweeper has no storage
+    (the URL of a database), the sampler has no integer seed, or optuna is not installed. Prints a
+    line if the study continues.
 
     Args:
-        storage: Value of `hydra.sweeper.storage`, the URL of the database. None for other sweepers.
-        study_name: Value of `hydra.sweeper.study_name`.
-        seed: Value of `hydra.sweeper.sampler.seed`.
+        cfg: Composed config of the sweep, with Hydra's own node.
 
     Raises:
         ConfigError: If the installed packages cannot store a study, or the storage cannot be
             opened.
     """
+    storage, study_name, seed = (
+        OmegaConf.select(cfg, f"hydra.sweeper.{key}", throw_on_missing=False)
+        for key in ("storage", "study_name", "sampler.seed")
+    )
     if not isinstance(storage, str) or not find_spec("optuna"):
         return []
     check_versions(storage)

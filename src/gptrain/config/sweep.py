@@ -26,7 +26,8 @@ LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.r
 def job_options(overrides: Sequence[Override], log_levels: Sequence[str]) -> list[str]:
     """Return overrides of Hydra that name the jobs of a sweep and make their log quiet.
 
-    The name of a job shows only the keys that the sweep varies.
+    The name of a job shows only the keys that the sweep varies, because the other keys are in
+    Hydra's list of excluded keys.
 
     Args:
         overrides: All overrides of the sweep.
@@ -38,9 +39,9 @@ def job_options(overrides: Sequence[Override], log_levels: Sequence[str]) -> lis
 
 
 def save_overrides(folder: Path, words: list[str]) -> None:
-    """Create the folder of a refused job and write its overrides to .hydra/overrides.yaml.
+    """Create the folder of a job that was refused, and write its overrides as Hydra would.
 
-    The table of the sweep finds the job by this file.
+    The table at the end of the sweep finds the job by this file, .hydra/overrides.yaml.
 
     Args:
         folder: Folder of the job, which must not contain .hydra.
@@ -77,7 +78,9 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
 
 
 def _identity(words: Sequence[str]) -> dict[str, str]:
-    """Return key and value of each override of a job, except those that only set where files are.
+    """Return key and value of each override that decides what a job computes.
+
+    Overrides that only set where files are, and the others that `is_left_out` names, are missing.
 
     Args:
         words: Overrides of the job.

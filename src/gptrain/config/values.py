@@ -200,7 +200,7 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
 
 
 def _section_type(place: str, base: type[Section], flat: dict[str, Any]) -> type[Section]:
-    """Return the most specific type of the section at a place: `base`, or a subclass of it.
+    """Return the type of the section at a place: `base`, or the subclass for a class of gptrain.
 
     Args:
         place: Dotted key of the section.
@@ -227,7 +227,9 @@ def _section_in(annotation: Any) -> type[Section] | None:
 def _construct(
     section: type[Section], node: Any, place: str, flat: dict[str, Any], wrong_keys: set[str]
 ) -> Any:
-    """Return a section without validation, in which missing and invalid values are None.
+    """Return a section of a config that has errors, with None for missing and invalid values.
+
+    Nothing is validated. Rules about the valid keys can then still be applied to the section.
 
     Args:
         section: Type of the section, or a base class of it.
@@ -263,7 +265,7 @@ def _construct(
 def _judge(
     model: type[BaseModel], node: dict[str, Any], place: str, values: dict[str, Any]
 ) -> Iterator[ConfigIssue]:
-    """Yield a problem for each key of a node that pydantic refuses.
+    """Validate a node by a type of pydantic, and yield one problem for each key that is refused.
 
     Args:
         model: Type of the node.

@@ -15,7 +15,7 @@ KEY = "model.vocab_size"
 
 
 def vocabulary_size(values: dict[str, Any]) -> int:
-    """Return the number that stands for `model.vocab_size=auto`.
+    """Return the number by which `model.vocab_size=auto` is replaced.
 
     The size is that of the model in `model.path` or else of the largest tokenizer in the data
     group, rounded up to a multiple of `model.vocab_multiple`.
@@ -24,7 +24,8 @@ def vocabulary_size(values: dict[str, Any]) -> int:
         values: Composed config as nested dicts, in which references are resolved.
 
     Raises:
-        ConfigError: If no file gives the size.
+        ConfigError: If no file gives the size, or if a file of the model or of a tokenizer cannot
+            be used.
     """
     model = values["model"]
     sizes = list(_find_sizes(model.get("path"), values.get("data")))

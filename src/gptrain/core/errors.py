@@ -82,11 +82,13 @@ LONGEST_VALUE = 200  # characters of a value in an error message
 
 @dataclass(frozen=True)
 class Cause:
-    """Kind of an ending: what has ended a command or a rank.
+    """Consequences of one cause, for example `data`, by which a command or a rank can end.
+
+    An exception class of gptrain names its cause in its class attribute `cause`.
 
     Attributes:
-        code: Exit code of an exception class of gptrain with this name in its class attribute
-            `cause`. None if `ending_of` finds cause and code in another way.
+        code: Exit code of these exception classes. None if `ending_of` has to look at the exception
+            itself.
         is_salvaged: True if a training saves its last complete step before it ends, provided that
             all ranks have failed after the same step.
     """
@@ -183,8 +185,8 @@ def printable(text: object) -> str:
 def code_of(error: OSError) -> int:
     """Return the exit code for an error of the operating system.
 
-    The code is FAILED (70) for an error without a number, FOLDER_UNUSABLE (73) for missing
-    permissions, a read-only file system or a path that is no folder, and otherwise IO_ERROR (74).
+    The code is FOLDER_UNUSABLE (73) for missing permissions, a read-only file system or a path that
+    is no folder, FAILED (70) for an OSError without an error number, and otherwise IO_ERROR (74).
     """
     if error.errno is None:
         return FAILED
@@ -195,8 +197,8 @@ def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
     If the first line ends with a colon, the second line is added. The values of tensors are left
-    out. torch adds the traceback of a data worker to its error. The result is then the message of
-    the original error.
+    out. An error that torch raises again for a DataLoader worker has the traceback of the worker as
+    its message: the result is then the last line, the message of the original error.
 
     Args:
         error: Exception, or any object with a text.
@@ -285,7 +287,7 @@ class Ending:
 
 
 def ending_of(error: BaseException, doing: str = "") -> Ending:
-    """Return exit code, cause and message for an exception.
+    """Decide how a command or a rank ends after an exception: exit code, cause and message.
 
     Args:
         error: Exception that ended the command or the rank.

@@ -23,7 +23,7 @@ def loss_rows(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Numbers that multiply to the global batch size.
+    """The three numbers whose product is the global batch size of a run.
 
     Attributes:
         batch_size: Sequences per data-parallel rank per micro-step.
@@ -199,7 +199,7 @@ DEFAULT_MAX_EPOCHS = 3
 
 
 class HasLimits(Protocol):
-    """Limits of a run: three keys of the trainer group, with the meaning that Lightning gives.
+    """Any object with the three limits of a run, such as the trainer section of the config.
 
     Attributes:
         max_epochs: Maximum number of epochs. -1 for no limit, None if not given.

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def progress_bar(what: str, n_bytes: int) -> tqdm:
     """Return a progress bar that counts bytes on stderr.
 
-    The bar appears after two seconds, and only if stderr is a terminal and this process has rank 0.
-    `close` removes the bar from the screen.
+    The bar appears after two seconds, and only if stderr is a terminal and the environment variable
+    RANK is 0 or not set. `close` removes the bar from the screen.
 
     Args:
         what: Label in front of the bar.

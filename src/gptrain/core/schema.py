@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from typing_extensions import Self
 
 from gptrain.core.data_schema import DataConfig
+from gptrain.core.lengths import BatchPlan, plan_batch
 from gptrain.core.strategies import StrategyOptions
 from gptrain.core.value_types import (
     SEED_MAX,
@@ -40,6 +41,8 @@ from gptrain.core.value_types import (
     Warmup,
     between,
 )
+
+FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
 
 # Groups with a `_target_`
 
@@ -229,7 +232,9 @@ class MuonConfig(AdamWConfig):
 
 
 class PhaseLength(NamedTuple):
-    """Length of a phase of the schedule. One of the two units is None, or both are.
+    """Length of a phase of the schedule, such as the warm-up, as the config gives it.
+
+    At least one of the two units is None. If both are, the length has a default.
 
     Attributes:
         steps: Optimizer steps, or a fraction of the run below 1.
@@ -510,10 +515,24 @@ class RunConfig(Section):
     profiler: Annotated[TargetConfig | None, BeforeValidator(lambda node: node or None)]
     launcher: LauncherConfig
 
+    def batch_plan(self, data_parallel_size: int) -> BatchPlan:
+        """Return the numbers whose product is the global batch size of the run.
+
+        Args:
+            data_parallel_size: Number of ranks that train on different samples.
+
+        Raises:
+            ValueError: If `data.global_batch_size` cannot be divided by the samples of a
+                micro-step, or if gradient accumulation is set in addition to it.
+        """
+        data, accumulate = self.data, self.trainer.accumulate_grad_batches
+        return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
+
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy in which some keys have other values. The values are not validated.
 
-        Other keys keep their values, also those whose yaml line refers to a changed key.
+        Other keys keep their values, also those whose yaml line refers to a changed key. The
+        original config does not change.
 
         Args:
             values: New value of each key. A key has at most one dot, such as `run_dir` or

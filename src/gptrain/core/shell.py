@@ -82,7 +82,7 @@ def option(key: str, value: object) -> str:
 
 
 def folder_argument(path: str | os.PathLike) -> str:
-    """Return a path as an argument that no program parses as an option or as a home folder.
+    """Return a path that a command line cannot mistake for an option or for a home folder.
 
     A path that begins with `-` or `~` gets a `./` in front. The result is not yet quoted for the
     shell.

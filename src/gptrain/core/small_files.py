@@ -14,7 +14,7 @@ from gptrain.core.errors import DataError, first_line
 
 
 class UnreadableFileError(DataError):
-    """Raised for a file that exists and cannot be used.
+    """Raised for a file that exists but whose content cannot be used.
 
     Attributes:
         path: Path of the file.

@@ -34,7 +34,9 @@ class StrategyOptions(OpenSection):
 
     Attributes:
         name: Key of STRATEGIES, or "auto".
-        timeout_s: Seconds after which a rank that waits in a collective raises an error.
+        timeout_s: Seconds that a rank waits for the other ranks before it reports an error: at the
+            start, and in a collective. NCCL itself waits for at least an hour, and the watchdog of
+            the rank reports earlier.
         backend: Backend of torch.distributed. None stands for nccl on GPUs and gloo on CPUs.
     """
 
@@ -66,9 +68,10 @@ class StrategyOptions(OpenSection):
 
     @property
     def copies(self) -> int:
-        """Number of complete copies of the net along the data axis, for strategies that shard it.
+        """Number of copies of the net that the option `replicas` asks for.
 
-        It is 1 for strategies without such an option, even if each rank has a copy, as under DDP.
+        It is 1 for strategies without this option, even if each rank has a copy of the net, as
+        under DDP.
         """
         return 1
 
@@ -260,6 +263,8 @@ class Strategy:
         check: `module:function` that raises an error for a net, options and dims that do not fit.
         is_exact: True if the strategy computes the same losses and weights as one process, up to
             rounding.
+        is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
+            of fp16 works, and the data may be a user's LightningDataModule.
         options: Type of the `strategy` group under this strategy.
         contract: Requirement on the code of a net, for the error message if a net violates it.
         lightning: `module:class` of the Lightning strategy around the object in `parallel`.
@@ -272,6 +277,7 @@ class Strategy:
     parallel: str
     check: str = ""
     is_exact: bool = True
+    is_standard: bool = False
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
     lightning: str = "gptrain.lit.strategies.replicated:LightningMultiRank"
@@ -306,10 +312,16 @@ STRATEGIES: dict[str, Strategy] = {
         (),
         (),
         f"{_PARALLEL}.strategy:ParallelStrategy",
+        is_standard=True,
         lightning=f"{_LIGHTNING}.replicated:LightningSingleDevice",
     ),
     "ddp": Strategy(
-        (DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions, costs=f"{_COSTS}:DDPCosts"
+        (DATA,),
+        (),
+        f"{_PARALLEL}.ddp:Replicated",
+        is_standard=True,
+        options=DDPOptions,
+        costs=f"{_COSTS}:DDPCosts",
     ),
     "fsdp": Strategy(
         (DATA,),
@@ -360,14 +372,24 @@ STRATEGIES: dict[str, Strategy] = {
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 
 
+def find_strategy(name: object) -> Strategy | None:
+    """Return the row of a strategy in the table, or None for an unknown name.
+
+    Args:
+        name: Value of `strategy.name`. `auto` gives the row of `ddp`, because everything that `ddp`
+            supports is supported by `single`, too.
+    """
+    return STRATEGIES.get("ddp" if name == "auto" else str(name))
+
+
 def options_type(name: object) -> type[StrategyOptions]:
     """Return the type of the options of a strategy.
 
     Args:
         name: Value of `strategy.name`. `auto` has the options of `ddp`. An unknown value gives the
-            base class, which has the options of all strategies.
+            base class, whose options are those that every strategy has.
     """
-    row = STRATEGIES.get("ddp" if name == "auto" else str(name))
+    row = find_strategy(name)
     return row.options if row else StrategyOptions
 
 
@@ -384,10 +406,10 @@ def default_options(name: str) -> StrategyOptions:
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
-    """Return the options of a strategy, with the values that other options share with it.
+    """Return the options of a strategy, with the values of another strategy where both have a key.
 
-    Used to compare strategies, and for `auto`. An option that `given` does not have, and
-    `replicas`, keep the default of the strategy's yaml file.
+    The planner compares strategies in this way. An option that is not set in `given`, and
+    `replicas`, have the default of the strategy's yaml file.
 
     Args:
         name: Key of STRATEGIES.
@@ -527,6 +549,12 @@ def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 
 
+def divisors(number: int) -> str:
+    """Return all divisors of a positive number in ascending order as text, joined by commas."""
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
+
+
 def _advice(axes: tuple[str, ...], world_size: int) -> str:
     """Return the part of an error message that names sizes which fit the world size.
 
@@ -539,5 +567,4 @@ def _advice(axes: tuple[str, ...], world_size: int) -> str:
     axis = axes[-1]
     if DATA not in axes:
         return f"use {axis}_parallel_size={world_size}, or null"
-    divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-    return f"{axis}_parallel_size must divide {world_size}: {divisors}"
+    return f"{axis}_parallel_size must divide {world_size}: {divisors(world_size)}"

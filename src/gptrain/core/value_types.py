@@ -43,7 +43,9 @@ def _local(value: str | list[str]) -> Any:
 
 
 def _below(value: str) -> str:
-    """Check that a relative path stays below the folder that it is joined to, and return it.
+    """Check that the name of a run, which may be a relative path, stays below the output folder.
+
+    Returns the name.
 
     Raises:
         ValueError: If it begins with `/` or `~`, or contains `..`.
@@ -151,11 +153,12 @@ Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_
 
 
 class KeepsResult:
-    """Mark of a key that does not change what a run computes: `Annotated[Count, KeepsResult]`.
+    """Mark in the type of a key that does not change what a run computes.
 
-    A resume compares all keys of the groups that decide the result, such as `model` and `data`,
-    with those of the saved run. Keys with this mark may differ. A key whose effect is compared
-    under another name has the mark, too, as `data.batch_size` under the global batch size.
+    It is written as `Annotated[Count, KeepsResult]`. A resume compares all keys of the groups that
+    decide the result, such as `model` and `data`, with those of the saved run. Keys with this mark
+    may differ. A key whose effect is compared under another name has the mark, too, as
+    `data.batch_size` under the global batch size.
     """
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import ANY_NET, CONTEXT, DATA, STRATEGIES
+from gptrain.core.schema import FP16, RunConfig
+from gptrain.core.strategies import CONTEXT, DATA, STRATEGIES
 from gptrain.costs.machine import Machine
 from gptrain.costs.shape import find_shape
 from gptrain.costs.speed import TIMES, estimate
@@ -26,12 +26,13 @@ ROOM = 0.9
 def compare(
     run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, Any]:
-    """Return the estimate of each strategy, and the best strategy.
+    """Estimate the run under each strategy, and choose the best strategy.
 
-    The best strategy is the first in the table of strategies among those that are exact, fit, and
-    are about as fast as the fastest. `LEVELS` is tried in turn if nothing fits. If one sequence
-    does not fit on one device with some room, context parallelism comes first; otherwise it is not
-    chosen.
+    The best strategy is the first in the table of strategies among those that compute the same as
+    one process, fit into the memory, and are about as fast as the fastest. If nothing fits as the
+    run is configured, the changes of `LEVELS`, which save memory, are tried in turn. Context
+    parallelism is considered, and then comes first, only if strategies that divide nothing but the
+    batch do not fit even with one sequence per rank and full activation checkpointing.
 
     Args:
         run: Configuration of the run.
@@ -41,10 +42,12 @@ def compare(
 
     Returns:
         parameters: Number of parameters, or None if the shape of the net is not known.
-        strategies: Estimate (`speed.estimate`) of each strategy that divides the work. The values
-            of TIMES are None if the machine was not measured. Empty if the shape is not known.
+        strategies: Estimate (`speed.estimate`) of the run as it is configured, by the name of the
+            strategy. A strategy whose ranks do not divide the work is missing. The values of TIMES
+            are None if the machine was not measured. Empty if the shape of the net is not known.
         best: Name of the best strategy, or None if nothing fits.
-        changes: Changes of config keys that the best strategy needs, or None if nothing fits.
+        changes: New values of config keys that select the best strategy and make it fit. None if
+            nothing fits.
     """
     shape = find_shape(run.model)
     rows = estimates(run, sample_tokens, machine, n_nodes)
@@ -52,11 +55,13 @@ def compare(
     if not machine.is_measured:
         for row in rows.values():
             row |= dict.fromkeys(key for key in TIMES if key in row)
-    # train.py allows fp16 and a compiled model only with strategies that take any net.
-    is_fp16 = str(run.trainer.precision) in ("16-mixed", "16", "16-true")
-    is_compiled = run.model.compile == "model"
-    allowed = ANY_NET if is_fp16 or is_compiled else STRATEGIES
-    exact = [name for name in allowed if STRATEGIES[name].is_exact]
+    is_fp16 = run.trainer.precision in FP16
+    is_compiled = run.model.compile == "model"  # allowed only with strategies that take any net
+    exact = [
+        name
+        for name, row in STRATEGIES.items()
+        if row.is_exact and (row.is_standard or not is_fp16) and not (is_compiled and row.needs)
+    ]
     with_context = [name for name in exact if CONTEXT in STRATEGIES[name].axes]
     names = [name for name in exact if name not in with_context]
     with_room = replace(machine, memory_bytes=ROOM * machine.memory_bytes)
@@ -83,10 +88,11 @@ def compare(
 def estimates(
     run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, dict[str, Any]]:
-    """Return the estimate of each strategy whose numbers of ranks divide the work, by name.
+    """Return the estimate of the run under each strategy whose ranks divide the work, by name.
 
-    If the run has `max_tokens`, the estimates have the hours of the run and its device hours, too.
-    The dict is empty if the shape of the net or `sample_tokens` is not known.
+    `single` uses one device; every other strategy uses all devices and is left out if there is only
+    one. If the run has `max_tokens`, the estimates have the entries `hours` and `device_hours`. The
+    dict is empty if the shape of the net or `sample_tokens` is not known.
 
     Args:
         run: Configuration of the run.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Traffic(NamedTuple):
-    """The data of one kind that a rank sends in an optimizer step.
+    """The data of one kind, such as gradients, that a rank sends in an optimizer step.
 
     Attributes:
         what: Name of the kind, for the output of the planner.
@@ -59,7 +59,7 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 
 
 def find_traffic(work: Work) -> list[Traffic]:
-    """Return the traffic of a rank in an optimizer step, of its strategy and of its optimizer.
+    """Return all data that a rank sends in an optimizer step: for its strategy and its optimizer.
 
     Entries without bytes are left out, so that the list is empty on one device.
 

@@ -171,7 +171,9 @@ DEVICES = {
 
 
 def device_of(driver_name: str) -> Device | None:
-    """Return the device with a driver's name, or None if it is a slice or is not in the table.
+    """Return memory and speeds of a GPU by its driver's name, or None if it is not in the table.
+
+    A slice of a GPU (MIG), a laptop's GPU and other slower variants are not in the table.
 
     Args:
         driver_name: Name that nvidia-smi or `torch.cuda.get_device_name` reports.

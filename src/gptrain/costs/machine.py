@@ -30,7 +30,7 @@ FULL_SPEED = Efficiency(1.0, 1.0)  # for speeds that were measured, not read fro
 
 
 class DamagedMeasurementError(ValueError):
-    """A machine.json exists, but cannot be used. The message contains its path."""
+    """Raised if machine.json, the file of measured speeds, is damaged. The message has its path."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ class Machine:
 def machine_of(
     device: Device, n_local: int, link: Link | None = None, network: Link | None = None
 ) -> Machine:
-    """Return a node of `n_local` GPUs, with the speeds that training reaches.
+    """Return a node of `n_local` GPUs, with the speeds that training reaches in practice.
+
+    These are fractions of the figures on the data sheets. The memory is reduced by what the CUDA
+    context and the libraries take.
 
     Args:
         device: Row of the table of GPUs.
@@ -103,7 +106,7 @@ def machine_of(
 
 
 def this_machine(output_dir: Path, n_local: int) -> Machine:
-    """Return the CPU of this machine, with its measured speeds.
+    """Return the CPU of this machine as the planner's machine, with its measured speeds.
 
     `python -m gptrain.plan --measure` writes the speeds to machine.json. They are scaled from the
     measured number of threads per rank to OMP_NUM_THREADS, or to an equal share of the cores if

@@ -29,10 +29,10 @@ def estimate_states(work: Work) -> dict[str, float]:
 
 
 def estimate_memory(work: Work) -> dict[str, float]:
-    """Return the bytes of a rank: each part of its memory, and the peak of a step.
+    """Return the bytes of each part of a rank's memory, and in `total` the peak during a step.
 
-    The total is the peak. It is at most the sum of the parts, because gradients are allocated while
-    activations are freed. The peak is the maximum over these moments of the last micro-step: the
+    The total is at most the sum of the parts, because gradients are allocated while activations are
+    freed. The peak is the maximum over these moments of the last micro-step: the
     loss, the backward pass of the last block and its end, that of the block before it, that of the
     first block and its end, and the addition of the token table's gradient.
 

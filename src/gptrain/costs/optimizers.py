@@ -159,7 +159,7 @@ def ranks_of_update(work: Work) -> int:
 def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
     """Return (shorter side, longer side, number) for each shape of matrices that a rank updates.
 
-    The ranks divide the matrices of one shape. The number is that of the first rank, rounded up.
+    The ranks divide the matrices of one shape. The number of a rank is rounded up.
 
     Args:
         shape: Shape of the net, with the matrices of one block.
@@ -193,7 +193,7 @@ ADAM = OptimizerFacts()
 
 
 def _n_states(n_states: int) -> Callable[[Mapping[str, Any]], OptimizerFacts]:
-    """Return a function from options to facts, for an optimizer that always stores as many values.
+    """Return an entry of KNOWN for an optimizer that stores `n_states` values per parameter.
 
     Args:
         n_states: Number of stored values per parameter, whatever the options are.
@@ -213,7 +213,7 @@ KNOWN: dict[str, Callable[[Mapping[str, Any]], OptimizerFacts]] = {
 
 
 def facts_of(target: str, options: Mapping[str, Any]) -> OptimizerFacts:
-    """Return the facts about an optimizer.
+    """Return what the planner has to know about an optimizer: its state, FLOPs and traffic.
 
     A class outside of torch and gptrain is imported and asked. If it cannot be imported, or states
     nothing, it counts as Adam: the check of a run reports the import error.

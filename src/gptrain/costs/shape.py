@@ -74,7 +74,7 @@ class DecoderShape:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """Shapes (rows, columns) of a block's matrices: q and out, k and v, then the MLP's."""
+        """Shapes (rows, columns) of a block's matrices: q, out, k, v, then those of the MLP."""
         attention = [(self.d_q, self.d_model), (self.d_model, self.d_q)]
         attention += [(self.d_kv, self.d_model)] * 2
         up = [(self.d_ff, self.d_model)] * self.n_up_matrices
@@ -91,7 +91,10 @@ class DecoderShape:
 
     @property
     def matrix_weights(self) -> int:
-        """Number of weights that multiply each token: all matrices and the head, no tables."""
+        """Number of weights that multiply each token: all matrices and the head.
+
+        A head that is tied to the token table counts. The tables, which are looked up, do not.
+        """
         return self.n_layers * self.block_matrices + self.table
 
     @property
@@ -204,9 +207,9 @@ def llama_shape(
 
 
 def find_shape(model: ModelConfig) -> DecoderShape | None:
-    """Return the shape of the net that a config describes, or None if the net is unknown.
+    """Return the shape of the net that a config describes, or None for a net without formulas.
 
-    Known are the nets with a shape function above. `gptrain.plan.trace` measures all others.
+    There are formulas for SimpleGPT and Llama. The planner traces a step of any other net instead.
 
     Args:
         model: `model` group of the config.

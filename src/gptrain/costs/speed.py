@@ -48,7 +48,8 @@ TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "sc
 def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     """Return the memory, FLOPs, traffic and time of an optimizer step.
 
-    Memory and traffic are those of the rank with the most. FLOPs are those of one rank on average.
+    The memory is that of the rank that needs most, the traffic that of the rank that sends most.
+    FLOPs are those of one rank on average.
 
     Args:
         work: Step of any rank of the run.
@@ -67,7 +68,8 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
         overlapped_s: Seconds of communication that overlap with computation.
         tokens_per_s: Tokens of all ranks per second.
         mfu: Model FLOPs utilization: `flops` / `step_s`, over the peak of the data sheet.
-        scaling_efficiency: Fraction of the step in which the rank computes.
+        scaling_efficiency: Fraction of the step in which the rank neither waits in a pipeline nor
+            for communication.
     """
     memory = max(map(estimate_memory, work.ends), key=lambda sizes: sizes["total"])
     n_stages = work.dims.pipeline
@@ -142,17 +144,6 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
     return speeds[dtype] if dtype in speeds else speeds["float32"]
 
 
-def step_overhead(machine: Machine) -> StepOverhead:
-    """Return the constants for the work of a step in addition to its matrix multiplications.
-
-    The constants are ON_CPU or ON_GPU.
-
-    Args:
-        machine: Machine on which the ranks run.
-    """
-    return ON_CPU if machine.is_cpu else ON_GPU
-
-
 def forward_repeats(work: Work) -> float:
     """Return the factor by which activation checkpointing increases the elementwise work.
 
@@ -173,7 +164,7 @@ def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
         machine: Machine on which the rank runs.
         weights: Bytes of the weights that the rank stores.
     """
-    overhead = step_overhead(machine)
+    overhead = ON_CPU if machine.is_cpu else ON_GPU
     passes = overhead.plain if work.compile == "none" else overhead.compiled
     # A CPU needs as much time for 16-bit values as for fp32, and converts between both.
     precisions = {work.precision, "32-true"} if machine.is_cpu else {work.precision}
@@ -194,7 +185,7 @@ def operation_calls(work: Work, machine: Machine) -> float:
         work: Step of the rank.
         machine: Machine on which the rank runs.
     """
-    overhead = step_overhead(machine)
+    overhead = ON_CPU if machine.is_cpu else ON_GPU
     block_calls = forward_repeats(work) * overhead.block_calls
     calls = block_calls * work.shape.n_layers / work.dims.pipeline + overhead.step_calls
     return work.accumulate * work.microbatches * calls
@@ -234,14 +225,14 @@ def communicate(work: Work, machine: Machine, busy_s: float) -> tuple[dict[str, 
 
 
 def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
-    """Return a link with the bandwidth and latency of the ring that a kind of traffic takes.
+    """Return the link that limits a kind of traffic, with the bandwidth and latency of its ring.
 
-    A ring within one node takes the machine's `link`, or its `host` if the ring spans more devices
-    than `link` joins. A ring over several nodes leaves each node through the network cards of all
-    its ranks on this node, at most as fast as the link within the node. For a tensor group or a
-    context group these are all ranks of the node. Of a data group, which includes its context
-    groups, they are one rank per tensor group. Of a pipeline they are one of every data x tensor
-    ranks.
+    The ring joins the ranks of the traffic's axis. A ring within one node takes the machine's
+    `link`, or its `host` if the ring spans more devices than `link` joins. A ring over several
+    nodes leaves a node through the network cards of those of its ranks that are on this node, at
+    most as fast as the link within the node. A tensor or a context group has neighbouring ranks. A
+    ring of the data axis, which includes the context axis, has one rank of every tensor group. A
+    pipeline has one of every data x tensor ranks.
 
     Where latency matters NCCL uses a tree over the nodes. The latency of the result is therefore
     that of log2(number of nodes) messages between nodes and of one message per rank within a node,

@@ -1,7 +1,7 @@
 """Facts about strategies that the planner asks for: what a rank stores and what it sends.
 
-The row of a strategy in `core.strategies.STRATEGIES` names its class here, or a
-class of another package.
+The row of a strategy in `core.strategies.STRATEGIES` names its class here, or a class of another
+package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 class StepMemory(NamedTuple):
-    """Bytes of a rank during an optimizer step that depend on the strategy.
+    """Bytes of a rank that exist only during an optimizer step and depend on the strategy.
+
+    `costs.memory.estimate_memory` adds them to the tensors that all strategies have.
 
     Attributes:
         copies: Bytes of weights that FSDP has gathered or autograd keeps in 16 bits, and of DDP's
@@ -82,7 +84,7 @@ class StrategyCosts(Generic[OptionsT]):
 
     @property
     def n_shards(self) -> int:
-        """Number of ranks over which parameters, gradients and states are sharded."""
+        """Number of ranks over which FSDP shards weights, gradients and optimizer states."""
         return 1
 
     @property
@@ -103,7 +105,7 @@ class StrategyCosts(Generic[OptionsT]):
         return 0
 
     def live_microbatches(self, rank: int) -> float:
-        """Return how many microbatches' activations a rank of the pipeline holds at once.
+        """Return for how many microbatches a rank of a pipeline holds activations at once.
 
         Args:
             rank: Index of the rank in its pipeline. Rank 0 holds the first stage.
@@ -111,10 +113,10 @@ class StrategyCosts(Generic[OptionsT]):
         return 1
 
     def stores_gradients(self, work: Work) -> bool:
-        """Return whether gradients are stored during a forward pass.
+        """Return whether the rank holds gradients while a forward pass runs.
 
-        The base class stores them if a step has several micro-steps or microbatches, in which
-        gradients are accumulated.
+        It does if a step has several micro-steps or microbatches, over which gradients are
+        accumulated. A subclass may add other cases.
 
         Args:
             work: Step of the rank.
@@ -122,7 +124,9 @@ class StrategyCosts(Generic[OptionsT]):
         return work.accumulate > 1 or self.microbatches > 1
 
     def bucket_bytes(self, gradients: float) -> float:
-        """Return the bytes of communication buckets that are stored in addition to the gradients.
+        """Return the bytes of DDP's buckets that are stored in addition to the gradients.
+
+        The base class has no buckets.
 
         Args:
             gradients: Bytes of the gradients that the rank stores.
@@ -204,7 +208,10 @@ class BucketCosts(AveragingCosts[OptionsT]):
     """Costs of copies of the model whose gradients stay in DDP's buckets between steps."""
 
     def stores_gradients(self, work: Work) -> bool:
-        """Return whether gradients are stored during a forward pass: also whenever DDP has buckets.
+        """Return whether the rank holds gradients while a forward pass runs.
+
+        It does if gradients are accumulated over micro-steps or microbatches, and if several ranks
+        average their gradients, because DDP's buckets stay allocated.
 
         Args:
             work: Step of the rank.
@@ -241,9 +248,9 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
     @property
     def extra_per_parameter(self) -> float:
-        """Number of values per parameter for the outer optimizer: the last weight, and momentum.
+        """Number of values that the outer optimizer stores per parameter.
 
-        The last weight is the one after the last synchronization.
+        They are the weight after the last synchronization and, if there is momentum, the momentum.
         """
         return 2 if self.options.outer_momentum else 1
 
@@ -278,7 +285,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
 
     @property
     def shards_weights(self) -> bool:
-        """True: ranks store shards of the weights."""
+        """True: ranks store shards of the weights and gather them for each pass."""
         return True
 
     @property
@@ -440,7 +447,7 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         return strategies.count_microbatches(self.options.microbatches, self.dims.pipeline)
 
     def live_microbatches(self, rank: int) -> float:
-        """Return how many microbatches' activations a rank of the pipeline holds at once.
+        """Return for how many microbatches a rank of the pipeline holds activations at once.
 
         GPipe holds all microbatches. 1F1B holds the microbatches whose forward passes the rank runs
         before its first backward pass.

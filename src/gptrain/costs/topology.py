@@ -1,4 +1,4 @@
-"""Links between the GPUs of a node, as `nvidia-smi topo -m` prints them.
+"""Parses the links between the GPUs of a node that `nvidia-smi topo -m` prints.
 
 "NV4" stands for 4 bonded NVLinks. All other words stand for PCIe, from fast to slow: PIX through
 one bridge, PXB through several bridges, PHB through the host bridge, NODE between host bridges, and

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from gptrain.core import strategies
-from gptrain.core.lengths import plan_batch
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
 from gptrain.costs.optimizers import ADAM, OptimizerFacts, facts_of
@@ -17,7 +16,7 @@ from gptrain.costs.strategies import StrategyCosts
 
 @dataclass(frozen=True)
 class Work:
-    """An optimizer step of one rank. Names and values are those of the config.
+    """Facts about an optimizer step of one rank, from which the planner computes all estimates.
 
     Attributes:
         shape: Sizes of the net.
@@ -116,7 +115,7 @@ class Work:
 
     @property
     def part(self) -> tuple[int, bool, bool]:
-        """Number of blocks of the rank, True if it has the first stage, True if it has the last."""
+        """Number of blocks of the rank, whether it has the first stage, whether it has the last."""
         n_stages = self.dims.pipeline * self.costs.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
         blocks = (strategies.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
@@ -124,7 +123,7 @@ class Work:
 
     @property
     def ends(self) -> list[Work]:
-        """The same step on the first and on the last rank of the pipeline.
+        """The same step on the first and on the last rank of the pipeline, or one without pipeline.
 
         These two ranks have the most work: the embedding, or the head and the loss.
         """
@@ -132,9 +131,9 @@ class Work:
 
     @property
     def held(self) -> tuple[float, float]:
-        """Numbers of the rank's parameters in and outside of blocks, before FSDP shards them.
+        """Number of the rank's parameters in blocks, and of those outside, before FSDP shards them.
 
-        Both numbers include the padding of each tensor to shards of equal size.
+        Both numbers include the padding by which FSDP makes all shards of a tensor equally large.
         """
         n_shards = self.costs.n_shards
         blocks, root = self.parameters(n_shards)
@@ -177,12 +176,7 @@ def find_work(
     n_nodes = nodes if isinstance(nodes, int) else 1  # "auto" is one node for the planner
     options = strategies.options_for(name, run.strategy).on_ranks(n_nodes, world_size)
     ranks = strategies.parallel_dims(options, world_size, n_nodes)
-    batch = plan_batch(
-        run.data.batch_size,
-        run.data.global_batch_size,
-        run.trainer.accumulate_grad_batches,
-        ranks.data,
-    )
+    batch = run.batch_plan(ranks.data)
     work = Work(
         shape,
         options,
@@ -204,7 +198,6 @@ def find_work(
         and ranks.data % ranks.replicas == 0
     )
     if not is_even or ranks.pipeline * work.costs.stages_per_rank > shape.n_layers:
-        raise ValueError(
-            f"{ranks}: does not divide the heads, layers, batch or copies of the model"
-        )
+        message = "does not divide the heads, layers, batch or copies of the model"
+        raise ValueError(f"{ranks}: {message}")
     return work

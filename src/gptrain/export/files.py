@@ -103,14 +103,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
-    """Write the tokenizer of a run.
+    """Write the tokenizer of a run to the folder of an export.
 
     Args:
         tokenizer: Tokenizer of the run.
         folder: Existing folder to write to.
-        format: hf writes a tokenizer.json and a tokenizer_config.json that transformers can load,
-            also for `bytes`. peft writes the tokenizer.json only. safetensors writes the files that
-            `load_tokenizer` reads.
+        format: safetensors writes the files of the tokenizer as `load_tokenizer` reads them. hf and
+            peft do the same, but turn the tokenizer `bytes` into a tokenizer.json that transformers
+            can load. hf also writes a tokenizer_config.json with the special tokens.
     """
     if format == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(folder)

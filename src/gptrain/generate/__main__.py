@@ -92,9 +92,10 @@ def main() -> None:
 
 
 def quote_text(word: str) -> str:
-    """Quote the value of `prompt=` and `stop=` for Hydra; return other words unchanged.
+    """Quote the value of `prompt=` and `stop=`, so that Hydra reads it as this text.
 
-    A value that Hydra reads as a list or as a quoted text is unchanged, too.
+    All other words are returned unchanged, and so is a value that Hydra can parse as a list or as a
+    quoted text.
 
     Args:
         word: A word of the command line.

@@ -77,10 +77,9 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     options = cfg.ladder
     folder = Path(cfg.run_dir)
     if this_process().is_rank:
-        message = (
-            "the command starts its runs itself; do not start it with torchrun, srun or mpirun"
-        )
-        raise ConfigError.of("", None, message)
+        message = "the command starts its runs itself"
+        hint = "the same command without torchrun, srun or mpirun"
+        raise ConfigError.of("", None, message, hint=hint)
     script = (locations.find_project() or Path.cwd()) / "train.py"
     if not script.is_file():
         message = f"{script}: missing; the runs of the sweep are runs of this script"

@@ -33,7 +33,7 @@ N_STARTS = 30  # number of starting points, those with the smallest residuals, t
 
 
 def count_parameters(net: nn.Module, vocab_size: int | None = None) -> dict[str, int]:
-    """Count the parameters of a net in each of the ways of COUNTS.
+    """Count all parameters of a net, those outside of embedding tables, and those of its blocks.
 
     A parameter that several modules share counts once. The net may be on the meta device.
 
@@ -101,7 +101,7 @@ class Law:
         return float(law_loss(self.constants, n, d))
 
     def interval(self, n: float, d: float) -> tuple[float, float]:
-        """Return the interval (low, high) in which the loss of a run lies with probability LEVEL.
+        """Return the interval (low, high) in which the loss of a run lies with 95 % probability.
 
         The interval contains the uncertainty of the constants and the noise of a single run.
 
@@ -120,7 +120,7 @@ class Law:
 
 
 def count_constants(n: Any, d: Any) -> int:
-    """Return how many constants the runs determine, 5 or 2.
+    """Return how many constants of a scaling law these runs can determine, 5 or 2.
 
     Five constants need at least seven different runs of three sizes, with several lengths for at
     least two of these sizes.
@@ -221,7 +221,7 @@ def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
 
 
 def predict_largest(n: Any, d: Any, loss: Any) -> dict[str, float]:
-    """Compare the largest size with the prediction of a law that is fitted to the other sizes.
+    """Fit a law to all sizes but the largest, and compare its prediction with the largest.
 
     Args:
         n: Number of parameters of each run, shape (P,).
@@ -253,7 +253,7 @@ def find_best_size(
     """Return the N and D with the lowest predicted loss for a budget of FLOPs.
 
     The FLOPs per token of other sizes are interpolated linearly in logarithms. Beyond the known
-    sizes they are proportional to N. The search covers sizes from e^-5 of the smallest model on.
+    sizes they are proportional to N. The search begins at 1/148 (e^-5) of the smallest model.
 
     Args:
         law: The scaling law, whose `count` is the meaning of N.

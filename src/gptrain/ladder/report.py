@@ -78,10 +78,10 @@ def conclude(
         tokens: Number of tokens on which the target trains.
 
     Returns:
-        A dict of `points` (the argument), `left_out` (by what N counts: the result of
-        `predict_largest`; empty for fewer than three sizes), `law` (the fitted Law), `target`
-        (size, cost, predicted loss and interval of the target) and, if `options.budget` is given,
-        `best` (the budget, and the best size for it, with its predicted loss and interval).
+        A dict of `points` (the argument), `left_out` (meaning of N -> result of `predict_largest`;
+        empty for fewer than three sizes), `law` (the fitted Law), `target` (size, cost, predicted
+        loss and interval of the target) and, if `options.budget` is given, `best` (the budget, and
+        the best size for it, with its predicted loss and interval).
     """
 
     def columns(count: str) -> list[np.ndarray]:

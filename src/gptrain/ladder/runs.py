@@ -106,7 +106,7 @@ def train_size(
 
 
 def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
-    """Check that a run folder holds the run that overrides describe.
+    """Check that a run folder of an earlier sweep holds the run that this sweep asks for.
 
     Keys that do not change what is trained, such as `run_dir` and `logger`, may differ.
 

@@ -97,7 +97,7 @@ def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
 
 
 def warn(sizes: list[Size], fewest_steps: int, tokens_per_parameter: float) -> None:
-    """Print a warning on stderr if the scaling law does not hold for some runs.
+    """Print a warning on stderr if a scaling law may not hold for some runs.
 
     The reasons are runs of too few steps, and runs that see the same data more than once.
 
@@ -114,10 +114,8 @@ def warn(sizes: list[Size], fewest_steps: int, tokens_per_parameter: float) -> N
     largest = sizes[-1]
     passes = tokens_per_parameter * largest.counts["all"] / largest.epoch_tokens
     if passes > 1:
-        message = (
-            f"the largest net trains on the same data {passes:.1f} times, but the law assumes "
-        )
-        message += "new tokens (arXiv:2305.16264)"
+        message = f"the largest net trains on the same data {passes:.1f} times, but the law "
+        message += "assumes new tokens (arXiv:2305.16264)"
         issue = ConfigIssue("data", None, message, code=DONE)
         print(issue.line, file=sys.stderr)
 
@@ -170,7 +168,7 @@ def make_size(
 
 
 def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | None) -> float | None:
-    """Return the learning rate of a net, carried over from a net of another width.
+    """Return the learning rate for a net whose width is not the one for which it was chosen.
 
     The rule `sqrt_width` multiplies `optimizer.lr` by (width / d_model)^(1/2), as Vaswani et al.
     2017 do, arXiv:1706.03762. The rule `constant` does not change it.

@@ -1,1 +1,1 @@
-"""`python -m gptrain.launch`: what a cluster takes for a run: an sbatch script or a TrainJob."""
+"""The command `python -m gptrain.launch`: it prints an sbatch script or a TrainJob for a run."""

@@ -174,9 +174,8 @@ def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str
         ConfigError: If the command is not typed in a project.
     """
     if (project := find_project()) is None:
-        raise ConfigError.of(
-            "", None, "not in a project, which is a folder with train.py and conf/"
-        )
+        message = "not in a project, which is a folder with train.py and conf/"
+        raise ConfigError.of("", None, message)
     command = shell.command(sys.executable, str(project / "train.py"), *words)
     task, cases = "$SLURM_JOB_ID", None
     if jobs != [[]]:
@@ -210,7 +209,10 @@ def code_pattern(consequence: str) -> str:
 
 
 def run_folder(cfg: LaunchRun, task: str) -> str:
-    """Return the run folder of a SLURM job: named after the job, or a subfolder of a typed run_dir.
+    """Return the run folder of a SLURM job.
+
+    The name of the job replaces the time stamp in `cfg.run_dir`. If the user typed a `run_dir`,
+    which has no time stamp, the folder is a subfolder of it.
 
     Args:
         cfg: Configuration of the run.

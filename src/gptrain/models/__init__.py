@@ -1,6 +1,7 @@
 """Nets that gptrain trains, and the contract between a net and the rest of the library.
 
-The modules of this package use PyTorch only: no Lightning, no Hydra and no torch.distributed.
+The modules of this package use PyTorch and no Lightning, Hydra or torch.distributed. Only
+`HuggingFace` needs another package, transformers.
 
 A net is any `nn.Module` with the method
 

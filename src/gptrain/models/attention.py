@@ -132,7 +132,7 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, layout: SequenceLayout | None = None
     ) -> Tensor:
-        """Compute attention.
+        """Compute causal self-attention, (B, T, D) -> (B, T, D).
 
         Args:
             x: Input, (B, T, D). With a cache, it holds the new positions only.
@@ -181,7 +181,7 @@ def attend(
     layout: SequenceLayout | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute softmax(q k / sqrt(K)) v, (B, H, T, K), with the kernel for this mask and device.
+    """Compute softmax(q k^T / sqrt(K)) v, (B, H, T, K), by the kernel for this mask and device.
 
     H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
     number of queries and S the number of positions of k and v.
@@ -212,9 +212,9 @@ def attend(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return a boolean mask (B, 1, T, T) of the positions to which each token attends.
+    """Return a boolean mask (B, 1, T, T): True where a token (row) attends to a position (column).
 
-    These are the positions of its own document up to and including the token.
+    A token attends to the positions of its own document up to and including itself.
 
     Args:
         documents: Index of the document of each token, (B, T).
@@ -241,7 +241,10 @@ def document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    """Compute attention by FlexAttention, which is compiled on CUDA, where it is slow otherwise.
+    """Compute causal attention within packed documents by FlexAttention, (B, H, T, K).
+
+    FlexAttention skips the blocks of the mask that are empty. On CUDA it is compiled, because it is
+    slow otherwise.
 
     H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
     number of queries and S the number of positions of k and v.

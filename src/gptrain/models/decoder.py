@@ -1,4 +1,4 @@
-"""Base class of gptrain's decoder-only transformers, their block and initialization."""
+"""Base class of gptrain's decoder-only transformers, their block, and their initial weights."""
 
 # B batch, T time, D d_model, V vocab
 

@@ -128,7 +128,7 @@ def check_same(config: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def _config(net: Decoder) -> dict[str, Any]:
-    """Return the keys of GPT2Config that determine what the net computes."""
+    """Return the keys of transformers' GPT2Config that determine what the net computes."""
     return {
         "model_type": "gpt2",
         "vocab_size": net.vocab_size,

@@ -19,7 +19,9 @@ _IGNORED_KEYS = {"auto_map", "quantization_config", "dtype", "torch_dtype"}
 
 
 class HuggingFace(nn.Module):
-    """A causal language model of transformers, with as much of gptrain's contract as it allows.
+    """A causal language model of transformers as a net that gptrain trains.
+
+    It has the optional attributes of `gptrain.models` that the model allows.
 
     Args:
         vocab_size: Number of token ids, which must be that of the config.
@@ -84,7 +86,7 @@ class HuggingFace(nn.Module):
 
     @torch.no_grad()
     def _computes_logits(self, head: nn.Linear) -> bool:
-        """Return whether the logits are exactly the head of the decoder's hidden states.
+        """Return whether the model's logits equal `head(hidden states of the decoder)`.
 
         Some models scale or bound their logits, and no config key shows that. The check runs the
         model on one token and compares the identity of tensors and of their storage, not values,

@@ -75,16 +75,12 @@ class Llama(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
-            message = (
-                f"does not divide n_heads={n_heads}, so that heads of k and v are not shared evenly"
-            )
+            message = f"does not divide n_heads={n_heads}, and heads of q share k and v evenly"
             raise ValueError(f"n_kv_heads={n_kv_heads}: {message}")
         if d_head is not None and d_head % 2:
             raise ValueError(f"d_head={d_head}: odd, but RoPE rotates pairs of values of a head")
         if d_head is None and d_model % (2 * n_heads):
-            message = (
-                f"d_model={d_model} is not a multiple of 2 * n_heads, as RoPE needs even heads"
-            )
+            message = f"d_model={d_model} is not a multiple of 2 * n_heads: RoPE needs even heads"
             raise ValueError(f"n_heads={n_heads}: {message}")
         self.n_kv_heads = n_kv_heads
         self.d_head = d_model // n_heads if d_head is None else d_head

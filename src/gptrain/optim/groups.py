@@ -1,4 +1,4 @@
-"""Parameter groups for weight decay and for Muon, and learning-rate scaling with the batch size."""
+"""Makes parameter groups for weight decay and for Muon, and scales learning rates."""
 
 from collections.abc import Iterable, Mapping
 
@@ -41,7 +41,8 @@ def muon_groups(
         names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
             tied head counts as embedding if it has the embedding's name. Defaults to
             `net.named_parameters()`.
-        **lrs: Learning rates of `embedding`, `head` and `vector`. None is that of the optimizer.
+        **lrs: Learning rates of the kinds `embedding`, `head` and `vector` (norms and biases). None
+            is that of the optimizer.
 
     Raises:
         ValueError: If `net` has no attribute `blocks`.

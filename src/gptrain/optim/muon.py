@@ -89,8 +89,8 @@ class Muon(torch.optim.Optimizer):
     ) -> list[dict[str, Any]]:
         """Return the parameter groups for this class, with `use_muon=True` for the hidden matrices.
 
-        gptrain calls this method for the optimizer of a run. Hidden matrices are those of
-        `net.blocks`.
+        gptrain calls this method before it builds the optimizer of a run. Hidden matrices are those
+        of `net.blocks`.
 
         Args:
             net: The model, whose `blocks` have the hidden matrices.
@@ -227,7 +227,7 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
-    """Orthogonalize matrices that ranks share, and return the local shards of the results.
+    """Orthogonalize matrices, divide the work among the ranks, and return this rank's shards.
 
     Each rank orthogonalizes some of the full matrices. The ranks first exchange shards, so that
     each has its full matrices, and then exchange the results. All ranks of the mesh must call the

@@ -9,7 +9,7 @@ Every partitioning changes the net in place and keeps the names of its parameter
 dict has the same keys under every strategy. `gptrain.models` describes what a strategy needs of a
 net. `gptrain.lit.strategies.build_strategy` applies the changes in this order:
 
-    tensor or pipeline parallelism -> activation checkpointing -> compile -> FSDP
+    tensor, context or pipeline parallelism -> activation checkpointing -> compile -> FSDP
 
 See README.md of this package for its files, and `gptrain.core.strategies` for the table of
 strategies and their options.

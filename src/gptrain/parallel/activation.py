@@ -1,4 +1,4 @@
-"""Activation checkpointing and torch.compile, without a change of parameter names."""
+"""Apply activation checkpointing and torch.compile to a net. Its parameters keep their names."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,9 +20,9 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "none") -> None:
-    """Make each of `net.blocks` recompute activations in its backward pass.
+    """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
 
-    The results are the same, dropout included. Does nothing if mode is "none".
+    The losses and the gradients stay the same, also with dropout. Does nothing if mode is "none".
 
     Args:
         net: Net whose blocks are changed in place.
@@ -30,8 +30,9 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
             any additional FLOPs.
-        compile: "none", "blocks" or "model". If a block is compiled, its recomputation changes no
-            buffers, and buffers need no care.
+        compile: "none", "blocks" or "model". Without torch.compile the recomputation would update
+            buffers, such as the averages of BatchNorm, a second time. It therefore works on copies
+            of the buffers. The recomputation of compiled code changes no buffers.
     """
     if mode == "none":
         return
@@ -49,7 +50,10 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
 def _contexts_with_buffers(
     block: nn.Module, mode: str
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the forward pass and of the recomputation of a block with buffers.
+    """Return two contexts for a block with buffers: of its forward pass and of its recomputation.
+
+    torch calls this function, as the argument `context_fn` of `checkpoint`, before each forward
+    pass. The second context protects the buffers, see `_recomputation`.
 
     Args:
         block: Block of the net.
@@ -65,10 +69,11 @@ def _contexts_with_buffers(
 def _recomputation(
     block: nn.Module, context: AbstractContextManager
 ) -> Generator[None, None, None]:
-    """Give the block copies of its buffers within the context.
+    """Run a block's recomputation with copies of its buffers, and put the buffers back afterwards.
 
-    The recomputation would otherwise update the running averages of BatchNorm a second time. The
-    buffers are exchanged, not restored in place: autograd refuses a saved tensor that changed.
+    The recomputation would otherwise update the running averages of BatchNorm a second time. Saving
+    the values and restoring them in place would not work: autograd refuses a saved tensor that has
+    changed.
 
     Args:
         block: Block of the net. It has its own buffers again after the context.
@@ -94,11 +99,11 @@ def apply_compile(net: nn.Module, mode: str) -> None:
 
     Args:
         net: Net that is changed in place.
-        mode: "none" compiles nothing. "blocks" compiles one block and reuses the code for all equal
-            blocks, which compiles several times faster than "model". A net without `blocks` stays
-            as it is. "model" compiles the entire forward pass.
+        mode: "none" compiles nothing. "blocks" compiles one of `net.blocks` and reuses the code for
+            all equal blocks, which takes a fraction of the compile time of "model". "model"
+            compiles the entire forward pass.
     """
-    if mode == "blocks" and hasattr(net, "blocks"):
+    if mode == "blocks":
         for block in net.get_submodule("blocks").children():
             # FSDP's hooks run around `forward` and are not compiled.
             block.forward = torch.compile(block.forward)

@@ -17,10 +17,11 @@ class ComputeClock:
         counted      callbacks, loggers (on rank 0), the wait for data, the forward passes, the
                      optimizer's update
         not counted  backward passes, in which gradients are communicated while they are computed;
-                     collectives of the number of targets, the gradient norm and DiLoCo; FSDP's
-                     all-gathers in the forward pass; the schedule of a pipeline; saves, votes
-                     and the collectives of a logged step; validations, with the wait for the
-                     batch after a validation
+                     the all-reduces of the number of targets and of the gradient norm; the
+                     synchronization of DiLoCo; FSDP's all-gathers in the forward pass; the schedule
+                     of a pipeline; saves and Python's garbage collection; validations, with the
+                     wait for the batch after a validation; the collectives by which the ranks agree
+                     to stop or to skip a step, and those of a logged step
 
     A backward pass takes a fixed multiple of the forward pass, so leaving it out keeps the ratio of
     two ranks. The collectives of tensor parallelism within the forward pass are counted: ranks of
@@ -73,7 +74,7 @@ class ComputeClock:
     def read(self) -> float:
         """Pause the clock, and return the seconds that were counted since `start_step`.
 
-        Waits for a GPU's queued work.
+        On a GPU this call waits until the GPU is idle.
         """
         self.pause()
         begins, ends = self._marks[::2], self._marks[1::2]

@@ -67,7 +67,7 @@ LIBRARIES = ("gptrain.models.", "torch.nn.")
 
 
 class IncomparableError(Exception):
-    """The plain net cannot be used for a comparison. The message is the reason."""
+    """Raised if the plain net cannot be used for a comparison. The message is the reason."""
 
 
 def needs_comparison(
@@ -86,17 +86,17 @@ def needs_comparison(
         activation_checkpointing: "none", "selective" or "full", the activations that each block
             recomputes.
     """
-    changes = (
-        parallel.is_partitioned or supports_chunked_loss(net) or activation_checkpointing != "none"
-    )
+    recomputes = activation_checkpointing != "none"
+    changes = parallel.is_partitioned or supports_chunked_loss(net) or recomputes
     return changes and not is_of_library(net)
 
 
 def is_of_library(net: nn.Module) -> bool:
-    """Return whether a net consists only of unchanged classes of gptrain.models and torch.nn.
+    """Return whether a net is of a class of gptrain.models and consists of unchanged layers only.
 
-    A net with forward hooks, with parametrizations of torch.nn.utils, or with a method `forward`,
-    `embed` or `hidden` that was replaced on the object does not count as unchanged.
+    All layers must be of classes of gptrain.models and torch.nn, not of subclasses from other
+    packages. A net with forward hooks, with parametrizations of torch.nn.utils, or with a method
+    `forward`, `embed` or `hidden` that was replaced on the object does not count as unchanged.
     `gptrain.models.hugging_face.HuggingFace` always counts as unchanged, because that class checks
     its model itself.
     """
@@ -116,7 +116,7 @@ def is_of_library(net: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of a net under a strategy with the plain net.
+    """Comparison of a net under a strategy with the plain net. `check` runs it.
 
     Attributes:
         make_net: Function that builds the net, with the same initial weights in every call.
@@ -138,8 +138,9 @@ class Comparison:
         """Check that the strategy computes the logits and the gradients of the plain net.
 
         All ranks must call this method, before the net of the run is built. It changes the state of
-        the random generators. If the plain net cannot be run, nothing is compared; a partitioning
-        strategy then logs a warning with the reason.
+        the random generators. If the plain net can be run neither in float64 nor in the dtype in
+        which it is built, nothing is compared; a partitioning strategy then logs a warning with the
+        reason.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used on all
@@ -164,9 +165,8 @@ class Comparison:
                     self.check_partitioned(plain, dtype, *batch)
                     return
         if self.parallel.is_partitioned:
-            log.warning(
-                "warning: the partitioned net was not compared with the plain net: %s", reason
-            )
+            message = "the partitioned net was not compared with the plain net"
+            log.warning("warning: %s: %s", message, reason)
 
     def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
         """Build the plain net with noisy weights, and run its forward and its backward pass.
@@ -294,7 +294,10 @@ def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tens
 
 
 def prepare_net(net: nn.Module, parallel: ParallelStrategy, dtype: torch.dtype) -> None:
-    """Set evaluation mode and dtype of a net in place, and remove blocks of a large net.
+    """Prepare a full net for the comparison, in place, before it is partitioned.
+
+    Sets evaluation mode and the dtype. A net with more than MAX_PARAMETERS parameters keeps only as
+    many blocks as a pipeline has stages, and at least 2.
 
     Args:
         net: Full net.
@@ -318,7 +321,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the number of bytes that a comparison may use on this rank's device.
 
     A comparison may use half of the free memory of a GPU. On another device the ranks of a node
-    share half of the host memory, used or not.
+    share half of the installed host memory, whether or not it is in use.
 
     Args:
         device: Device of this rank.
@@ -331,11 +334,12 @@ def free_bytes(device: torch.device) -> int:
 
 @torch.no_grad()
 def add_noise(net: nn.Module, first_names: Mapping[str, str], device: torch.device) -> None:
-    """Add noise to every floating-point parameter, or to this rank's shard of the parameter.
+    """Add noise to all parameters, because weights of zero would hide differences between two nets.
 
-    The noise depends only on the name of the parameter, so that plain and partitioned net get the
-    same values. Its standard deviation is 1 / sqrt(columns) for matrices, which keeps activations
-    near 1 and attention far from uniform, and 0.1 for vectors. Frozen parameters get noise, too.
+    Of a sharded parameter only this rank's shard changes. Integer parameters stay. The noise
+    depends only on the name of the parameter, so that plain and partitioned net get the same
+    values. Its standard deviation is 1 / sqrt(columns) for matrices, which keeps activations near 1
+    and attention far from uniform, and 0.1 for vectors. Frozen parameters get noise, too.
 
     Args:
         net: Plain or partitioned net, changed in place.

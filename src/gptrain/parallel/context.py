@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gptrain.core.strategies import ContextParallelOptions, ParallelDims
+from gptrain.core.strategies import ContextParallelOptions, ParallelDims, divisors
 from gptrain.loss import IGNORED, LossOptions, next_token_loss
 from gptrain.models.attention import SequenceLayout, layout_argument
 from gptrain.parallel.gradients import sum_gradients
@@ -39,10 +39,10 @@ from gptrain.parallel.tensor import gather_sequence
 
 
 class ContextParallel(Sharded[ContextParallelOptions]):
-    """Divide every sequence over the context axis, and shard the weights over all ranks.
+    """Train on a part of every sequence per rank, with the weights sharded over all ranks.
 
-    With `strategy.shard=false` every rank has a copy of the weights, and the gradients are averaged
-    once per step.
+    Each sequence is divided over the ranks of the context axis. With `strategy.shard=false` every
+    rank has a copy of the weights, and the gradients are averaged once per step.
 
     Attributes:
         mesh: Device mesh with the axes "data" and "context".
@@ -208,7 +208,10 @@ class ContextParallel(Sharded[ContextParallelOptions]):
 
 @dataclass(frozen=True)
 class PartLayout(SequenceLayout):
-    """Layout of a rank's part of sequences; `documents` are those of the full sequences.
+    """Layout of the part of each sequence that one rank computes, for `strategy=context_parallel`.
+
+    `positions` are those of the part. `documents` and `block_mask` are those of the full sequences,
+    because attention sees all positions.
 
     Attributes:
         index: Place of each token of the part in the full sequences, (t,).
@@ -220,7 +223,10 @@ class PartLayout(SequenceLayout):
 
 
 class AllToAllHeads:
-    """Exchange of positions for heads by all-to-all, the `HeadExchange` of attention.
+    """The communication of attention under context parallelism, one all-to-all in each direction.
+
+    A rank passes its positions of all heads, and gets all positions of its heads. This class is the
+    `HeadExchange` of gptrain.models.attention.
 
     Args:
         group: Ranks that share a sequence, in the order of their parts.
@@ -313,11 +319,10 @@ def check_context_parallel(net: Net, options: ContextParallelOptions, dims: Para
             module or one without `exchange`.
     """
     if net.n_heads % dims.context:
-        allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
         raise IncompatibleModelError(
             "strategy.context_parallel_size",
             f"{dims.context} ranks do not divide n_heads={net.n_heads}; a rank computes attention "
-            f"for whole heads; allowed: {allowed}",
+            f"for whole heads; allowed: {divisors(net.n_heads)}",
         )
     modules = attention_modules(net)
     unfit = [name for name, module in modules if not hasattr(module, "exchange")]

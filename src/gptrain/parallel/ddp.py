@@ -1,6 +1,6 @@
-"""Data parallelism: a full net on every rank, and options of DistributedDataParallel.
+"""Data parallelism by torch's DistributedDataParallel (DDP): a full net on every rank.
 
-DistributedDataParallel averages the gradients over the ranks during the backward pass.
+DDP averages the gradients over the ranks during the backward pass.
 """
 
 from collections.abc import Callable

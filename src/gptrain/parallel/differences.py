@@ -169,8 +169,8 @@ def is_same_call(
 
     A tensor in the partitioned net may be the full one, also with padding, or this rank's shard of
     it in some dimensions, as torch.chunk divides them. It is compared with the same part of the
-    plain net's tensor. A tensor of any other shape is ignored. A call with another number of
-    tensors does not agree.
+    plain net's tensor. A tensor of any other shape is ignored. The calls do not agree if there are
+    fewer than in the plain net, or if one has another number of tensors.
 
     A pipeline calls a module once for each microbatch. With n plain calls, the calls i, i + n, i +
     2n, ... belong to the plain call i: their tensors are concatenated along the batch.
@@ -185,7 +185,7 @@ def is_same_call(
     n_calls = len(plain_calls)
     for number, plain_tensors in enumerate(plain_calls):
         microbatches = calls[number::n_calls]
-        if any(len(tensors) != len(plain_tensors) for tensors in microbatches):
+        if {len(tensors) for tensors in microbatches} != {len(plain_tensors)}:
             return False
         for values, full in zip(zip(*microbatches, strict=True), plain_tensors, strict=True):
             value = values[0]

@@ -26,10 +26,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class DiLoCo(ParallelStrategy[DiLoCoOptions]):
-    """Train one of several replicas, which have their own loss, clipping and optimizer.
+    """Train one of several replicas of the net, and synchronize them every `sync_every` steps.
 
-    A replica is one rank, or several neighbouring ranks, usually those of a node, that average
-    their gradients in each step.
+    Between two synchronizations a replica has its own loss, clipping and optimizer steps. A replica
+    is one rank, or several neighbouring ranks, usually those of a node, that average their
+    gradients in each step.
 
     Attributes:
         sync_group: Ranks with the same index in their replicas, one of each replica.
@@ -91,9 +92,10 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
 
     @torch.no_grad()
     def sync(self, step: int) -> None:
-        """Synchronize the replicas: afterwards their weights are bitwise equal.
+        """Synchronize the replicas by one step of the outer optimizer.
 
-        All ranks must call this method after the same step.
+        Afterwards the weights of all replicas are bitwise equal. All ranks must call this method
+        after the same step.
 
         Args:
             step: Number of optimizer steps that are complete.
@@ -119,14 +121,18 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
             self.parameters[name].copy_(anchor)
 
     def extra_state(self) -> list[Tensor]:
-        """Return the weights at the last synchronization, and the outer momentum."""
+        """Return the weights at the last synchronization and the outer momentum, for the planner.
+
+        The planner counts their memory. There is no momentum before the first synchronization.
+        """
         saved = self.state()
         return [*saved["anchors"].values(), *saved["momentum"].values()]
 
     def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
-        """Return one pair: the function that synchronizes the replicas, and 1 / sync_every.
+        """Return the synchronization of the replicas, with the fraction of steps that call it.
 
-        The second item is the fraction of the steps that call the function.
+        The planner adds this share of its cost to an average step. The list has one pair: the
+        function and 1 / sync_every.
         """
         return [(partial(self.sync, 0), 1 / self.options.sync_every)]
 

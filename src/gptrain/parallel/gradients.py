@@ -21,8 +21,9 @@ def sum_gradients(
     """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
 
     All ranks of the group must call this function once per optimizer step, with the same parameters
-    in the same order. Each matrix takes one all-reduce, and all vectors together take one. The
-    local shards of DTensors are summed. Does nothing if the group has one rank.
+    in the same order. All vectors and scalars together take one all-reduce, and every other
+    gradient takes one. The local shards of DTensors are summed. Does nothing if the group has one
+    rank.
 
     Args:
         parameters: Parameters whose gradients are summed. Those without a gradient are skipped.
@@ -96,8 +97,6 @@ def clip_grad_norm(
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    if not shards:
-        return norm
     factors = []
     if scale is not None:
         factors.append(scale.to(norm))
@@ -113,7 +112,7 @@ def clip_grad_norm(
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors in one list for each device.
+    """Return the tensors in one list for each device, as torch's `_foreach` functions need them.
 
     FSDP's CPU offload keeps the net on the CPU, and parameters outside the net on the GPU.
     """
@@ -124,9 +123,10 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    """Return the device on which these gradients are sent, or None if there is none.
+    """Return the device to which gradients are moved for a collective, or None without gradients.
 
-    FSDP's CPU offload keeps gradients on the CPU. The collectives of a GPU mesh need GPU tensors.
+    It is the device of their mesh, or that of the first plain gradient. FSDP's CPU offload keeps
+    gradients on the CPU, but the collectives of a GPU mesh need GPU tensors.
     """
     for gradient in gradients:
         if isinstance(gradient, DTensor):

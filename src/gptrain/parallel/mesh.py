@@ -96,7 +96,8 @@ def start_group(
         variables: Names of the environment variables that number the ranks, for error messages.
 
     Raises:
-        MissingRanksError: If not all ranks start in time.
+        MissingRanksError: If not all ranks start in time, or if MASTER_ADDR and MASTER_PORT cannot
+            be used.
     """
     if dist.is_initialized():
         return
@@ -162,8 +163,9 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
     """Call a function on rank 0, and return on all ranks when rank 0 has finished.
 
-    The other ranks also return if rank 0 has exited or exceeds the timeout. Call this function
-    once, at the end of the run, because waiting ranks take part in no collective.
+    The other ranks do not call the function. They also return if rank 0 has exited or exceeds the
+    timeout. Call this function once, at the end of the run, because waiting ranks take part in no
+    collective. Without a process group the function returns at once on every rank but 0.
 
     Args:
         finish: Function without arguments that only rank 0 calls. An exception of it is raised on

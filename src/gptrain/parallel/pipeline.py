@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank holds some of the blocks and sends activations to the next rank.
 
 A batch is divided into microbatches, which pass through the stages one after another. With p stages
-and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step; two interleaved stages per rank
-halve this idle time. Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021,
-arXiv:2104.04473.
+and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step; with two interleaved stages per
+rank the idle time is half as long. Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan
+et al. 2021, arXiv:2104.04473.
 """
 
 # B batch, b microbatch, T time, D d_model
@@ -108,11 +108,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Adapt the strategy and the optimizer to each other, once both are built.
+        """Record the parameters that other ranks count in the gradient norm, and the extra ones.
 
-        Also records which parameters this rank leaves out of the gradient norm: the first stage
-        counts tied parameters and `extra_parameters`, so all other ranks of the pipeline leave them
-        out.
+        The extra parameters are those of the module outside `net`. The first rank of the pipeline
+        counts them, and the tied parameters, in the norm. All other ranks leave them out.
 
         Args:
             module: LightningModule, or any module with an attribute `net`.
@@ -139,10 +138,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     ) -> Tensor:
         """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
 
-        All ranks of the pipeline must call this method. In training, it also runs the backward
-        pass: the gradients of loss / accumulate are added to the parameters' gradients. The
-        backward pass of the returned loss computes nothing. As under the other strategies, the
-        divisor in training is `StepMean.divisor`, otherwise the number of targets.
+        All ranks of the pipeline must call this method. With gradients enabled, it also runs the
+        backward pass: the gradients of loss / accumulate are added to the parameters' gradients.
+        The backward pass of the returned loss then computes nothing. As under the other strategies,
+        the divisor in training is `StepMean.divisor`, otherwise the number of targets.
 
         Args:
             net: Net as `split` has left it.
@@ -195,10 +194,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     def logits(
         self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) in chunks, on the ranks of the last stage only.
+        """Yield logits (C, V) and targets (C,) of C positions at a time, on the last stage only.
 
         All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
-        Positions whose target is -100 are left out.
+        Positions whose target is -100 are left out. No gradients are computed.
 
         Args:
             net: Net as `split` has left it.
@@ -276,7 +275,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
 
         Args:
-            training: True runs forward and backward passes, False forward passes only.
+            training: Whether to run backward passes after the forward passes.
             microbatches: Number of microbatches. It divides B.
             tokens: Token ids (B, T).
             targets: Next tokens (B, T).
@@ -308,7 +307,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Build a schedule of torch.distributed.pipelining for the stages of this rank.
 
         Args:
-            training: False for forward passes only.
+            training: Whether the schedule runs backward passes, too.
             microbatches: Number of microbatches of a batch.
             device: Device of this rank.
         """
@@ -395,18 +394,19 @@ class Stage(nn.Module):
         learns_shapes = self.net.training and not torch.is_grad_enabled()
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
-                x = self.net.embed(x, **options)  # (B, T) -> (B, T, D)
+                x = self.net.embed(x, **options)  # (b, T) -> (b, T, D)
             for name in self.block_names:
                 x = self.net.get_submodule(f"blocks.{name}")(x, **options)
             return self.net.norm(x) if self.is_last else x
 
 
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
-    """Remove in place everything that does not belong to the given stages.
+    """Remove from a net, in place, all layers that do not belong to the given stages.
 
     The remaining parameters keep their names. The last stage keeps `norm` and `head`. The first
-    stage keeps everything outside of `blocks`, `norm` and `head`, which `embed` may use. A net on
-    the meta device never allocates the removed parameters.
+    stage keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may
+    use. A removed module outside of `blocks` becomes None. A net on the meta device never allocates
+    the memory of removed layers.
 
     Args:
         net: Net that is changed in place.

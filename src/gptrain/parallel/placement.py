@@ -42,8 +42,8 @@ def make_net_on(
     its parameters are initialized one after another: a rank never holds more than its own shards
     and one full parameter. Any other net is built in full on the CPU, and then partitioned.
 
-    In both cases the global CPU generator is used as by one call of `make_net`, so that a seed
-    gives the weights that a single process would have.
+    In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
+    that a seed gives the weights that a single process would have.
 
     Args:
         device: Device of the weights.
@@ -127,7 +127,7 @@ def shard_like(value: Any, parameter: Tensor) -> Any:
         parameter: Plain tensor or DTensor.
 
     Returns:
-        Copy of `value` that is a DTensor if the parameter is a DTensor, on its device.
+        Copy of `value` on the device of the parameter: a DTensor if the parameter is one.
     """
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value

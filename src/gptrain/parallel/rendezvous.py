@@ -22,12 +22,12 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class MissingRanksError(Exception):
-    """Some ranks of the job did not connect.
+    """Raised if some ranks of the job did not connect, or if the address cannot be used.
 
     The message names these ranks and the values of the environment variables that the ranks use.
 
     Attributes:
-        cause: Kind of failure that is reported for the end of the run.
+        cause: Key of `gptrain.core.errors.CAUSES`: the run ends as one in which a rank hung.
     """
 
     cause = "hang"
@@ -54,8 +54,8 @@ def open_store(
         MissingRanksError: If a rank does not connect in time, or if the address cannot be used.
     """
     end_s = time.monotonic() + timeout_s
-    address_variables = () if store_path else _ADDRESS
-    settings = describe_variables((*variables, *address_variables))
+    names = (*variables, *(() if store_path else _ADDRESS))
+    settings = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     if store_path:
         store: dist.Store = dist.FileStore(store_path, world_size)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -66,11 +66,6 @@ def open_store(
         store = _open_network_store(rank, world_size, timeout_s, end_s, settings)
     _wait_for_all(store, rank, world_size, timeout_s, end_s, settings)
     return store
-
-
-def describe_variables(variables: Sequence[str]) -> str:
-    """Return NAME=value of the environment variables that are set, joined by spaces."""
-    return " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
 
 
 def _open_network_store(
@@ -207,7 +202,8 @@ def _wait_for_all(
         settings: Environment variables with which the messages begin.
 
     Raises:
-        MissingRanksError: If the keys of some ranks are not set before `end_s`.
+        MissingRanksError: If the keys of some ranks are not set before `end_s`, or if rank 0 has
+            exited, which serves the store.
     """
     keys = [f"rank {number} is here" for number in range(world_size)]
     missing = [number for number in range(world_size) if number != rank]
@@ -219,18 +215,20 @@ def _wait_for_all(
                 break
             if time.monotonic() > remind_s:
                 remind_s = end_s
-                message = f"waiting up to {timeout_s:g} s for {_list(missing)} of {world_size}"
+                ranks = _describe_ranks(missing)
+                message = f"waiting up to {timeout_s:g} s for {ranks} of {world_size}"
                 # A warning, not a log line: ranks other than 0 do not log.
                 warnings.warn(f"{settings}: {message}", stacklevel=2)
             time.sleep(_POLL_S if end_s - time.monotonic() > _POLL_S else 0.01)
     except RuntimeError:  # rank 0, which serves the store, has given up or has exited
         pass
     if missing:
-        message = f"{_list(missing)} of {world_size} did not connect within {timeout_s:g} s"
+        ranks = _describe_ranks(missing)
+        message = f"{ranks} of {world_size} did not connect within {timeout_s:g} s"
         raise MissingRanksError(f"{settings}: {message}; {_hint(settings)}")
 
 
-def _list(ranks: Sequence[int]) -> str:
+def _describe_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 1" or "ranks 1, 2" for a message, with an ellipsis after eight ranks."""
     numbers = ", ".join(map(str, ranks[:8]))
     if len(ranks) == 1:

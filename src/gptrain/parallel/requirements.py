@@ -10,10 +10,10 @@ from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, s
 
 
 class Net(nn.Module):
-    """Declare, for the type checker, the optional attributes of a net.
+    """Type, for the type checker only, of a net with all optional attributes of `gptrain.models`.
 
-    A net need not be an instance of this class: `check_fit` looks for the attributes that the
-    options of a run need.
+    No net is an instance of this class. `check_fit` looks for the attributes that the options of a
+    run need.
 
     Attributes:
         blocks: Blocks of the net, in their order.
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class IncompatibleModelError(ValueError):
-    """The net or the module does not support an option of the config.
+    """Raised if the net, the module or a callback does not support an option of the config.
 
     Attributes:
         key: Key of the option, for example "strategy.name".

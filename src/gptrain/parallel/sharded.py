@@ -1,9 +1,9 @@
 """Sharded parameters: FSDP2, tensor parallelism, or both together.
 
-Under FSDP a rank stores 1/N of every parameter, gradient and optimizer moment. The parameters of a
-block are gathered before its forward and its backward pass, and its gradients are reduce-scattered
-after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao
-et al. 2023, arXiv:2304.11277.
+Under FSDP each of N ranks stores 1/N of every parameter, gradient and optimizer moment. The
+parameters of a block are gathered before its forward and its backward pass, and its gradients are
+reduce-scattered after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054
+(stage 3); Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from collections.abc import Generator
@@ -101,22 +101,25 @@ class Sharded(ParallelStrategy[OptionsT]):
         return super().loss_sum(*args, **kwargs)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Disable `foreach` and `fused` in parameter groups that mix DTensors and plain tensors.
+        """Disable kernels of the optimizer that cannot take sharded parameters, once it is built.
 
-        A multi-tensor kernel accepts DTensors or plain tensors, but not both. SGD and Adagrad
-        have no fused kernel for DTensors: where a group of them sets `fused=True`, the option
-        becomes None, so that torch chooses the implementation.
+        A multi-tensor kernel accepts DTensors or plain tensors, but not both: a parameter group
+        with both gets `foreach=False` and `fused=False`. SGD and Adagrad have no fused kernel for
+        DTensors: `fused=True` becomes None, so that torch chooses the implementation. Also records
+        `extra_parameters`, the parameters of the module outside `net`, which are not sharded.
 
         Args:
             module: LightningModule, or any module with an attribute `net`.
-            optimizer: Optimizer of the module. Its `param_groups` are changed in place.
+            optimizer: Optimizer of the module. Its `param_groups` are changed in place. If it has
+                an attribute `replicas`, as Muon has, the attribute is set to the ranks that hold
+                the same weights.
         """
         super().prepare(module, optimizer)
         plain_parameters = set(self.extra_parameters)
         has_no_fused_kernel = isinstance(optimizer, SGD | Adagrad)
         for group in optimizer.param_groups:
             if has_no_fused_kernel and group["fused"]:
-                group["fused"] = None  # torch chooses
+                group["fused"] = None
             n_plain = sum(parameter in plain_parameters for parameter in group["params"])
             if 0 < n_plain < len(group["params"]):
                 group |= {key: False for key in ("foreach", "fused") if key in group}

@@ -188,8 +188,8 @@ def load_net_state(
 ) -> Unmatched:
     """Copy this rank's part of a state into the net.
 
-    All ranks must call this function if `source` is a sharded checkpoint or the net is partitioned
-    over a pipeline.
+    All ranks must call this function if `source` is a sharded checkpoint, if the net is partitioned
+    over a pipeline, or if `resizes` is true and the net is sharded.
 
     Args:
         net: Net as the strategy has partitioned it.
@@ -247,8 +247,9 @@ def load_optimizer_state(
         groups: `named_groups` of the saved optimizer.
 
     Raises:
-        ValueError: If parameters that are in one group now were not in groups with the same options
-            in the saved optimizer.
+        ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters
+            that are in one group now were not in groups with the same options in the saved
+            optimizer.
     """
     if isinstance(source, dcp.StorageReader):
         values = _read_optimizer_state(parameters, source)

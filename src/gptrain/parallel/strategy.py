@@ -57,7 +57,7 @@ OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 class StepMean:
-    """The divisor that makes the loss of an optimizer step a mean over all targets of the step.
+    """Computes the divisor that makes the loss of a step a mean over all targets of the step.
 
     Losses and gradients are averaged over micro-steps and data ranks. If each micro-batch divided
     by its own number of targets, the result would be a mean of means: with unevenly distributed
@@ -79,7 +79,7 @@ class StepMean:
         n_targets: Number of targets, over all data ranks, that the losses of the last step have
             counted, a scalar tensor. NaN if training_step does not call `self.loss`.
         loss: Mean loss of the last step over all data ranks, corrected like the gradients. NaN if
-            the step has no target.
+            `self.loss` was called, but with no target that counts.
     """
 
     n_targets: Tensor
@@ -151,7 +151,7 @@ class StepMean:
 class DividesUpdates(Protocol):
     """An optimizer that divides its updates among the ranks that hold the same weights.
 
-    Any optimizer with an attribute of this name counts as one, and gets the mesh.
+    Any optimizer with an attribute `replicas` counts as one. `ParallelStrategy.prepare` sets it.
 
     Attributes:
         replicas: Mesh of the ranks that hold the same weights. None if no other rank does.
@@ -259,10 +259,11 @@ class ParallelStrategy(Generic[OptionsT]):
         """
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Adapt the strategy and the optimizer to each other, once both are built.
+        """Connect the strategy with the module and its optimizer, once both are built.
 
-        Sets `optimizer.replicas` if the optimizer has this attribute, as Muon has. A partitioning
-        strategy also records `extra_parameters`, those of the module outside `net`.
+        An optimizer with an attribute `replicas`, such as Muon, gets the mesh of the ranks that
+        hold the same weights, to divide its work among them. A partitioning strategy records
+        `extra_parameters`, the parameters of the module outside `net`, whose gradients it averages.
 
         Args:
             module: LightningModule, or any module with an attribute `net`.
@@ -388,7 +389,7 @@ class ParallelStrategy(Generic[OptionsT]):
     def logits(
         self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) of this rank's samples in chunks, for metrics.
+        """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics.
 
         Positions whose target is -100 are left out. No gradients are computed.
 
@@ -405,7 +406,7 @@ class ParallelStrategy(Generic[OptionsT]):
         return logits_in_chunks(logits, nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric on a rank that has logits, and return the value on all ranks of the net.
+        """Compute a metric on a rank that has logits, and return the value on every rank.
 
         All ranks must call this method. The base class calls `compute` on every rank, because every
         rank has logits. A pipeline calls `compute` on its last stage only, and sends the value to

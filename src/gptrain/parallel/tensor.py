@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gptrain.core.strategies import ParallelDims, StrategyOptions
+from gptrain.core.strategies import ParallelDims, StrategyOptions, divisors
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import IncompatibleModelError, Net
@@ -90,11 +90,10 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
     for name in ("n_kv_heads", "n_heads"):  # k and v may have fewer heads than q
         heads = getattr(net, name, net.n_heads)
         if heads % dims.tensor:
-            allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise IncompatibleModelError(
                 "strategy.tensor_parallel_size",
                 f"{dims.tensor} ranks do not divide {name}={heads}; a rank holds whole heads; "
-                f"allowed: {allowed}",
+                f"allowed: {divisors(heads)}",
             )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
     if unknown:
@@ -212,7 +211,10 @@ def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
 
 
 class _Role(nn.Module):
-    """Base class of the roles, which declares attributes for the type checker.
+    """Base class of the roles of layers under tensor parallelism.
+
+    A role replaces `forward` of a layer, see `_mixed_class`. This class only declares attributes
+    for the type checker.
 
     Attributes:
         weight: Weight of the layer as a DTensor.
@@ -263,6 +265,9 @@ class _PerHead(_Role):
 
 class _LocalParameters:
     """View of a layer without children, in which DTensors appear as their local shards.
+
+    `_PerHead` passes it as `self` to the `forward` of the layer's own class, which cannot compute
+    with DTensors and plain tensors together.
 
     Args:
         layer: Layer whose attributes the view shows.

@@ -109,7 +109,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
 
 
 def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
-    """Trace a step of any net, and compare its memory with that of the machine.
+    """Trace a training step under the config's strategy, and compare its memory with the machine's.
 
     Args:
         cfg: Configuration of the run.
@@ -143,7 +143,7 @@ def planned_lines(topology: Topology | None, result: dict[str, Any]) -> list[str
     rows, changes = result["strategies"], result["changes"]
     lines = memory_lines(result)
     if all(row["step_s"] is not None for row in rows.values()):
-        lines += step_lines(rows)
+        lines.append(step_table(rows))
     if topology and topology.gpus:
         line = f"topology  tensor parallelism inside {topology.tensor_groups}"
         lines.append(f"{line}, slowest link of a ring {topology.slowest_ring_link}")
@@ -166,14 +166,13 @@ def traced_lines(result: dict[str, Any]) -> list[str]:
     lines = [*memory_lines(result), f"{line}; sent: {', '.join(sent) or 'nothing'}"]
     if result["layers"]:
         few, more, count = result["layers"]
-        lines.append(
-            f"layers    of {count}; {few} and {more} were traced, the rest is extrapolated"
-        )
+        how = f"{few} and {more} were traced, the rest is extrapolated"
+        lines.append(f"layers    of {count}; {how}")
     return lines
 
 
 def memory_lines(result: dict[str, Any]) -> list[str]:
-    """Return two texts: a line about net and machine, and the table of the memory of a device.
+    """Return a line about net and machine, and the printed table of the memory of a device.
 
     Args:
         result: Content of the plan or of the trace: what `--json` prints.
@@ -188,8 +187,8 @@ def memory_lines(result: dict[str, Any]) -> list[str]:
     return [f"{head} ({machine['source']})", align_columns(cells)]
 
 
-def step_lines(rows: dict[str, Any]) -> list[str]:
-    """Return a list with one text: the table of the time and the traffic of a step.
+def step_table(rows: dict[str, Any]) -> str:
+    """Return the printed table of the time and the traffic of a step under each strategy.
 
     Args:
         rows: Estimate of each strategy, by the strategy's name.
@@ -206,7 +205,7 @@ def step_lines(rows: dict[str, Any]) -> list[str]:
             *(f"{row[key]:,.1f}" if key in row else "-" for key in ("hours", "device_hours")),
             max(wire, key=wire.get).rpartition(" ")[2] if wire else "-",
         ])  # fmt: skip
-    return [align_columns(cells)]
+    return align_columns(cells)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast
 
 
 class Sent(TorchDispatchMode):
-    """Counter of the bytes that this rank sends inside a `with` block.
+    """Counts the bytes that this rank sends in collectives inside a `with` block.
 
     Collectives count as rings. For a tensor of b bytes on n ranks, a rank sends (n-1)/n b in an
     all-gather, a reduce-scatter or an all-to-all, as much on average in a broadcast, and 2 (n-1)/n

@@ -37,7 +37,9 @@ Faults = Iterator[tuple[str, str]]  # description and fix of each fault
 
 
 def doctor(n_local: int | None, n_nodes: int, accelerator: str, backend: str | None) -> list[str]:
-    """Check this machine for faults that a run would meet.
+    """Check this machine for faults that would stop a run or make it slow.
+
+    Nothing is changed. Without nvidia-smi the machine counts as one without GPUs.
 
     Args:
         n_local: Number of devices per node that the run asks for. None for all devices.
@@ -88,6 +90,8 @@ def count_visible(known: list[str]) -> int:
 
 def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Faults:
     """Yield faults of GPUs: mixed models or drivers, MIG mode, and limits of power and clocks.
+
+    MIG mode is a fault only if the run has several devices on this node.
 
     Args:
         gpus: For each GPU, the values of nvidia-smi's fields in FIELDS, as text.

@@ -20,9 +20,10 @@ ACTIVATIONS = 2**18  # elements of the measured activation, as in a small net
 
 
 def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
-    """Measure all collectives and this CPU. Every rank of the job calls this function.
+    """Measure all collectives and this CPU, and write the speeds for later plans.
 
-    Rank 0 prints the results, and writes them to machine.json in `output_dir`.
+    Every rank of the job calls this function. Rank 0 prints the collectives, and writes the speeds
+    to machine.json in `output_dir`.
 
     Args:
         cfg: Configuration of the command.
@@ -36,7 +37,7 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
         for name in COLLECTIVES:
             guard.heartbeat.beat(phase=name)
             times[name] = sweep(name, device, cfg.max_bytes)
-        keep(times["all_reduce"], device, Path(cfg.output_dir) / MACHINE_NAME)
+        write_speeds(times["all_reduce"], device, Path(cfg.output_dir) / MACHINE_NAME)
     return {}
 
 
@@ -71,11 +72,12 @@ def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, fl
     return times
 
 
-def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
-    """Measure this CPU while all ranks compute, and write machine.json on rank 0.
+def write_speeds(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
+    """Measure the CPU and the link between the ranks, and write the speeds to machine.json.
 
-    All ranks must call it. FLOP/s are those of the slowest rank. The bandwidth of the memory is
-    that of all ranks together, measured by an activation function.
+    All ranks must call it, because the CPU is measured while all of them compute. Only rank 0
+    writes. FLOP/s are those of the slowest rank. The bandwidth of the memory is that of all ranks
+    together, measured by an activation function.
 
     Args:
         all_reduce: Bytes and seconds of all-reduces of growing size.

@@ -1,5 +1,6 @@
 """Options of `python -m gptrain.plan`, and the machine that they describe."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -45,16 +46,12 @@ class PlanRun(RunConfig):
 
 
 def expand_hardware(words: Iterable[str]) -> list[str]:
-    """Return overrides in which `hardware.name=X` replaces `hardware=X`.
+    """Return overrides in which `hardware.name=X` replaces the short form `hardware=X`.
 
     Args:
         words: Overrides that the user typed.
     """
-    prefix = "hardware="
-    return [
-        f"hardware.name={word.removeprefix(prefix)}" if word.startswith(prefix) else word
-        for word in words
-    ]
+    return [re.sub("^hardware=", "hardware.name=", word) for word in words]
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:

@@ -189,7 +189,7 @@ class TrainedMemTracker(MemTracker):
 
 
 class Step:
-    """A training step of rank 0 that runs inside a FakeTensorMode.
+    """A training step of rank 0 on fake tensors. It is built and run inside a FakeTensorMode.
 
     Args:
         cfg: Checked configuration.
@@ -357,7 +357,8 @@ class Step:
     def count(self) -> tuple[float, dict[str, float]]:
         """Run one step and return its FLOPs, and the bytes that each kind of collective sends.
 
-        Micro-steps before the last are equal. One of them runs, and its counts are multiplied.
+        Micro-steps before the last are equal. One of them runs, and its counts are multiplied. Work
+        that only some steps do, as the synchronization of DiLoCo, is added in proportion.
         """
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
@@ -394,7 +395,11 @@ class Step:
         self.optimizer.step()
 
     def held_bytes(self) -> dict[str, float]:
-        """Return the bytes of this rank's `weights`, `gradients` and `optimizer` states."""
+        """Return the bytes of this rank's `weights`, `gradients` and `optimizer` states.
+
+        The optimizer's states include `extra_state` of the strategy, and leave out tensors of one
+        element, such as step counters.
+        """
         weights = [local_shard(p) for p in self.module.parameters()]
         gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for state in self.optimizer.state.values() for t in state.values()]

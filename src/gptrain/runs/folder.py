@@ -1,4 +1,4 @@
-"""Record of a run, read from its folder.
+"""Reads what a run was and how it ended from its folder.
 
 The folder may come from anybody: its small files are parsed, and nothing in them is executed.
 """
@@ -97,8 +97,8 @@ def read_run(folder: Path) -> RunRecord:
         folder: Run folder.
 
     Raises:
-        OSError, ValueError, …: One of `MALFORMED_FILE_ERRORS`, if a file cannot be read or has
-            another form than gptrain's.
+        OSError, ValueError, TypeError, LookupError, AttributeError or OverflowError: If a file is
+            missing, cannot be read, or has another form than gptrain's.
     """
     overrides = read_yaml(folder / OVERRIDES)
     result_path = folder / RESULT_NAME

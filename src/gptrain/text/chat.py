@@ -167,6 +167,8 @@ class ChatFormat:
     def _without_control(self, value: Any, control: Sequence[str]) -> Any:
         """Return a message with a BREAK inside the name of each control token in its texts.
 
+        The text is later cut at each BREAK, so that the names are encoded as plain text.
+
         Args:
             value: Message, or a value in it.
             control: Names of the control tokens.

@@ -106,7 +106,7 @@ def generate(
 
 
 def terminal_text(text: str) -> str:
-    """Make text safe for a terminal.
+    """Return a text without characters that could control a terminal.
 
     A middle dot replaces each control character except newline and tab, and each U+FFFD, which
     stands for bytes that are not UTF-8.

@@ -15,7 +15,9 @@ from gptrain.loss import token_losses
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one text. The first token is not scored, because no token comes before it.
+    """How probable one text is under a net.
+
+    The first token is not scored, because no token comes before it.
 
     Attributes:
         log_probs: Natural logarithms of the probabilities of the tokens, (N - 1,) float32 on the
@@ -50,7 +52,7 @@ class Score:
 def score(
     net: nn.Module, tokenizer: Tokenizer, texts: Sequence[str], *, context: int | None = None
 ) -> list[Score]:
-    """Score texts with a net on the net's device, in evaluation mode.
+    """Compute how probable each text is under a net, on the net's device, in evaluation mode.
 
     A text with more tokens than T, the `max_seq_len` of the net, is read in overlapping windows of
     T tokens. Each token is scored in the first window in which at least `context` tokens come

@@ -31,10 +31,10 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """Generate the text that follows each prompt, on the device of the net.
+    """Generate the text that follows each prompt, and return it. This is `gptrain.generate`.
 
-    A continuation ends after `n_tokens`, at one of the tokenizer's `stop_ids` or before a text of
-    `stop`.
+    The net runs on its own device. A continuation ends after `n_tokens`, at one of the tokenizer's
+    `stop_ids` or before a text of `stop`.
 
     Args:
         net: The net, with the contract of `gptrain.models`.

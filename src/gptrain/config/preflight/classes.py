@@ -146,29 +146,12 @@ def type_mismatch(target_object: Any, group: str) -> str:
         if is_own or group == "scheduler":
             return ""
     owner = target_object.__self__ if inspect.ismethod(target_object) else target_object
-    if group == "data":
-        if message := dataset_problem(owner):
-            return message
-        kind = "dataset"
-        fits = inspect.isclass(owner) and hasattr(owner, "__getitem__")
-    else:
-        base = get_class(BASE_CLASSES[group])
-        kind = base.__name__
-        fits = inspect.isclass(owner) and issubclass(owner, base)
-    return "" if fits else f"not of type {kind}, which the {group} group needs"
-
-
-def dataset_problem(owner: Any) -> str:
-    """Return why a class cannot be a dataset, or an empty string if it can.
-
-    Subclasses of LightningDataModule are refused. Functions are accepted.
-
-    Args:
-        owner: Class that the `_target_` of a dataset names, or a function.
-    """
-    needed = "needed: a torch.utils.data.Dataset or IterableDataset"
-    if not inspect.isclass(owner):
-        return ""
-    if issubclass(owner, get_class("lightning.pytorch.LightningDataModule")):
+    base = get_class(BASE_CLASSES["data._target_" if group == "data" else group])
+    fits = inspect.isclass(owner) and issubclass(owner, base)
+    if group != "data":
+        return "" if fits else f"not of type {base.__name__}, which the {group} group needs"
+    if fits:
+        needed = "needed: a torch.utils.data.Dataset or IterableDataset"
         return f"a LightningDataModule, which is data._target_; {needed}"
-    return ""
+    is_dataset = inspect.isclass(owner) and hasattr(owner, "__getitem__")
+    return "" if is_dataset else "not of type dataset, which the data group needs"

@@ -51,10 +51,10 @@ def check_devices(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_visible(
     checked: CheckedConfig, n_visible: int, variable: str | None, is_rank: bool = False
 ) -> Iterator[ConfigIssue]:
-    """Yield a problem if `trainer.devices` names a GPU that does not exist.
+    """Yield a problem if `trainer.devices` asks for a GPU that this process does not see.
 
     Args:
-        checked: Config without errors of its own.
+        checked: Config whose values were found valid.
         n_visible: Number of GPUs that this process sees.
         variable: Value of CUDA_VISIBLE_DEVICES, or None if it is not set.
         is_rank: Whether a launcher started this process as a rank. A launcher may show each rank
@@ -77,7 +77,7 @@ def check_memory(
     Yields nothing for a net whose sizes the planner does not know, and for an evaluation.
 
     Args:
-        checked: Config without errors of its own.
+        checked: Config whose values were found valid.
         kind: Type of the devices, `cuda`, `mps` or `cpu`.
         n_local: Number of ranks on this machine.
         world_size: Number of ranks of the job.

@@ -17,10 +17,10 @@ DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
     """Yield a problem if the run folder cannot be made or written, or holds a finished run.
 
-    A finished run is a problem for a training only that does not resume (`ckpt_path` is null).
+    A finished run is a problem only for a training that does not resume (`ckpt_path` is null).
 
     Args:
-        checked: Config without errors of its own.
+        checked: Config whose values were found valid.
         name: Path of the run folder.
     """
     folder = expand_home(name).absolute()
