@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copy of a run's checkpoints in another place, to any file system that fsspec can write.
+    """Copy of a run's checkpoints in a folder on any file system or object store of fsspec.
 
     Args:
         url: Folder for the checkpoints of this run only: /path, file:///path or s3://bucket/path.

@@ -66,7 +66,10 @@ _UNPICKLING_ERRORS = (
 
 
 class UnsafeCheckpointError(DamagedCheckpointError):
-    """Raised if a file would run code when it is loaded without protection. It was not loaded."""
+    """Raised if a file contains anything but tensors and plain values. It was not loaded.
+
+    Loading such a file without protection could run code in it.
+    """
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:

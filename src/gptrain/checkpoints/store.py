@@ -41,8 +41,8 @@ class CheckpointStore:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
             run are refused. With None the store reads checkpoints of any run and cannot write.
-        progress: Function that reports progress, such as `Heartbeat.beat`. It is called without
-            arguments while bytes are written or read back.
+        progress: Function that reports progress, such as `Heartbeat.beat`. The store calls it
+            without arguments while bytes are written or read back.
 
     Attributes:
         on_commit: Function that rank 0 calls after each new or amended checkpoint.

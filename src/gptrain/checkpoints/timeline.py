@@ -189,7 +189,9 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def describe(times: Mapping[str, float]) -> str:
-    """Return the goodput and its times as one phrase for a person, without times below 0.05 s.
+    """Return the goodput and the seconds of each phase as one phrase for the result line.
+
+    Times below 0.05 s are left out.
 
     Args:
         times: Result of `measure`, not empty.

@@ -4,7 +4,8 @@ torch.save writes from C++ code, and torch.distributed.checkpoint writes between
 operations of all ranks. An exception of a full disk inside either ends in a crash, a hang or a
 second error that hides the first. So both write to memory, which takes as long as a copy. Then a
 thread of each rank writes the files to the disk. `CheckpointWriter.finish`, which the main threads
-of all ranks call, raises the error of the first rank that failed as `SaveFailedError` on all ranks.
+of all ranks call, raises the error of the lowest rank that failed as `SaveFailedError` on all
+ranks.
 """
 
 import errno

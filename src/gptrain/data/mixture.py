@@ -40,8 +40,9 @@ class Mixture(BatchDataset):
 
     Args:
         parts: Dataset of each part by name. Samples are pairs (tokens (T,), targets (T,)) or dicts
-            of Hugging Face, with the same T in all parts. If a part has the third item of documents
-            that do not see each other, a sample of any other part is one document.
+            of Hugging Face, with the same T in all parts. Samples of some parts may have a third
+            item, the index of each token's document. A sample of the other parts then counts as one
+            document.
         weights: Share of the samples of each part by name, relative to the sum of all weights.
         seq_len: Number of positions T that every part must have. None takes the T of the first
             part.
@@ -176,7 +177,8 @@ def count_positions(part: Dataset, name: str) -> int:
         name: Name of the part, for the error message.
 
     Raises:
-        DataError: If the sample is not a pair of sequences of equal length.
+        DataError: If the sample is not a pair of sequences of equal length, which may be followed
+            by the index of each token's document.
     """
     sample = part[0]
     if isinstance(sample, tuple | list) and (len(sample) == 2 or has_documents(sample)):
@@ -194,8 +196,9 @@ class MixtureOrder:
     It is a pure function of seed and position, so that a resumed run continues with the next
     sample.
 
-    The parts of the positions repeat in cycles of 2^16 positions. If a part has n positions of a
-    cycle, position j of them is placed at the fraction (j + 1/2) / n of the cycle. In any window of
+    Each position belongs to a part, and this division repeats in cycles of 2^16 positions. If a
+    part has n positions of a cycle, the j-th of them is at the fraction (j + 1/2) / n of the cycle,
+    with j from 0, as far as positions of other parts leave space. In any window of
     positions, each part therefore has its share to within a few samples. The samples of a part
     follow the part's own permutations, one after another.
 

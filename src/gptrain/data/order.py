@@ -201,6 +201,8 @@ class TrainBatches:
     def locate(self, step: int) -> tuple[int, int]:
         """Return the number of the permutation and the position in it at which a step begins.
 
+        A run uses up one permutation of the samples after another, from number 0 on.
+
         Args:
             step: Number of the optimizer step, counted over the whole run from 0.
         """

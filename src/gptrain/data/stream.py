@@ -293,7 +293,7 @@ class StreamPositions:
             yield batch
 
     def after(self, n_batches: int) -> dict[int, dict[str, Any] | None]:
-        """Return the position of each part after a number of micro-batches since the start.
+        """Return the position of each part after some micro-batches since this process started.
 
         Args:
             n_batches: Number of micro-batches of all complete steps. Batches of the next two steps

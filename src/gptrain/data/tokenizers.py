@@ -200,7 +200,11 @@ class JsonTokenizer:
         return lengths
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary, or None."""
+        """Return the id of a token, or None if the vocabulary does not have it.
+
+        Args:
+            token: Text of the token in the vocabulary, such as `<|im_end|>`.
+        """
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str | bytes, special: bool = False) -> np.ndarray:

@@ -246,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
         """Return a loader of this rank's batches of an evaluation.
 
-        Each batch holds samples of one part only if the dataset is a mixture.
+        If the dataset is a mixture, no batch holds samples of two parts.
 
         Args:
             dataset: Dataset to evaluate.

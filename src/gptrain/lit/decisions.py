@@ -161,7 +161,7 @@ class StepDecisions:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped steps and the histories of the rules, for a checkpoint."""
+        """Return the state for a checkpoint: steps skipped in a row, and the rules' `history`."""
         histories = {type(rule).__name__: rule.history for rule in self.rules}
         return {"n_skipped": self.n_skipped, "histories": histories}
 
@@ -178,18 +178,19 @@ class StepDecisions:
     def decide(self, optimizer: Optimizer) -> None:
         """Decide whether the optimizer takes the step whose gradients are complete.
 
-        Before that, the step before is concluded, if it is not yet. If the optimizer cannot skip an
-        update on its device, this step is concluded, too. All ranks that take the step together
-        must call this method, after the gradient norm was computed and before the optimizer's
-        update.
+        First the decision about the step before is read and reported, if it was not before
+        (`conclude`). The decision about this step stays on the device until the next step, unless
+        the optimizer cannot skip an update there. All ranks that take the step together must call
+        this method, after the gradient norm was computed and before the optimizer's update.
 
         Args:
             optimizer: Optimizer of the run. It skips the update of a refused step, either by its
                 attribute `found_inf` or because its gradients are removed here.
 
         Raises:
-            RefusedStepError: If a concluded step was refused and the run ends because of it.
-            DataError: If a concluded step is step 0 of the run and has no target.
+            RefusedStepError: If the decision that was read has refused a step, and the run ends
+                because of it.
+            DataError: If this decision is about step 0 of the run, and the step has no target.
         """
         trainer = self.trainer
         strategy = strategy_of(trainer)

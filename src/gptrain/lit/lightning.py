@@ -288,7 +288,7 @@ def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
 
 
 def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict[str, Any]:
-    """Return the state of one of Lightning's progress trackers.
+    """Return the state of one of the objects in which Lightning counts batches, steps or epochs.
 
     Args:
         total: Value of the counters since the run began.

@@ -197,7 +197,7 @@ def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwa
         return ""
 
     def position(name: str) -> int:
-        """Return the position of a parameter's module in the forward pass, or -1."""
+        """Return when a parameter's module ran in the forward pass, or -1 if it did not run."""
         owner = watched.get_submodule(name.rpartition(".")[0])
         return forward_order.get(owner, -1)
 
@@ -224,12 +224,12 @@ def _watch(
     """
 
     def before(_: nn.Module, inputs: Any) -> None:
-        """Check the inputs of the module."""
+        """Add the module to `findings` if an input is the first value that is not finite."""
         if not findings and not _is_finite(inputs):
             findings.append(f"the input of {name}")
 
     def after(module: nn.Module, _: Any, outputs: Any) -> None:
-        """Check the outputs of the module."""
+        """Record that the module has run, and check its outputs like the inputs."""
         forward_order[module] = len(forward_order)
         if not findings and not _is_finite(outputs):
             findings.append(name)
@@ -238,9 +238,9 @@ def _watch(
 
 
 def _is_finite(values: Any) -> bool:
-    """Return whether all tensors in nested lists and dicts are finite. Of a DTensor, its shard.
+    """Return whether all tensors in nested lists and dicts are finite.
 
-    Values that are no tensors are ignored.
+    A DTensor is checked by its local shard. Values that are no tensors are ignored.
     """
     leaves: Iterable[Any] = (value for value in tree_leaves(values) if isinstance(value, Tensor))
     local = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves)

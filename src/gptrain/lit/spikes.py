@@ -35,7 +35,7 @@ class SpikeRule(StepRule):
     The config refuses the rule under strategy=diloco. Its replicas train apart between two
     synchronizations, so that each of them would have a window of its own and skip other steps. A
     checkpoint has one window only, that of rank 0: after a resume the other replicas would decide
-    by the values of a replica that they are not.
+    by the values of the first replica.
 
     Args:
         reaction: "warn" logs a flagged step. "skip" logs it and leaves out its update.

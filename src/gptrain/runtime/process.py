@@ -1,7 +1,7 @@
 """Rank and world size of this process, and how the ranks of a job find each other.
 
-This module imports no other package than the standard library, because it is used before torch is
-imported, and by Hydra's resolvers.
+This module imports only the standard library and `gptrain.core.errors`, because it is used before
+torch is imported, and by Hydra's resolvers.
 """
 
 import ctypes
@@ -38,11 +38,11 @@ class Launcher:
         local_world_size: Variable with the number of ranks on this node.
         n_nodes: Variable with the number of nodes, read if there is no `local_world_size`.
         restarts: Variable with the number of times that the job was restarted or requeued.
-        job: Variable with a name of the job that is equal on all nodes. It is read on several
-            nodes, unless `run_stamp` has a name for the job.
+        job: Variable with a name of the job that is equal on all nodes. It is needed for a job on
+            several nodes, except under SLURM, whose number of the job is used.
         cores: Variable with the number of cores of each rank.
-        is_set_by_hand: True if people and other launchers set these variables, too. One rank is
-            then a job of its own, and `local_rank` may be missing.
+        is_set_by_hand: True if people and other launchers set these variables, too. A process is
+            then a rank even if the world size is 1, and `local_rank` may be missing.
         needs_address: True if on several nodes the user has to set MASTER_ADDR and MASTER_PORT.
     """
 
@@ -58,8 +58,8 @@ class Launcher:
     needs_address: bool = False
 
 
-# Launchers, the one that counts if the variables of several are set first: SLURM's variables are
-# also set in ranks that torchrun or mpirun has started within a job of SLURM.
+# Launchers. If the variables of several launchers are set, the first of these counts: SLURM's
+# variables are also set in ranks that torchrun or mpirun has started within a job of SLURM.
 LAUNCHERS = {
     "torchrun": Launcher(  # also accelerate launch
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", is_set_by_hand=True,
@@ -275,7 +275,7 @@ def run_stamp() -> str:
     The name is the time at which the launcher on this node started, such as
     `2026-01-31_12-00-00-123`, because the ranks of a node start in different seconds. It does not
     change when torchrun restarts the ranks. Without a launcher it is the time at which this process
-    started; gptrain's supervisor then passes the composed config to its ranks.
+    started. The ranks of gptrain's own supervisor get the composed config, which has this name.
 
     Under srun the name is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by
     `.<step>` after the first srun of the job. It is equal on all nodes, and does not change when

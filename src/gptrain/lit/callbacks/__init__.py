@@ -1,4 +1,4 @@
-"""Lightning callbacks of every run: step metrics, progress bar, checkpoints, sampled text."""
+"""Lightning callbacks for step metrics, the progress bar, checkpoints and sampled text."""
 
 from gptrain.lit.callbacks.sample import SampleText
 

@@ -204,7 +204,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Save a step if it is due, unless a validation or the end of an epoch follows it.
 
-        Such a step is saved by a later hook.
+        A step that is followed by a validation or the end of an epoch is saved by a later hook.
         """
         if not ends_step(trainer, batch_idx):
             return
@@ -287,8 +287,9 @@ class Checkpoints(Checkpoint):
         """Save the newest complete step after an error, if every rank has failed after this step.
 
         An error of this save is logged and not raised, because the first error is to be reported.
-        A run that was asked to stop ends by a PreemptedError. It has saved its last step before, so
-        that nothing is saved here, and only the mirror is waited for.
+        A run that was asked to stop ends by a PreemptedError and has saved its last step before.
+        Nothing is saved then, but all ranks wait until the checkpoint is copied to
+        `checkpoint.mirror`, if there is one.
         """
         if isinstance(exception, PreemptedError):
             if exception.step is not None:  # all ranks have agreed to stop
@@ -385,7 +386,7 @@ class Checkpoints(Checkpoint):
     def _amend(self, trainer: Trainer) -> None:
         """Add metrics and changed callback states to the checkpoint of the current step.
 
-        It was saved before the validation. All ranks must call this method.
+        The checkpoint was saved before the validation of the step. All ranks must call this method.
 
         Args:
             trainer: Trainer of the run.

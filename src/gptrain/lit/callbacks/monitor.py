@@ -158,8 +158,8 @@ class TrainingMonitor(Callback):
             warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
         self.decisions.start(trainer, self.missing_targets)
-        # The decision on a step is concluded before user code sees the step: the user code then
-        # sees no step that ends the run, and its state is that of the last step that was taken.
+        # The host reads the decision about a step before user code sees the step: the user code
+        # then sees no step that ends the run, and its state is that of the last step taken.
         self._concludes_each_step = user_code_has(trainer, "on_train_batch_end", "state_dict")
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
@@ -293,6 +293,8 @@ class TrainingMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop.
 
+        Outside of a fit and in the sanity check only a heartbeat is sent.
+
         Raises:
             PreemptedError: If the ranks have agreed to stop.
         """
@@ -333,7 +335,7 @@ class TrainingMonitor(Callback):
         """
         values = {}
         if isinstance(pl_module, LanguageModel):
-            # Not done in the module's own hook, which a subclass may override.
+            # Log here and not in the module's own hook, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
         if not values and not is_partial_check(trainer):
             check_evaluated(trainer)
@@ -447,8 +449,8 @@ class TrainingMonitor(Callback):
             raise PreemptedError(trainer.global_step)
 
 
-# Those of gptrain's callbacks that override a hook that `user_code_has` looks for. Each is known to
-# change nothing for the duration of a validation, and to need no concluded step.
+# Callbacks of gptrain that override a hook for which `user_code_has` looks. They are known to change
+# nothing for the duration of a validation, and not to depend on the decision about a step.
 OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
 
 

@@ -56,9 +56,8 @@ class MonitoredNames:
     def after_first_step(self, trainer: Trainer) -> None:
         """Check all monitored names. Call it after all hooks of the first step.
 
-        Later calls do nothing.
         A missing name is only a warning on rank 0 if the user's code may log it later, for example
-        in a real validation only.
+        in a real validation only. Later calls of this method do nothing.
 
         Raises:
             MissingMonitorError: On all ranks, if a name was logged neither by the sanity check nor

@@ -79,9 +79,10 @@ class OptionTracker(Callback):
         self._loaded = checkpoint.get("options")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set changed options of callbacks and metrics again, whose states are loaded by now.
+        """Give callbacks and metrics the options that the config has changed, if the run resumes.
 
-        Also records the options of the schedules, whose states Lightning loads after this hook.
+        Lightning has loaded their states, with the old options, before this hook. Also records the
+        options of the schedules, whose states Lightning loads after this hook.
         """
         for index, scheduled in enumerate(trainer.lr_scheduler_configs):
             key = "scheduler" if index == 0 else f"scheduler.{index}"
@@ -89,13 +90,16 @@ class OptionTracker(Callback):
         self._apply_and_log(trainer, "callbacks.", "module.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set changed options of schedules again, after Lightning has loaded their states."""
+        """Give schedules the options that the config has changed, if the run resumes.
+
+        Lightning has loaded their states, with the old options, before this hook.
+        """
         self._apply_and_log(trainer, "scheduler")
 
     def _apply_and_log(self, trainer: Trainer, *prefixes: str) -> None:
-        """Set changed options again on every rank, and log the changes, if the run resumes.
+        """Give some parts the options that the config has changed, if the run resumes.
 
-        Only rank 0 logs.
+        A part is a callback, a metric or a schedule. Rank 0 logs each change as a warning.
 
         Args:
             trainer: Trainer of the run.
@@ -129,7 +133,7 @@ class OptionTracker(Callback):
         self.options[key] = {name: plain(value) for name, value in options.items()}
 
     def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
-        """Set the options that this run has changed again, after all states were loaded.
+        """Give some parts the options that the config has changed, after their states were loaded.
 
         Args:
             saved: Options in the checkpoint. None for a checkpoint of an older version, which has
@@ -213,10 +217,11 @@ def replace_option(state: dict[str, Any], name: str, before: Any, now: Any) -> b
 
 
 def find_options(part: object) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each attribute in which a part keeps an argument of its __init__.
+    """Yield name and value of each attribute in which an object keeps an argument of its __init__.
 
     For an argument `name` the attributes `name`, `_name` and `names` are tried, and in an nn.Module
-    the buffers with these names. Values that cannot be options (see `is_option`) are left out.
+    the buffers with these names. Values that cannot be options, such as large tensors and objects,
+    are left out.
 
     Args:
         part: Callback, metric or schedule.

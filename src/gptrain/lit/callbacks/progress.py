@@ -43,7 +43,10 @@ class ProgressBar(TQDMProgressBar):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Number of micro-batches of this epoch, fewer if the run ends within the epoch."""
+        """Number of micro-batches of this epoch, which Lightning shows as the length of the bar.
+
+        If the run ends within the epoch, only the micro-batches up to its end count.
+        """
         trainer = self.trainer
         epoch_batches = trainer.num_training_batches
         if trainer.max_steps < 0:

@@ -28,8 +28,8 @@ def may_save(
     A save needs all ranks. So the answer is True only if every rank has failed and calls this
     function with the same `facts`. Waits for the other ranks for at most AGREEMENT_S. The answer is
     False if the optimizer may have updated only some of the parameters. It is also False, without a
-    wait, if the error is that of a save, or of a kind after which CAUSES does not allow a save,
-    such as a failed network between the ranks. The answer is the same on all ranks.
+    wait, if a save has failed, or after an error for which a save makes no sense, such as a failed
+    network between the ranks. The answer is the same on all ranks.
 
     Args:
         trainer: Trainer of the run.

@@ -17,7 +17,7 @@ class Table(LineFile):
     """
 
     def encode(self, row: Row) -> bytes:
-        """Return the cells of a row. Columns without a name in the row get an empty cell."""
+        """Return the line of a row, with an empty cell for each column that the row lacks."""
         line = io.StringIO(newline="")
         csv.DictWriter(line, self._columns).writerow(row)
         return line.getvalue().encode()
@@ -30,14 +30,17 @@ class Table(LineFile):
         super().rewrite([header, *rows])
 
     def append(self, row: Row) -> None:
-        """Add a row as the last line of the file."""
+        """Add a row as the last line of the file, and a column for each name that is new."""
         if row.keys() <= set(self._columns):
             super().append(row)
         else:
             self.rewrite([*read_table(self.path), row])
 
     def replace_last(self, row: Row) -> None:
-        """Replace the last line of the file by a row. The file must have a row."""
+        """Replace the last row of the file, and add a column for each name that is new.
+
+        The file must have a row.
+        """
         if row.keys() <= set(self._columns):
             super().replace_last(row)
         else:

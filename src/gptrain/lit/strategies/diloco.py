@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class LightningDiLoCo(LightningMultiRank):
     """Trains replicas of the net that synchronize only every `strategy.sync_every` steps.
 
-    The replicas also synchronize before a validation and after the last step of the run.
+    The replicas also synchronize before a validation and after step `trainer.max_steps`.
 
     A checkpoint holds the weights and the optimizer state of every replica, so that a run resumes
     bit for bit between two synchronizations as well. The first replica is saved in the state file,

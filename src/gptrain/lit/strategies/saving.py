@@ -46,7 +46,7 @@ class SavingStrategy(Strategy):
     A save is either unsharded or sharded. An unsharded save is one file, which rank 0 writes. In a
     sharded save every rank writes its shards of the net and of the optimizer state to files of its
     own; the one file of rank 0 then holds what is left, such as counters and options. Every
-    strategy can load both kinds.
+    strategy can load both kinds. (A save of DiLoCo has one more file for each further replica.)
 
     Args:
         parallel: Object that partitions and trains the net.
