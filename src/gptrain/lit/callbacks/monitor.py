@@ -449,8 +449,8 @@ class TrainingMonitor(Callback):
             raise PreemptedError(trainer.global_step)
 
 
-# Callbacks of gptrain that override a hook for which `user_code_has` looks. They are known to change
-# nothing for the duration of a validation, and not to depend on the decision about a step.
+# Callbacks of gptrain that override a hook for which `user_code_has` looks. They are known not to
+# change anything for the time of a validation, and not to depend on the decision about a step.
 OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
 
 
