@@ -114,8 +114,7 @@ class TextDataModule(pl.LightningDataModule):
             n_readers = max(1, num_workers)  # readers of one rank
             self.batches.n_turns = n_readers
             self.stream.n_parts = world_size * n_readers
-            self.first_part = rank * n_readers
-            parts = range(self.first_part, self.first_part + n_readers)
+            parts = range(rank * n_readers, (rank + 1) * n_readers)
             self.positions = StreamPositions(parts, self.accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
@@ -203,10 +202,11 @@ class TextDataModule(pl.LightningDataModule):
         loader.read_ahead = self.accumulate
         if self.stream is not None:
             loader.positions = self.positions
+            number, position = next(iter(self.positions.newest.items()))
             if self.rank == 0:
-                self.stream.warn(self.positions.newest[0])
+                self.stream.warn(position)
             if self.num_workers == 0:
-                self.stream.start(self.first_part, self.positions.newest[self.first_part])
+                self.stream.start(number, position)
         return loader
 
     def val_dataloader(self) -> DataLoader:
@@ -277,8 +277,8 @@ class TextDataModule(pl.LightningDataModule):
         start_worker: Any = partial(ignore_in_worker, os.getpid())
         if name == "data.train" and self.stream is not None:
             reader = PositionReader(reader, self.stream)
-            facts = self.stream, self.first_part, self.positions.newest
-            start_worker = partial(start_stream_worker, os.getpid(), *facts)
+            parts = [*self.positions.newest.items()]
+            start_worker = partial(start_stream_worker, os.getpid(), self.stream, parts)
         loader = Loader(
             reader,
             batch_sampler=batches,
@@ -367,27 +367,18 @@ class Loader(DataLoader):
 
 
 def start_stream_worker(
-    parent_pid: int,
-    stream: StreamDataset,
-    first_part: int,
-    positions: Mapping[int, dict[str, Any] | None],
-    worker_id: int,
+    parent_pid: int, stream: StreamDataset, parts: Sequence[tuple[int, Any]], worker_id: int
 ) -> None:
-    """Prepare a data worker: it ignores the stop signals, and reads its own part of a stream.
-
-    This is the `worker_init_fn` of a training loader, and runs in the worker.
+    """Let a data worker ignore the stop signals, and begin to read its part of a stream.
 
     Args:
         parent_pid: Process number of the rank, read before it started the worker.
         stream: Stream of the training.
-        first_part: Number of the part of the rank's first worker.
-        positions: Position of each part of this rank by its number. None begins at the first
-            sample.
+        parts: Number of the part of each worker, and the position in it.
         worker_id: Number of the worker, which DataLoader passes.
     """
     ignore_in_worker(parent_pid)
-    number = first_part + worker_id
-    stream.start(number, positions[number])
+    stream.start(*parts[worker_id])
 
 
 def collate_and_share(batch: Any) -> Any:
