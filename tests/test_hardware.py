@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.machine import THREADS, DamagedMeasurementError, this_machine
+from gptrain.costs.machine import THREADS, DamagedMeasurementError, machine_of, this_machine
 from gptrain.runtime import measure
 
 
@@ -78,6 +78,17 @@ def test_a_gpu_has_the_peak_of_its_data_sheet_and_an_unknown_one_is_measured(mon
         assert str(measure.find_peak(gpu, precision)) == f"peak 7 TFLOP/s (measured, {dtype})"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert str(measure.find_peak(gpu, "32-true")) == "peak 989 TFLOP/s (data sheet, 16 bit)"
+
+
+def test_a_node_has_the_part_of_its_data_sheets_that_training_reaches():
+    """A V100 loses 1 of 16 GiB to the CUDA context, and has no instructions for bf16."""
+    node = machine_of(DEVICES["v100_sxm2"], 8, network=LINKS["ethernet_100"])
+    assert (node.n_local, node.memory_bytes, node.has_bf16) == (8, 15 * 2**30, False)
+    assert node.flops_per_s["float16"] == 0.55 * DEVICES["v100_sxm2"].flops_per_s["float16"]
+    assert node.memory_bytes_per_s == 0.8 * 0.9e12
+    assert (node.link.name, node.link.bytes_per_s) == ("nvlink2", 0.8 * 150e9)
+    assert (node.network.name, node.network.bytes_per_s) == ("ethernet_100", 0.8 * 12.5e9)
+    assert machine_of(DEVICES["h100_sxm"], 8).has_bf16
 
 
 def test_a_cpu_that_was_not_measured_has_no_speed_and_its_cores_count(tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from gptrain.assemble.weights import load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
+from gptrain.models.hugging_face import config_keys
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.placement import build_on_meta_device
 
@@ -73,6 +74,7 @@ def test_it_takes_a_step_of_train_py(train, name):
 def test_a_model_that_bounds_its_logits_offers_no_head():
     net = HuggingFace(61, {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 1e-3})
     assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2
+    assert all(part.training for part in net.modules())  # the check ran the model without dropout
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -107,12 +109,14 @@ def test_a_folder_is_read_as_data(tmp_path):
     keys = {
         **CONFIGS["llama"], "vocab_size": 61, "dtype": "bfloat16",
         "auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation": "evil/kernel",
+        "inner": {"auto_map": "evil.Evil", "size": 1},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(keys))
     net = HuggingFace(61, {"num_hidden_layers": 3}, str(tmp_path))
     assert type(net.model).__name__ == "LlamaForCausalLM" and len(net.blocks) == 3
     assert net.model.config._attn_implementation in ("sdpa", "eager")
     assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert config_keys(None, str(tmp_path))["inner"] == {"size": 1}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ from gptrain.ladder.law import (
     law_loss,
     predict_largest,
 )
-from gptrain.ladder.report import duration, plan_table
-from gptrain.ladder.runs import check_same
-from gptrain.ladder.sizes import replace_overrides
+from gptrain.ladder.report import conclude, duration, plan_table
+from gptrain.ladder.runs import check_same, train_size
+from gptrain.ladder.sizes import Phases, find_phases, replace_overrides, scaled, warn
+from tests.command_line import compose_run
 from tests.conftest import ROOT, TINY
 
 pytestmark = pytest.mark.engine("scipy", "matplotlib")
@@ -113,6 +114,130 @@ def test_a_plan_of_three_seeds_takes_three_times_what_one_takes():
     assert totals[3] == "ladder    2.69e+11 FLOPs, 42.0 h on 2 x this machine"
 
 
+def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_by_it():
+    """The losses are those of a power law of the parameters outside of tables, without noise."""
+    n_matrices, n_tables = (1e5, 4e5, 2e6, 1e7), (3e5, 5e5, 8e5, 2e6)
+    *sizes, target = (
+        SimpleNamespace(
+            counts={"all": n + table, "matrices": n, "blocks": n**0.9 - table / 10},
+            flops_per_token=6 * n, n_devices=8, words=[], hours=lambda n_tokens: n_tokens / 1e9,
+        )
+        for n, table in zip(n_matrices, n_tables, strict=True)
+    )  # fmt: skip
+    points = [
+        {"parameters": size.counts, "tokens": d, "seed": 0,
+         "loss": 7.0 * (size.counts["matrices"] * d) ** -0.1}
+        for size in sizes
+        for d in (1e7, 3e7)
+    ]  # fmt: skip
+    options = SimpleNamespace(count="auto", budget=1e14)
+    facts = conclude(options, points, sizes, target, 4e8)
+    assert facts["law"].count == "matrices"
+    assert facts["target"]["loss"] == pytest.approx(7.0 * (1e7 * 4e8) ** -0.1)
+    assert (facts["target"]["flops"], facts["target"]["hours"]) == (6 * 1e7 * 4e8, 0.4)
+    best = facts["best"]
+    assert 6 * best["parameters"] * best["tokens"] == pytest.approx(1e14)
+    fixed = conclude(SimpleNamespace(count="all", budget=None), points, sizes, target, 4e8)
+    assert fixed["law"].count == "all" and "best" not in fixed
+
+
+@pytest.mark.parametrize(
+    ("counts", "words", "expected"),
+    [
+        # 5 tokens for 1000 parameters are 500 steps, of which a fifth decays.
+        ([5, 10, 20], (), Phases(50, 400, [400, 800, 1600], [500, 1000, 2000])),
+        # Stable phases of all runs end at checkpoints: at multiples of the common divisor.
+        ([4, 6], (), Phases(40, 160, [320, 480], [400, 600])),
+        ([4, 6], ("scheduler.decay_steps=0.5",), Phases(40, 100, [200, 300], [400, 600])),
+        ([4, 6], ("scheduler.decay_steps=30",), Phases(40, 160, [320, 480], [400, 600])),
+        ([4, 6], ("scheduler.warmup_tokens=300",), Phases(30, 160, [320, 480], [400, 600])),
+    ],
+)
+def test_the_runs_of_a_size_share_a_stable_phase_with_a_checkpoint_before_each_decay(
+    counts, words, expected
+):
+    cfg = compose_run("scheduler=warmup_stable_decay", *words)
+    size = SimpleNamespace(cfg=cfg, counts={"all": 1000}, step_tokens=10)
+    phases = find_phases(size, counts)
+    assert phases == expected
+    assert phases.steps == sum(expected.total) - sum(expected.stable) + expected.stable[-1]
+
+
+def test_a_smaller_model_keeps_the_width_of_a_head_and_the_queries_of_each_key():
+    """A third of eight heads, two for each key head, of width 8, is two heads."""
+    sizes = {"n_layers": 10, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "d_ff": 170}
+    cfg = SimpleNamespace(model=SimpleNamespace(arguments=sizes))
+    assert scaled(cfg, 0.3) == [
+        "model.n_layers=3", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
+        "model.d_ff=40",
+    ]  # fmt: skip
+
+
+def test_runs_that_repeat_their_data_or_have_few_steps_are_warned_about(capsys):
+    small, large = (
+        SimpleNamespace(counts={"all": n}, epoch_tokens=1000.0 * n_epochs)
+        for n, n_epochs in ((100, 1), (300, 2))
+    )
+    warn([small, large], fewest_steps=100, tokens_per_parameter=6)
+    assert capsys.readouterr().err == ""
+    warn([small, large], fewest_steps=99, tokens_per_parameter=20)
+    few, again = capsys.readouterr().err.splitlines()
+    assert "the smallest net has 99 steps" in few
+    assert "the largest net trains on the same data 3.0 times" in again
+
+
+# Records its start and its words, and ends as a run does that has trained.
+SCRIPT = """
+import json, pathlib, sys
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(words["run_dir"])
+with open(folder.parent / "started", "a") as file:
+    file.write(folder.name + " ")
+(folder / ".hydra").mkdir(parents=True, exist_ok=True)
+(folder / ".hydra" / "overrides.yaml").write_text(json.dumps(sys.argv[1:]))
+if words["trainer.max_steps"] == "100":
+    sys.exit(failure)
+(folder / "result.json").write_text(json.dumps({"metrics": {"val/loss": 2.5}}))
+sys.exit()
+"""
+
+
+@pytest.mark.parametrize(("failure", "code"), [("75", 75), ("'a message'", 70)])
+def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_path, failure, code):
+    """The other runs start from its checkpoints. A run that is done is not started again."""
+    script, folder = tmp_path / "train.py", tmp_path / "ladder" / "1000"
+    size = SimpleNamespace(words=["model.n_layers=1"], counts={"all": 1000}, step_tokens=10)
+    phases = Phases(5, every=40, stable=[40, 80, 160], total=[50, 100, 200])
+    typed = ["model=gpt_nano", "model.n_layers=7", "scheduler.decay_steps=0.5"]
+    options = ("val/loss", size, phases, 3, [0.5, 1, 2])
+    script.write_text(SCRIPT.replace("failure", failure))
+    folder.mkdir(parents=True)
+    with pytest.raises(SystemExit) as left:
+        train_size(folder.parent, script, typed, *options)
+    assert left.value.code == code
+    script.write_text(SCRIPT.replace("    sys.exit(failure)", "    pass"))
+    for _ in range(2):
+        points = train_size(folder.parent, script, typed, *options)
+    assert (folder / "started").read_text() == "seed-3-2 seed-3-1 seed-3-1 seed-3-0.5 "
+    assert [(point["tokens"], point["seed"], point["loss"]) for point in points] == [
+        (500, 3, 2.5), (1000, 3, 2.5), (2000, 3, 2.5),
+    ]  # fmt: skip
+    longest, short = (
+        {*json.loads((folder / f"seed-3-{n}" / ".hydra" / "overrides.yaml").read_text())}
+        for n in (2, 1)
+    )
+    assert longest > {
+        "model.n_layers=1", "trainer.max_steps=200", "scheduler.decay_steps=39", "seed=3",
+        "scheduler.warmup_steps=5", "trainer.val_check_interval=40", "checkpoint.keep=7",
+        "ckpt_path=last",
+    }  # fmt: skip
+    assert short > {
+        "model.n_layers=1", "trainer.max_steps=100", "scheduler.decay_steps=19", "seed=3",
+        "trainer.val_check_interval=100", "allow_changes=[scheduler]",
+        f"ckpt_path={folder}/seed-3-2/checkpoints/step-00000080",
+    }  # fmt: skip
+
+
 def test_too_few_runs_give_a_straight_line():
     n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
     assert count_constants(n, d) == 2 and count_constants(*runs_of(TRUTH)[:2]) == 5
@@ -165,17 +290,20 @@ def ladder(typed, tmp_path):
 
 @pytest.mark.slow
 def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path):
-    code, out, err = ladder("--plan", "hardware=h100_sxm")
+    words = ("hardware=h100_sxm", "ladder.lr_width=128", "max_tokens=7e6")
+    code, out, err = ladder("--plan", *words, "trainer.devices=1", "trainer.num_nodes=2")
     assert code == 0, err
+    assert " 7e+06 tokens, " in out and " on 2 x h100_sxm" in out and "2 x this machine" in out
     assert "run  " not in out and "h100_sxm" in out and not (tmp_path / "ladder").exists()
-    assert "optimizer.lr=0.0006" in out.splitlines()[1]  # 3e-4 * (32 / 8)^(1/2)
-    code, out, err = ladder("ladder.budget=1e12")
+    assert "optimizer.lr=0.0012" in out.splitlines()[1]  # 3e-4 * (128 / 8)^(1/2)
+    code, out, err = ladder("ladder.budget=1e12", "seed=3")
     assert code == 0, err
     assert sys.argv[0] == "command"  # the runs have had their own words
     folder = tmp_path / "ladder"
     facts = json.loads((folder / "ladder.json").read_text())
     assert len(facts["points"]) == 6 and out.count("\nrun  ") == 6
     for point in facts["points"]:
+        assert point["seed"] == 3 and "/seed-3-" in point["run"]
         result = json.loads((tmp_path / point["run"] / "result.json").read_text())
         assert result["metrics"]["val/loss"] == point["loss"]
         assert result["tokens"] == point["tokens"]
@@ -196,13 +324,14 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     # One run is lost, and only that is run again, to the same loss.
     lost = facts["points"][2]
     (tmp_path / lost["run"] / "result.json").unlink()
-    (tmp_path / lost["run"] / "status.json").unlink()
-    code, out, err = ladder("ladder.count=matrices")
+    (tmp_path / lost["run"] / "status.json").write_text('{"exit_code": 75}')
+    code, out, err = ladder("ladder.count=matrices", "seed=3")
     assert code == 0, err
     assert out.count("\nrun  ") == 1
+    assert "ckpt_path=last" in (tmp_path / lost["run"] / ".hydra" / "overrides.yaml").read_text()
     again = json.loads((folder / "ladder.json").read_text())
     assert again["points"] == facts["points"]
-    code, out, err = ladder("optimizer.betas=[0.8,0.9]")
+    code, out, err = ladder("optimizer.betas=[0.8,0.9]", "seed=3")
     assert code == 73 and "optimizer.betas" in err, err
 
 

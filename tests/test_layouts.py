@@ -24,7 +24,7 @@ NETS = {
     "grouped": {},
     "tied": {"n_kv_heads": 6, "tie_head": True, "rope_base": 1e4, "norm_eps": 1e-6},
     "scaled": {"n_kv_heads": 1, "rope_scaling": 8.0, "rope_base": 1e6},
-    "normalised": {"qk_norm": True},
+    "normalised": {"qk_norm": True, "norm_eps": 0.1},  # seen in every norm
     "wide heads": {"qk_norm": True, "d_head": 16, "tie_head": True},  # like Qwen3-0.6B and 4B
 }
 # Sums in another order differ by a few units in the last place of fp32. Logits are about 1.
@@ -91,7 +91,14 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
             load_weights(net, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "scaled"])
+# Keys whose values are the defaults of transformers 4: LlamaConfig and GPT2Config may lack them.
+DEFAULTS_OF_LLAMA = (
+    "rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "num_key_value_heads", "head_dim",
+    "attention_bias", "mlp_bias", "use_sliding_window",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "scaled", "tied"])
 def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
     net, back = make(name), make(name)
     write_net(net, tmp_path, "hf", "fp32")
@@ -101,6 +108,11 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 300, 300)
         tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+        del config["activation_function"]
+        config["n_inner"] = 4 * 36  # the default, written as a number
+    elif name == "tied":
+        for key in DEFAULTS_OF_LLAMA:
+            del config[key]
     else:
         config["rope_scaling"]["type"] = config["rope_scaling"]["rope_type"]
         del config["head_dim"], config["use_sliding_window"]
@@ -133,6 +145,8 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         ("grouped", {}, {"qk_norm": True}, r"model_type=llama in the config, qwen3 in the net$"),
         ("wide heads", {}, {"d_head": 8}, "head_dim=16 in the config, 8 in the net$"),
         ("grouped", {"model_type": None}, {}, "model_type=None in the config, llama in the net"),
+        ("grouped", {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True}, {},
+         "attention_bias=True in .*; mlp_bias=True in .*; use_sliding_window=True in the config"),
     ],
 )  # fmt: skip
 def test_config_differences_that_shapes_do_not_show_are_one_line(

@@ -7,16 +7,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.core.strategies import ParallelDims, default_options
+from gptrain.costs.choice import LEVELS, compare, estimates
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
-from gptrain.costs.hardware import DEVICES, Link
+from gptrain.costs.hardware import DEVICES, Efficiency, Link
 from gptrain.costs.machine import Machine, machine_of
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
-from gptrain.costs.optimizers import MuonFacts, facts_of, muon_flops
-from gptrain.costs.shape import gpt_shape, llama_shape
+from gptrain.costs.optimizers import MuonFacts, OptimizerFacts, facts_of, muon_flops
+from gptrain.costs.shape import find_shape, gpt_shape, llama_shape
 from gptrain.costs.speed import estimate, find_link, matmul_flops_per_s, moved_bytes
-from gptrain.costs.work import Work
+from gptrain.costs.work import Work, find_work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
+from tests.command_line import compose_run
 from tests.plan_scale import mpt_errors
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
@@ -162,7 +164,8 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     work = Work(shape, options, ParallelDims(data=2), 3, 5, accumulate=2)
     link = Link("", bytes_per_s=1e4, latency_s=1e-3)
     speeds = ({"float32": 1e6}, 1e6, 1e-4, link, link)  # FLOP/s, bytes/s, seconds per call
-    prediction = estimate(work, Machine("", 2, 1e6, *speeds, source=""))
+    efficiency = Efficiency(matmul=0.5, attention=0.8)  # 1e6 FLOP/s are half of the data sheet
+    prediction = estimate(work, Machine("", 2, 1e6, *speeds, source="", efficiency=efficiency))
     n_bytes = prediction["bytes_per_device"]
     assert n_bytes["weights"] == n_bytes["gradients"] == 872 * 4
     assert n_bytes["optimizer"] == 2 * 872 * 4
@@ -179,7 +182,10 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     assert prediction["flops"] == flops
     # Each kept value is moved 7 times, each fp32 logit and each byte of the weights 10 times.
     moved = 30 * (7 * 2 * block + 10 * 10 * 4) + 10 * 872 * 4
-    busy_s = flops / 1e6 + moved / 1e6  # the calls take less: 2 * (60 * 2 + 150) * 1e-4 s
+    # Attention takes a quarter longer than matrix multiplications of the same FLOPs.
+    delay = 30 * 12 * 2 * 8 * 5 * (1 / 0.8 - 1)
+    # The calls take less: 2 * (60 * 2 + 150) * 1e-4 s
+    busy_s = (flops + delay) / 1e6 + moved / 1e6
     # Two ranks send all gradients once: 2 * 1/2. Each bucket is sent in two messages. The backward
     # pass, which overlaps with the messages, takes two thirds of the last of two micro-steps.
     sent_s = 2 * 2 * 1e-3 + 872 * 4 / 1e4
@@ -189,8 +195,88 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     assert prediction["overlapped_s"] == pytest.approx(sent_s - shown_s)
     assert prediction["step_s"] == pytest.approx(busy_s + shown_s)
     assert prediction["tokens_per_s"] == pytest.approx(60 / (busy_s + shown_s))
-    assert prediction["mfu"] == pytest.approx(flops / 1e6 / (busy_s + shown_s))
+    assert prediction["mfu"] == pytest.approx(0.5 * flops / 1e6 / (busy_s + shown_s))
     assert prediction["scaling_efficiency"] == pytest.approx(busy_s / (busy_s + shown_s))
+
+
+def in_seconds(work, **machine):
+    """Seconds of a step where sending, memory and calls take no time, but for what is given."""
+    link = Link("", bytes_per_s=1e30, latency_s=0.0)
+    facts = {"memory_bytes_per_s": 1e30, "op_s": 0.0, "link": link, "network": link, "source": ""}
+    speeds = {"flops_per_s": {"float32": 1e6, "bfloat16": 4e6}}
+    facts = {"name": "", "n_local": 2, "memory_bytes": 1e9} | facts | speeds | machine
+    return estimate(work, Machine(**facts))["step_s"]
+
+
+SMALL = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=6)
+
+
+def test_full_recomputation_repeats_the_forward_pass_but_for_the_last_matrix_and_the_head():
+    """Of 336 weights of a block 48 are in `down`. Attention is repeated, at its own speed."""
+    work = Work(SMALL, default_options("single"), ParallelDims(), 3, 5, checkpointing="full")
+    forward = 15 * (2 * 2 * (336 - 48) + 4 * 2 * 8 * 5)
+    flops = 15 * (6 * (2 * 336 + 80) + 12 * 2 * 8 * 5) + forward
+    assert in_seconds(work) == pytest.approx(flops / 1e6)
+    delay = 15 * (12 + 4) * 2 * 8 * 5 * (1 / 0.8 - 1)
+    seconds = in_seconds(work, efficiency=Efficiency(1.0, 0.8))
+    assert seconds == pytest.approx((flops + delay) / 1e6)
+
+
+def test_the_last_stage_has_the_head_and_the_calls_of_a_cpu_add_to_the_step():
+    """Two stages of one block each. A rank waits 1/3 of the time that its 3 microbatches take."""
+    options = default_options("pipeline").model_copy(update={"microbatches": 3})
+    work = Work(SMALL, options, ParallelDims(pipeline=2), 3, 5, accumulate=2, is_cpu=True)
+    # The average of the ranks has half of the head, the last has all of it.
+    stage = 30 * (6 * (336 + 80) + 12 * 8 * 5) + 30 * 6 * 80 * (1 / 2 - 1 / 2)
+    assert in_seconds(work, is_cpu=True) == pytest.approx((1 + 1 / 3) * stage / 1e6)
+    calls = 2 * 3 * (450 + 100)  # of two micro-steps with three microbatches of one block each
+    seconds = in_seconds(work, is_cpu=True, op_s=1e-3)
+    assert seconds == pytest.approx((1 + 1 / 3) * (stage / 1e6 + calls * 1e-3))
+
+
+def test_the_update_of_muon_adds_its_products_at_the_speed_of_bf16():
+    work = Work(SMALL, default_options("single"), ParallelDims(), 3, 5)
+    with_muon = replace(work, optimizer=MuonFacts())
+    flops = muon_flops(SMALL, n_blocks=2, n_ranks=1)
+    assert in_seconds(with_muon) - in_seconds(work) == pytest.approx(flops / 4e6)
+
+
+def test_a_run_is_planned_with_all_of_its_options():
+    words = ["model=simple_gpt", "model.dropout=0.25", "model.compile=blocks", "data.batch_size=4",
+             "model.activation_checkpointing=selective", "trainer.precision=bf16-true",
+             "trainer.accumulate_grad_batches=3", "trainer.num_nodes=2", "strategy=diloco",
+             "strategy.sync_every=7", "optimizer._target_=torch.optim.SGD",
+             "+optimizer.momentum=0.9", "~optimizer.betas", "~optimizer.eps"]  # fmt: skip
+    run = compose_run(*words)
+    work = find_work(run, 33, "diloco", 4, is_cpu=True)
+    assert work == Work(
+        find_shape(run.model),
+        default_options("diloco").model_copy(update={"sync_every": 7, "replicas": 2}),
+        ParallelDims(data=4, replicas=2),
+        batch_size=4,
+        seq_len=33,
+        accumulate=3,
+        precision="bf16-true",
+        optimizer=OptimizerFacts(states_per_parameter=1),
+        checkpointing="selective",
+        dropout=0.25,
+        compile="blocks",
+        is_cpu=True,
+    )
+    for name, n_ranks in (("tensor_parallel", 3), ("context_parallel", 6), ("pipeline", 8)):
+        with pytest.raises(ValueError, match="does not divide the heads, layers, batch or copies"):
+            find_work(run, 33, name, n_ranks, is_cpu=True)
+
+
+def test_a_sequence_that_nearly_fills_a_device_is_divided():
+    """The estimate of the memory may be too low, so that one sequence needs a tenth more."""
+    run = compose_run("model=llama_8b", "data.batch_size=1", "trainer.precision=bf16-mixed")
+    machine = machine_of(DEVICES["h100_sxm"], 8)
+    least = estimates(run.changed(LEVELS[-1]), 2**17, machine, 1)["fsdp"]["bytes_per_device"]
+    for factor, is_divided in ((1.05, True), (1.2, False)):
+        with_memory = replace(machine, memory_bytes=factor * least["total"])
+        best = compare(run, 2**17, with_memory, 1)["best"]
+        assert (best == "context_parallel") == is_divided
 
 
 def test_muon_counts_its_products():
@@ -290,6 +376,8 @@ def test_both_kinds_of_recomputation_repeat_the_elementwise_work_of_the_forward_
     logits = 10 * 4 * GPT2.vocab_size * 4 * 512
     assert moved["selective"] == moved["full"]
     assert moved["full"] - logits == pytest.approx(1.5 * (moved["none"] - logits))
+    compiled = moved_bytes(replace(work, compile="blocks"), machine, weights=0.0)
+    assert compiled - logits == pytest.approx(3 / 7 * (moved["none"] - logits))
 
 
 def test_interleaving_halves_the_idle_time_of_a_pipeline():

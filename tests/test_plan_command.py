@@ -1,6 +1,7 @@
 """python -m gptrain.plan: what it prints, for a cluster that is not there; what train.py keeps."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,16 +9,19 @@ import sys
 import pytest
 
 from gptrain.core.data_schema import DataConfig, DummyTextConfig
-from gptrain.plan.__main__ import main
+from gptrain.costs import machine
+from gptrain.costs.choice import changed_overrides
+from gptrain.plan.__main__ import PARTS, main, memory_lines, step_lines
 from tests.conftest import ROOT
 
 SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
 H100 = ["hardware=h100_sxm", "hardware.link=nvlink4"]
-PAIRS = """
+# A chain of NVLinks: all four GPUs are connected, but only pairs of them are all linked.
+CHAIN = """
 \tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
 GPU0\t X \tNV12\tPXB\tPXB\t0-31
-GPU1\tNV12\t X \tPXB\tPXB\t0-31
-GPU2\tPXB\tPXB\t X \tNV12\t0-31
+GPU1\tNV12\t X \tNV12\tPXB\t0-31
+GPU2\tPXB\tNV12\t X \tNV12\t0-31
 GPU3\tPXB\tPXB\tNV12\t X \t0-31
 """
 
@@ -86,6 +90,23 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
     assert (report["best"], report["command"].split()[-2:]) == (
         "ddp", ["strategy=ddp", "model.activation_checkpointing=full"],
     )  # fmt: skip
+    words[-1] = "model.compile=model"
+    report = answer(plan, *words, "hardware=v100_sxm2_32gb")
+    assert report["best"] == "ddp" and not report["strategies"]["ddp"]["fits"]
+
+
+def test_one_device_is_the_best_where_the_link_is_too_slow_for_more(plan):
+    """Options of another strategy are left out of the command, those of the same are kept."""
+    words = ["model=gpt_nano", "data.batch_size=1", "trainer.devices=2", "hardware=t4"]
+    report = answer(plan, *words, "hardware.link=ethernet_10", "strategy=diloco",
+                    "strategy.sync_every=1")  # fmt: skip
+    assert report["command"].endswith(
+        " model=gpt_nano data.batch_size=1 strategy=single trainer.devices=1"
+    )
+    typed = ["strategy=fsdp", "strategy.replicas=2", "+data.test=null"]
+    assert changed_overrides(typed, {"strategy": "fsdp", "data.test": 1}) == [
+        "strategy.replicas=2", "strategy=fsdp", "data.test=1",
+    ]  # fmt: skip
 
 
 def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
@@ -118,24 +139,82 @@ def test_a_sequence_that_does_not_fit_one_gpu_is_divided_over_eight(plan):
     assert answer(plan, *words, "data.seq_len=8192")["best"] != "context_parallel"
 
 
-def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):
-    (tmp_path / "topo").write_text(PAIRS)
+def links(report, name):
+    """Return "axis link" for all traffic of a strategy."""
+    wire = report["strategies"][name]["wire"]
+    return {f"{axis.split()[0]} {link}" for _, axis, link in (kind.split(", ") for kind in wire)}
+
+
+def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatch):
+    """Rings of two neighbours use NVLink. All others use PCIe, also rings of every second GPU."""
+    (tmp_path / "topo").write_text(CHAIN)
     words = ["model=gpt2", "trainer.devices=4", "hardware=a100_sxm_40gb"]
     report = answer(plan, *words, f"topology={tmp_path / 'topo'}")
-    assert report["topology"] == {"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}
+    assert report["topology"] == {"islands": [[0, 1, 2, 3]], "slowest_ring_link": "PXB"}
+    assert "topology" not in report["command"]
     plain = answer(plan, *words)["strategies"]
-    for name in ("ddp", "tensor_parallel"):  # their group uses PCIe
+    for name in ("ddp", "tensor_parallel"):
         assert report["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
-    wire = report["strategies"]["fsdp_tensor_parallel"]["wire"]
-    assert any("tensor axis" in name for name in wire)
+    assert links(report, "fsdp_tensor_parallel") == {"tensor nvlink3", "data pcie4"}
+    assert links(report, "ddp_pipeline") == {"data nvlink3", "pipeline pcie4"}
+    # The GPUs of this machine and their links are those that nvidia-smi prints.
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        f"#!/bin/sh\ncase $1 in topo) cat {tmp_path}/topo;;"
+        " *) yes NVIDIA A100-SXM4-40GB | head -4;; esac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = answer(plan, "model=gpt2", "trainer.devices=auto")
+    assert found["strategies"] == report["strategies"] and found["machine"] == report["machine"]
 
 
-def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
+def test_the_links_that_are_typed_are_those_of_the_plan(plan):
+    """Two nodes of two GPUs. The hours of a device are those of the run on all four."""
+    words = ["model=gpt2", "trainer.devices=2", "trainer.num_nodes=2", "hardware=h100_sxm"]
+    words += ["hardware.link=pcie4", "hardware.network=ethernet_10", "max_tokens=1e9"]
+    report = answer(plan, *words)
+    assert links(report, "fsdp_tensor_parallel") == {"tensor pcie4", "data ethernet_10"}
+    assert report["machine"]["source"].endswith("; pcie4, ethernet_10")
+    row = report["strategies"]["ddp"]
+    assert row["device_hours"] == 4 * row["hours"]
+
+
+def test_the_tables_show_each_number_under_its_name():
+    """Of 0.5 s of communication 0.125 s are hidden. Most is sent over the data axis."""
+    row = {
+        "step_s": 2.0, "tokens_per_s": 12345.6, "mfu": 0.25, "wire_bytes_per_step": 3 * 2**29,
+        "wire": {"weights, data axis, nvlink4": 2**30, "heads, context axis, pcie4": 2**29},
+        "communication_s": 0.5, "overlapped_s": 0.125, "scaling_efficiency": 0.75,
+        "hours": 1234.5, "device_hours": 4938.0,
+        "bytes_per_device": {part: 2**30 * n for n, part in enumerate(PARTS, 1)}, "fits": False,
+    }  # fmt: skip
+    rows = {"fsdp": row, "single": row | {"wire": {}, "wire_bytes_per_step": 0, "fits": True}}
+    (table,) = step_lines(rows)
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["fsdp", "2", "12,346", "25.0%", "1.50", "0.125", "0.375", "75.0%", "1,234.5", "4,938.0",
+         "nvlink4"],
+        ["single", "2", "12,346", "25.0%", "0.00", "0.125", "0.375", "75.0%", "1,234.5", "4,938.0",
+         "-"],
+    ]  # fmt: skip
+    machine = {"name": "h100_sxm", "source": "its data sheet"}
+    result = {"machine": machine, "strategies": rows, "parameters": 1_234_567_890}
+    head, table = memory_lines(result)
+    assert head == "1,234.6 M parameters, h100_sxm (its data sheet)"
+    assert table.splitlines()[0].split() == ["GiB", "of", "a", "device", *PARTS, "fits"]
+    assert table.splitlines()[1].split() == ["fsdp", *(f"{n}.00" for n in range(1, 8)), "no"]
+    assert table.splitlines()[2].endswith(" yes")
+
+
+def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "cpu_has_bf16", lambda: True)  # only GPUs take bf16 for auto
     words = ("model=gpt_nano", "trainer=cpu", "trainer.devices=2", "max_tokens=1e6")
     report = answer(plan, *words)
     row = report["strategies"]["ddp"]
     assert row["bytes_per_device"]["total"] > 0 and row["fits"] and report["best"] == "ddp"
     assert row["step_s"] is row["hours"] is None
+    in_fp32 = answer(plan, *words, "trainer.precision=32-true")
+    assert report["strategies"] == in_fp32["strategies"]
     code, out, _ = plan(*words)
     assert code == 0 and "tokens/s" not in out and "--measure" in out
     (tmp_path / "machine.json").write_text('{"threads": 0}')

@@ -126,6 +126,31 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
         dataset(chats, **short, too_long="error")
 
 
+def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_sample(tmp_path):
+    """The last conversation is too long even without its answer's end, so that none is left."""
+    question, answer = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+    talks = [
+        [question, answer],
+        [question],
+        [question, answer],
+        [question, answer | {"content": "b" * 90}],
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    alone = dataset(file, held_out=0.0, seq_len=90)
+    assert (len(alone), alone.n_left_out) == (2, 2)
+    assert alone.tokenizer.chat_template  # is saved with the run
+    n_positions = len(alone.chats[0].tokens) - 1
+    assert len(dataset(file, held_out=0.0, seq_len=2 * n_positions, documents="masked")) == 1
+    packed = dataset(file, held_out=0.0, seq_len=2 * n_positions + 2, documents="masked")
+    (tokens, targets, documents), (of_one, targets_of_one) = packed[0], alone[0]
+    assert documents.tolist() == [0] * n_positions + [1] * n_positions + [2] * 2
+    for part in (slice(n_positions), slice(n_positions, -2)):
+        assert torch.equal(tokens[part], of_one[:n_positions])
+        assert torch.equal(targets[part], targets_of_one[:n_positions])
+    assert targets[-2:].tolist() == [-100] * 2
+
+
 def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
     records = [{"q": f"what {number}?", "a": f"{number}!"} for number in range(20)]
     (tmp_path / "array.json").write_text(json.dumps(records))

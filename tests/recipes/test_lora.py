@@ -16,7 +16,7 @@ import torch
 import gptrain
 from gptrain.export.files import write_net
 from gptrain.models import Llama
-from recipes.lora import NETS, adapters, with_adapters
+from recipes.lora import NETS, LoRALinear, adapters, with_adapters
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
@@ -86,6 +86,17 @@ def test_a_base_that_has_changed_is_one_line(run, tmp_path):
     torch.save({name: tensor + 1 for name, tensor in net.state_dict().items()}, file)
     out = run(train, *lora, "trainer.max_steps=2", "ckpt_path=last", code=65)
     assert f"error: init_from={file}: not the weights that the run has started from" in out
+
+
+def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():
+    torch.manual_seed(0)
+    plain, x = torch.nn.Linear(6, 4), torch.randn(3, 6)
+    layer = LoRALinear(plain, rank=2, alpha=8.0)
+    assert torch.equal(layer(x), plain(x))  # B is 0
+    torch.nn.init.normal_(layer.lora_b)
+    expected = plain(x) + 4.0 * x @ layer.lora_a.T @ layer.lora_b.T
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer.merged()(x), expected)
 
 
 @pytest.mark.engine("peft")

@@ -103,7 +103,11 @@ def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):
 
 @pytest.mark.parametrize(
     "ranks",
-    [(), pytest.param(("trainer.devices=2", "strategy=fsdp"), marks=pytest.mark.slow)],
+    [
+        (),
+        # The ranks of a context group answer the same questions, and hold shards of the weights.
+        pytest.param(("trainer.devices=2", "strategy=context_parallel"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     run, ranks, files, tmp_path, capfd
