@@ -290,7 +290,7 @@ def ladder(typed, tmp_path):
 
 @pytest.mark.slow
 def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path):
-    words = ("hardware=h100_sxm", "ladder.lr_width=128", "max_tokens=7e6")
+    words = ("hardware=h100_sxm", "ladder.lr_width=128", "max_tokens=7e6", "trainer.max_steps=-1")
     code, out, err = ladder("--plan", *words, "trainer.devices=1", "trainer.num_nodes=2")
     assert code == 0, err
     assert " 7e+06 tokens, " in out and " on 2 x h100_sxm" in out and "2 x this machine" in out

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptrain.loss import chunked_next_token_loss, logits_in_chunks, next_token_loss
+from gptrain.loss import (
+    LossOptions,
+    chunked_next_token_loss,
+    logits_in_chunks,
+    next_token_loss,
+)
+from gptrain.models import SimpleGPT
+from gptrain.models.attention import layout_argument
+from gptrain.parallel.strategy import ParallelStrategy
 
 B, T, D, V = 3, 7, 16, 53
 
@@ -211,3 +219,37 @@ def test_evaluation_forms_no_gradients():
     assert seen.n_matmuls == 3  # each chunk has a single matrix multiplication
     assert not loss.requires_grad
     torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets).detach())
+
+
+class OnlyForward(torch.nn.Module):
+    """A net without `hidden`: its loss is computed from its logits."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens, layout=None):
+        return self.net(tokens, layout=layout)
+
+
+def test_a_loss_through_full_logits_gets_the_options_and_the_documents_of_the_chunked_one():
+    """Also the loss of a head with a bias, which a pipeline computes from hidden states."""
+    net = SimpleGPT(V, D, n_heads=2, n_layers=1, max_seq_len=T, dropout=0.0)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens, (_, _, targets) = torch.randint(V, (B, T)), problem()
+    documents = torch.tensor([[0] * 3 + [1] * 4] * B)
+    options = LossOptions(label_smoothing=0.2, z_loss=1e-2)
+    parallel = ParallelStrategy()
+    expected = parallel.loss_sum(net, tokens, targets, options, documents)
+    through_logits = parallel.loss_sum(OnlyForward(net), tokens, targets, options, documents)
+    torch.testing.assert_close(through_logits, expected)
+    for made, other in zip(
+        parallel.logits(OnlyForward(net), tokens, targets, documents),
+        parallel.logits(net, tokens, targets, documents),
+        strict=True,
+    ):
+        torch.testing.assert_close(made, other)
+    hidden = net.hidden(tokens, **layout_argument(documents))
+    net.head.bias = torch.nn.Parameter(torch.zeros(V))
+    torch.testing.assert_close(parallel.head_loss(net, hidden, targets, options), expected)

@@ -94,7 +94,8 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone(net):
     tokens = random_tokens(batch=2)
     lengths = [[5, 1, 10], [9, 7]]
     numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
-    layout = SequenceLayout.of_documents(torch.stack(numbers))
+    # An index is a name: the indices of the second sample fall.
+    layout = SequenceLayout.of_documents(torch.stack([numbers[0], -numbers[1]]))
     packed = net(tokens, layout=layout)
     for row, row_lengths in enumerate(lengths):
         parts = zip(tokens[row].split(row_lengths), packed[row].split(row_lengths), strict=True)

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from gptrain.assemble.run import build
 from gptrain.checkpoints.status import PreemptedError, read_status, write_status
 from gptrain.core.errors import ending_of
+from gptrain.parallel import rendezvous
 from gptrain.parallel.rendezvous import MissingRanksError, open_store
 from gptrain.runtime.agreement import all_agree
 from gptrain.runtime.process import attempt_folder
@@ -125,6 +126,18 @@ def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeyp
         message = message.replace(name, port)
     assert message in ending.line and "\n" not in ending.line
     assert (ending.code, ending.cause, ending.trace) == (76, "hang", "")
+
+
+def test_of_many_missing_ranks_eight_are_named_and_one_reminder_is_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "REMINDER_S", 0.0)
+    ranks = "ranks 1, 2, 3, 4, 5, 6, 7, 8, … of 12"
+    with (
+        pytest.warns(UserWarning, match=f"RANK=0: waiting up to 0.1 s for {ranks}") as warned,
+        pytest.raises(MissingRanksError, match=f"^RANK=0: {ranks} did not connect within 0.1 s;"),
+    ):
+        monkeypatch.setenv("RANK", "0")
+        open_store(0, 12, 0.1, str(tmp_path / "store"), ("RANK",))
+    assert len(warned) == 1
 
 
 ALONE_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -1,12 +1,14 @@
 """The plan of any net, by a step of the real code on tensors without numbers."""
 
 import json
+import os
 
 import pytest
 import torch.distributed as dist
 
 from gptrain.plan import trace
 from gptrain.plan.__main__ import main
+from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 QWEN = "model_type:qwen3,hidden_size:64,num_hidden_layers:2,intermediate_size:128,head_dim:16"
@@ -95,8 +97,9 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_states(plan):
 def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name, n_ranks, words):
     # A context group of four ranks divides 32 samples into as many tokens per rank.
     size = 32 if name == "context_parallel" else 8
-    words = [*words.split(), f"trainer.devices={n_ranks}", "data.seq_len=65"]
-    words.append(f"data.batch_size={size}")
+    n_nodes = 2 if name in ("ddp", "fsdp") else 1
+    words = [*words.split(), f"trainer.devices={n_ranks // n_nodes}", "data.seq_len=65"]
+    words += [f"trainer.num_nodes={n_nodes}", f"data.batch_size={size}"]
     traced, formulas = answer(plan, *words, "--trace"), answer(plan, *words)
     assert traced["parameters"] == formulas["parameters"]
     trace, formula = traced["strategies"][name], formulas["strategies"][name]
@@ -117,11 +120,27 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
 def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkeypatch):
     words = "model=llama_nano", "model.n_layers=5", "strategy=fsdp", "trainer.devices=4", "--trace"
     whole = answer(plan, *words, "data.seq_len=33", "data.batch_size=2")
+    total = whole["strategies"]["fsdp"]["bytes_per_device"]["total"]
+    real = os.sysconf  # the next machine has memory for two of the four ranks
+    pages = {"SC_PHYS_PAGES": 2 * total, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(os, "sysconf", lambda name: pages[name] if name in pages else real(name))
     for name, value in {"FEW": 3, "MORE": 4, "MANY": 4}.items():
         monkeypatch.setattr(trace, name, value)
     some = answer(plan, *words, "data.seq_len=33", "data.batch_size=2")
     assert (whole.pop("layers"), some.pop("layers")) == ([], [3, 4, 5])
-    assert some == whole
+    fits = [result["strategies"]["fsdp"].pop("fits") for result in (whole, some)]
+    assert fits == [True, False] and some == whole
+
+
+def test_lists_with_a_value_for_each_layer_are_shortened_with_the_layers():
+    keys = {"num_hidden_layers": 18, "layer_types": [*"abc"] * 6, "eos_token_id": [1, 2]}
+    cfg = compose_run("model=hugging_face", "model.config={model_type: qwen3, hidden_size: 64}")
+    groups = {"model": {}, "model.config": keys}
+    fewer = trace.with_layers(cfg, groups, "model.config.num_hidden_layers", 18, 6)
+    assert fewer.model.arguments["config"] == {
+        "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6,
+        "layer_types": [*"abc"] * 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

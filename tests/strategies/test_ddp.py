@@ -5,11 +5,11 @@ import logging
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from kinds import close, make_batch, make_net
+from kinds import Parallel, close, make_batch, make_net
 from ranks import on_ranks
 
 from gptrain.lit import slowest
-from gptrain.parallel.ddp import build_comm_hook
+from gptrain.parallel.ddp import SYNC_BUFFERS, build_comm_hook
 from gptrain.plan.counters import Sent
 
 
@@ -33,6 +33,12 @@ def test_comm_hooks_round_gradients_and_halve_the_bytes():
     assert not torch.equal(gradients["bf16"], gradients["none"])
     assert sent["bf16"] == sent["fp16"] == sent["none"] / 2 > 0
     assert sent["powersgd"] == sent["none"]
+    options = {"bucket_cap_mb": 7, "gradient_as_bucket_view": False, "static_graph": True,
+               "find_unused_parameters": False}  # fmt: skip
+    for name, dtype in (("none", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        parallel = Parallel("ddp", comm_hook=name, **options).parallel
+        assert parallel.sent_dtype == dtype  # the planner counts its bytes
+        assert parallel.ddp_arguments == options | {SYNC_BUFFERS: False}
 
 
 @on_ranks(2)

@@ -33,6 +33,31 @@ def test_offloaded_shards_live_in_host_memory():
         assert [type(group.offload_policy) for group in groups] == 4 * [policy]
 
 
+@on_ranks(2)
+def test_an_optimizer_steps_shards_and_plain_tensors_without_a_kernel_for_both():
+    """A multi-tensor kernel takes one kind of tensor. SGD and Adagrad have no fused one."""
+    kind = Parallel("fsdp")
+    kind.module.scale = torch.nn.Parameter(torch.ones(3))  # outside the net: a plain tensor
+    norm = kind.net.norm.weight
+    shards = [p for p in kind.net.parameters() if p is not norm]
+    for make in (
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+        partial(torch.optim.Adagrad, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, fused=True),
+    ):
+        optimizer = make([{"params": shards}, {"params": [norm, kind.module.scale]}])
+        kind.parallel.prepare(kind.module, optimizer)
+        of_shards, of_both = optimizer.param_groups
+        assert (of_both["foreach"], of_both["fused"]) == (False, False)
+        if not isinstance(optimizer, torch.optim.AdamW):
+            assert of_shards["fused"] is None
+        kind.step(0)
+        kind.module.scale.grad = torch.ones(3)
+        optimizer.step()
+        assert not torch.equal(kind.module.scale, torch.ones(3))
+
+
 def test_each_copy_of_the_net_is_sharded_over_neighbouring_ranks():
     """Two copies on eight ranks have four shards each."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)

@@ -13,8 +13,8 @@ from ranks import on_ranks
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
-from gptrain.parallel.comparison import is_of_library
-from gptrain.parallel.requirements import IncompatibleModelError, check_fit
+from gptrain.parallel.comparison import free_bytes, is_of_library
+from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ OF_FORWARD = {
 @on_ranks(2)
 def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
     for net_class in (own_nets.OwnNet, own_nets.OnlyChain):
-        build("tensor_parallel", net_class)
+        build("tensor_parallel", net_class, SAMPLE.roll(dist.get_rank()))  # data of its own
     check_refused(
         "tensor_parallel",
         {
@@ -79,6 +79,19 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
     with pytest.raises(IncompatibleModelError) as error:
         check_fit(net_class(), options, parallel_dims(options, 2), **modes)
     assert str(error.value).startswith(message)
+
+
+def test_a_net_without_a_layout_is_refused_for_documents_that_do_not_see_each_other():
+    options = default_options("single")
+    modes = {"compile": "none", "activation_checkpointing": "none", "documents": True}
+    with pytest.raises(IncompatibleModelError, match="argument `layout` of SoftCapped") as error:
+        check_fit(own_nets.SoftCapped(), options, parallel_dims(options, 1), **modes)
+    assert error.value.key == "data.documents"
+    net = SimpleGPT(61, 32, n_heads=4, n_layers=1, max_seq_len=16)
+    check_fit(net, options, parallel_dims(options, 1), **modes)
+    check_layout(net, 16)  # as many positions as the net has
+    with pytest.raises(IncompatibleModelError, match="a sample has 17 positions"):
+        check_layout(net, 17)
 
 
 @on_ranks(2)
@@ -151,6 +164,13 @@ def test_a_user_net_is_compared_and_trains_as_on_one_device(runs):
     truth, run = (runs(*helpers.PLACES[name], model=model) for name in ("single", "pipeline"))
     helpers.check_losses(run, truth)
     assert "warning" not in run.output
+
+
+def test_the_ranks_of_a_node_share_its_memory_for_the_comparison(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = free_bytes(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(CPU) == alone // 4
 
 
 def small_capped_gpt():

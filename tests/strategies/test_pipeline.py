@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from kinds import (
     LOSS_RTOL,
+    MAX_NORM,
     OneProcess,
     Parallel,
     check_equals_one_process,
@@ -54,6 +55,18 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
         check_logits_of_documents(kind)
         assert all(p.grad is None for p in kind.net.parameters())
     check_equals_one_process(kind, packs=True)
+
+
+@on_ranks(2)
+def test_parameters_outside_the_net_count_once_in_the_gradient_norm():
+    """Each rank holds them, as it holds the tied weight. The norm of the net is clipped before."""
+    kind = Parallel("pipeline")
+    kind.module.scale = torch.nn.Parameter(torch.ones(2))
+    kind.parallel.prepare(kind.module, kind.optimizer)
+    kind.step(0)
+    kind.module.scale.grad = torch.tensor([3.0, 4.0])
+    norm = kind.parallel.measure_and_clip([*kind.module.parameters()], None, None)
+    close(norm, torch.tensor(MAX_NORM**2 + 25).sqrt(), LOSS_RTOL)
 
 
 @on_ranks(2)

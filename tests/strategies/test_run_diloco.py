@@ -1,5 +1,6 @@
 """strategy=diloco through train.py: replicas that synchronize every `sync_every` steps."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import runs as helpers
 import torch
 import torch.distributed as dist
 
-from gptrain.core.strategies import ParallelDims
+from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.parallel.diloco import DiLoCo
 
 TWO = (
@@ -67,10 +68,18 @@ def test_synchronizing_at_every_step_equals_ddp(runs):
 
 
 def test_the_outer_step_is_sgd_with_nesterov_momentum(one_rank):
-    net = torch.nn.Linear(3, 1, bias=False)
+    """A frozen bias takes no part. Another object continues with the state of the first."""
+    net = torch.nn.Linear(3, 1)
+    net.bias.requires_grad_(False)
     options = SimpleNamespace(replicas=1, outer_lr=0.7, outer_momentum=0.9, outer_dtype="fp32")
-    outer = DiLoCo(options, ParallelDims())
-    outer.prepare(net, torch.optim.SGD(net.parameters()))
+
+    def prepared():
+        outer = DiLoCo(options, ParallelDims())
+        outer.prepare(net, torch.optim.SGD(net.parameters()))
+        return outer
+
+    outer = prepared()
+    assert len(outer.state()["anchors"]) == 1
     place, momentum = net.weight.detach().clone(), torch.zeros(1, 3)
     for number in range(1, 4):
         moved = torch.full((1, 3), 0.1 * number)
@@ -79,6 +88,25 @@ def test_the_outer_step_is_sgd_with_nesterov_momentum(one_rank):
         momentum = 0.9 * momentum - moved
         place = place - 0.7 * (-moved + 0.9 * momentum)
         torch.testing.assert_close(net.weight.detach(), place)
+        state = copy.deepcopy(outer.state())
+        net.weight.data.add_(1.0)  # the anchors of the next object come from the state
+        outer = prepared()
+        net.weight.data.sub_(1.0)
+        outer.load(state)
+        assert (outer.synced_step, len(outer.state()["momentum"])) == (number, 1)
+
+
+def test_on_several_nodes_each_is_a_replica():
+    """Each rank exchanges parameter changes with the rank at its place on the other node."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
+    try:
+        outer = DiLoCo(default_options("diloco"), ParallelDims(data=4), n_nodes=2)
+        assert dist.get_process_group_ranks(outer.step_group) == [0, 1]
+        assert dist.get_process_group_ranks(outer.data_group) == [0, 1]
+        assert dist.get_process_group_ranks(outer.sync_group) == [1, 3]
+        assert outer.ddp_arguments["process_group"] is outer.replica_group
+    finally:
+        dist.destroy_process_group()
 
 
 ONLY_FORWARD = (

@@ -82,6 +82,14 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
     assert parameter.grad._version == written
     assert clip_grad_norm([parameter], 0.25) == pytest.approx(2.5)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
+    assert clip_grad_norm([parameter], 1.0) == pytest.approx(0.25)  # a small norm is not raised
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
+
+
+def test_the_norm_of_fp64_gradients_has_their_precision():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64) * (1 + 1e-10)
+    assert clip_grad_norm([parameter], None).item() == pytest.approx(5 * (1 + 1e-10), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -60,8 +60,8 @@ def clip_grad_norm(
 
     norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
     first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
-    per group, and no synchronization with the host. It is computed in fp32, for fp64 gradients in
-    fp64. All ranks of the mesh and of `groups` must call this function.
+    per group, and no synchronization with the host. It is computed in fp32, for fp64 parameters
+    in fp64. All ranks of the mesh and of `groups` must call this function.
 
     Args:
         parameters: Parameters that this rank trains.
@@ -76,6 +76,10 @@ def clip_grad_norm(
         Norm of the gradients of the entire net, after scaling and before clipping. The value is
         identical on all ranks of the mesh and of `groups`.
     """
+    parameters = list(parameters)
+    # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
+    is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    dtype = torch.float64 if is_double else torch.float32
     pairs = [(p, p.grad) for p in parameters if p.grad is not None]
     shards = [local_shard(gradient) for _, gradient in pairs]
     mesh = next((grad.device_mesh for _, grad in pairs if isinstance(grad, DTensor)), None)
@@ -86,13 +90,10 @@ def clip_grad_norm(
         if p not in counted_on_other_stage and _is_counted_on_this_rank(gradient, axes)
     ]
     device = _communication_device([gradient for _, gradient in pairs])
-    squares = torch.zeros((), device=device)
-    if counted:
-        is_double = any(shard.dtype == torch.float64 for shard in counted)
-        dtype = torch.float64 if is_double else torch.float32
-        for alike in _by_device(counted):
-            norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
-            squares += norms.square().sum().to(squares.device)
+    squares = torch.zeros((), dtype=dtype, device=device)
+    for alike in _by_device(counted):
+        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
+        squares += norms.square().sum().to(squares.device)
     for group in (*axes, *groups):
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
