@@ -298,6 +298,11 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
     train_path = f"data.train_path={__file__}"
     (line,) = refused("data=tokens", train_path, "data.val_path=/x/y", *NANO, code=66)
     assert "data.val_path=/x/y: no such file" in line
+    (line,) = refused("data=text", "data.tokenizer=/x/t.json", *NANO, code=66)
+    assert "data.tokenizer=/x/t.json: no such file" in line
+    part = ("data=mixture", "+data@data.parts.a=text", "data.parts.a.path=/x/y")
+    (line,) = refused(*part, *NANO, code=66)
+    assert "data.parts.a.path=/x/y: no such file" in line
     (line,) = refused("data=text", "data.path=/dev/null", *NANO, code=65)
     assert "data.path=/dev/null: empty" in line
     (line,) = refused("ckpt_path=missing.ckpt", *NANO, code=66)

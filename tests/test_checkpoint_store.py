@@ -405,15 +405,17 @@ def test_a_manifest_that_names_a_file_outside_is_invalid(store, name):
 # Best, prune, clean
 
 
-def test_the_best_is_the_whole_one_with_the_lowest_metric(store):
+def test_the_best_is_the_whole_one_with_the_lowest_metric(store, caplog):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan"))):
         save(store, step, metrics={"val/loss": loss})
     save(store, 5)
     assert store.best("val/loss").step == 2
     assert store.best("val/loss", mode="max").step == 1
     DAMAGES["truncated"](store.folder / "step-00000002")
-    assert store.best("val/loss").step == 3
-    assert store.best("other") is None
+    assert store.best("val/loss").step == 3 and store.best("other") is None
+    (record,) = caplog.records
+    assert record.message.startswith(f"warning: {store.folder / 'step-00000002'}: ")
+    assert record.message.endswith("; not used as the best checkpoint")
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -427,11 +429,31 @@ def test_of_checkpoints_with_equal_metrics_the_earlier_is_the_best(store, mode):
 
 def test_prune_keeps_the_newest_and_the_protected(store):
     paths = [save(store, step) for step in range(1, 7)]
+    (store.folder / ".trash-step-00000003" / "left by a start that was killed").mkdir(parents=True)
     store.prune(2, protect=[paths[0]])
     assert store.steps() == [1, 5, 6] and len(os.listdir(store.folder)) == 3
 
 
 # In the background
+
+
+def test_files_that_a_validation_adds_belong_to_the_checkpoint_and_are_mirrored(store):
+    told: list[dict] = []
+    beats: list[int] = []
+    store.on_commit = lambda: told.append(read_manifest(store.newest())["metrics"])
+    store.progress = lambda: beats.append(1)
+    for step, in_background in ((1, False), (2, True)):
+        path = save(store, step, metrics={"old": 1.0}, in_background=in_background)
+        beats.clear()
+        store.amend(step, {"more.bin": b"more"}, {"val/loss": 2.0})
+        assert bool(beats) != in_background  # a heartbeat would hide that the training hangs
+        store.finish()
+        about = verify(path, RUN)
+        assert about["metrics"] == {"val/loss": 2.0} and about["files"].keys() == {
+            *FILES,
+            "more.bin",
+        }
+    assert told == [{"old": 1.0}, {"val/loss": 2.0}, {"val/loss": 2.0}]
 
 
 def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_next_begins(store):

@@ -135,6 +135,9 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     (tmp_path / "config.json").write_text('{"vocab_size": 512}')
     cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
     assert cfg.model.vocab_size == 512
+    (tmp_path / "config.json").write_text('{"vocab_size": 1, "text_config": {"vocab_size": 640}}')
+    cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
+    assert cfg.model.vocab_size == 640  # of a model that also reads images
     for words, message in (
         ((), "model.vocab_size=auto: neither data.tokenizer nor model.path has a vocabulary"),
         (("data=text", "data.tokenizer=bpe"), "data.tokenizer=bpe: needs a number for"),

@@ -59,3 +59,14 @@ def test_replicas_are_of_the_data_axis():
     """HSDP: four copies of the net, each sharded over two ranks."""
     dims = parallel_dims(default_options("fsdp").model_copy(update={"replicas": 4}), 8)
     assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8
+
+
+def test_a_replica_of_diloco_is_a_machine_or_on_one_machine_a_rank():
+    given = default_options("diloco")
+    assert [given.on_ranks(nodes, 8).copies for nodes in (1, 2)] == [8, 2]
+    assert given.model_copy(update={"replicas": 4}).on_ranks(2, 8).copies == 4
+
+
+def test_neighbouring_ranks_read_the_same_samples_in_every_stage_of_a_pipeline():
+    dims = ParallelDims(data=2, tensor=2, pipeline=2)
+    assert [dims.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]

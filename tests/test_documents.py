@@ -87,7 +87,8 @@ def bpe(jsonl):
 
 
 @pytest.mark.parametrize(
-    "suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", pytest.param(".parquet", marks=PYARROW)]
+    "suffix",
+    [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", pytest.param(".parquet", marks=PYARROW)],
 )
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     path = write_records(tmp_path / f"docs{suffix}", TEXTS)
@@ -110,6 +111,15 @@ def test_the_share_of_validation_holds_over_many_files_of_few_records(tmp_path):
     dataset = read(tmp_path / "many")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 40
     assert 3 <= len(documents_of(dataset, "val")) <= 5  # a tenth of 40
+
+
+def test_a_record_above_one_mebibyte_is_one_document_of_one_split(tmp_path):
+    texts = ["a line of a long text\n" * 60_000, "a short text\n"]
+    sources = find_sources(write_records(tmp_path / "docs.jsonl", texts))
+    pieces = list(read_pieces(sources, 0.5))
+    assert len(pieces) > 3 and sum(piece.ends_document for piece in pieces) == 2
+    for is_val, text in ((True, texts[0]), (False, texts[1])):
+        assert b"".join(p.text for p in pieces if p.is_val == is_val).decode() == text
 
 
 def test_another_text_key_of_the_same_file_gives_the_text_of_that_key(tmp_path):
@@ -337,6 +347,14 @@ def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
     assert read(jsonl, tokenizer="bpe", vocab_size=300).tokenizer.vocab_size == 300
 
 
+def test_a_bpe_is_trained_on_the_training_text_alone(tmp_path):
+    pytest.importorskip("tokenizers")
+    texts = ["zyzzyva zyzzyva zyzzyva", *TEXTS[:20]]  # the first record is in the validation set
+    dataset = read(write_records(tmp_path / "docs.jsonl", texts), tokenizer="bpe")
+    assert "zyzzyva" in documents_of(dataset, "val")[0]
+    assert len(dataset.tokenizer.encode("zyzzyva")) == len("zyzzyva")  # no pair of it is learned
+
+
 def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):
     """A text above 16 KiB has sections in both splits. Only the end of the file is an end."""
     pytest.importorskip("tokenizers")
@@ -374,6 +392,8 @@ def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_pa
     inner.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    # An older file with other names, which transformers once wrote, does not take precedence.
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert load_tokenizer(tmp_path).end_id == 400
     (tmp_path / "kept").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "kept")
@@ -409,6 +429,8 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
         documents.append(kept)
     assert next(rows, None) is None
     assert list(chain(*documents)) == stream(dataset, split)[1:].tolist()
+    counted = (targets != -100).sum() / targets.numel()
+    assert f" · {counted:.0%} of the positions count" in dataset.describe()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

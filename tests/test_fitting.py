@@ -54,9 +54,10 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
 
 
 RUN = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit("saved"))
-open("begun", "w").close()
+sys.stdin.read()  # a run does not read what is typed into a notebook or a shell
+os.mkdir("begun" if os.getsid(0) == os.getpid() else "the terminal's Ctrl-C would come twice")
 signal.pause()
 """
 SCRIPT = """
@@ -78,6 +79,12 @@ report_to_fit(folder=os.getcwd())
 write_status(".", cause="preempted", exit_code=75, message="asked to stop, saved at step 5")
 sys.exit(75)
 """
+REFUSED = """
+import sys
+from gptrain.core.locations import report_to_fit
+report_to_fit(lines=["error: init_from=a: no such file"])
+sys.exit(66)
+"""
 
 
 def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_status(
@@ -89,13 +96,18 @@ def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_st
         gptrain.fit(conf=tmp_path / "conf")
     assert (failed.value.code, failed.value.folder) == (75, tmp_path)
     assert failed.value.lines == ["asked to stop, saved at step 5"]
+    (tmp_path / "train.py").write_text(REFUSED)
+    with pytest.raises(gptrain.ConfigError, match="error: init_from=a: no such file") as refused:
+        gptrain.fit(conf=tmp_path / "conf")
+    assert refused.value.code == 66
 
 
 def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
     """A script without `if __name__`, in a folder of no project."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", str(conf), *WORDS, *words]
-    return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow

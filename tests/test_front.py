@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import DictConfig
 
-from gptrain.config import ConfigError, check, compose_command
+from gptrain.config import ConfigError, check, cli, compose_command
 from gptrain.config.cli import run_command
 from gptrain.core.errors import ConfigIssue, JobFailedError
 from gptrain.core.schema import RunConfig
@@ -91,6 +92,17 @@ def test_a_rank_other_than_0_writes_no_log(monkeypatch, outputs):
     assert not [path for path in outputs.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_reports_an_error_before_another_rank_exits(typed, monkeypatch, rank):
+    """A launcher kills all ranks when one of them exits with an error."""
+    for name, value in {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    code, _, err = typed(partial(cli.main, never), "trainer.devices=3")
+    assert (code, waited) == (2, [cli.LINGER_S] * rank) and ("error: " in err) == (rank == 0)
+
+
 @pytest.mark.parametrize(
     "error, code, message",
     [
@@ -129,12 +141,13 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
             raise JobFailedError(79, "loss is nan")
         return float(cfg.seed)
 
-    words = ["-m", "seed=1,2,3,-4", "hydra.sweeper.max_batch_size=1", *NANO]
+    words = ["-m", "seed=1,2,3,-4", "hydra.sweeper.max_batch_size=1", "strategy=ddp", *NANO]
     assert run_command(job, words) == 79
     assert seen == [1, 2, 3]
     out, err = capsys.readouterr()
     assert "Error executing job" not in err  # Hydra's own words
     assert err.count("error: seed=-4: must be") == 1
+    assert err.count("warning: strategy=ddp: no effect on one device") == 4  # of each job
     begun = [line.split() for line in out.splitlines() if line.startswith("job ")]
     assert begun == [["job", str(n), f"seed={seed}"] for n, seed in enumerate((1, 2, 3, -4))]
 

@@ -318,6 +318,9 @@ def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ndef \n"))
     code, out, err = write(speaker, "interactive=true", "temperature=0")
     assert (code, out) == (0, "".join(texts)) and err.count("12 tokens in") == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))  # typed after the prompt of the command
+    out = write(speaker, "interactive=true", "prompt=ab", "temperature=0")[1]
+    assert out == "".join(texts)
 
 
 def test_each_limit_reaches_the_sampling(speaker, write):

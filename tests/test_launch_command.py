@@ -92,15 +92,16 @@ def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, 
     ],
 )
 def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, restarts, goes_on):
-    folder = f"run_dir={tmp_path}/a folder that nobody made"
-    _, script, _ = launch("slurm", "trainer=cpu", "launcher.max_restarts=2", folder)
-    fake = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}\n"
+    folder = f"{tmp_path}/a folder that nobody made"
+    _, script, _ = launch("slurm", "trainer=cpu", "launcher.max_restarts=2", f"run_dir={folder}")
+    fake = f'srun() {{ echo "${{@: -1}}"; return {code}; }}; scontrol() {{ echo $*; }}\n'
     environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     for _ in range(2):  # a requeued job appends to its log
         ended = subprocess.run(["bash", "-c", fake + script], env=environment | PATH)
         assert ended.returncode == code
     (log,) = tmp_path.glob("*/slurm-7.log")
-    assert log.read_text() == 2 * ("requeue 7\n" if goes_on else "")
+    # The run writes into the folder that was typed, also when the job is requeued.
+    assert log.read_text() == 2 * (f"run_dir='{folder}'\n" + ("requeue 7\n" if goes_on else ""))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,10 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
         ),
         (("slurm", "slurm.account='a\nb'"), "error: slurm.account=a\\nb: "),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
+        (
+            ("slurm", "trainer.devices=2", "trainer.num_nodes=3", "data.global_batch_size=64"),
+            "error: data.global_batch_size=64: not divisible by 6 ranks x data.batch_size 32",
+        ),
         (("kubernetes", "-m", "seed=1,2"), "error: -m: only slurm supports this option"),
         (("kubernetes", "run_dir=/elsewhere"), "error: run_dir=/elsewhere: outside output_dir"),
         (("kubernetes", "kubernetes.claim=null"), "error: kubernetes.claim=null"),
@@ -157,6 +162,14 @@ def test_a_pod_resumes_by_itself_also_a_run_that_begins_from_other_weights(launc
     _, text, _ = launch("kubernetes", *words[:3], "ckpt_path=/another/run")
     arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
     assert [word for word in arguments if "ckpt_path=" in word] == ["ckpt_path=/another/run"]
+    # An evaluation resumes nothing. The mounted volume is the only output folder of a pod, whose
+    # name has at most 63 characters.
+    own = ("task=validate", "output_dir=/mine", f"name={'long_' * 9}")
+    _, text, _ = launch("kubernetes", *words[:3], *own)
+    job = yaml.safe_load(text)
+    arguments = job["spec"]["trainer"]["args"]
+    assert not [word for word in arguments if word.startswith(("ckpt_path=", "output_dir="))]
+    assert job["metadata"]["name"].startswith("long-long-") and len(job["metadata"]["name"]) < 50
 
 
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):

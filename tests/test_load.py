@@ -10,7 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.checkpoints.manifest import AllDamagedError
+from gptrain.assemble.load import build_target
+from gptrain.checkpoints.manifest import AllDamagedError, read_manifest
 from gptrain.core.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -20,6 +21,13 @@ def equal(net, state) -> bool:
     return weights.keys() == state.keys() and all(
         torch.equal(weights[key], state[key]) for key in state
     )
+
+
+def best_by_lr(run) -> list[tuple[str, str, int]]:
+    """Return the monitor, each mode, and the step that is the best by it, of two checkpoints."""
+    folders = (run.folder / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
+    first, second = (read_manifest(folder)["metrics"]["lr"] for folder in folders)
+    return [("lr", "min", 2 if first < second else 4), ("lr", "max", 4 if first < second else 2)]
 
 
 def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
@@ -33,6 +41,17 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     assert best.head.weight is best.token_embedding.weight
     assert torch.equal(rng, torch.get_rng_state())
     assert not GlobalHydra.instance().is_initialized()
+    file = saved_twice.folder / ".hydra" / "config.yaml"
+    config = OmegaConf.load(file)
+    for monitor, mode, step in (("val/loss", "max", 4), *best_by_lr(saved_twice)):
+        config.checkpoint.monitor, config.checkpoint.mode = monitor, mode
+        OmegaConf.save(config, file)
+        assert equal(gptrain.load(saved_twice.folder), saved_twice.state(step)["state_dict"])
+
+
+def test_arguments_of_a_target_are_plain_lists_and_dicts():
+    made = build_target({"_target_": "types.SimpleNamespace", "sizes": [1, 2], "names": {"a": [3]}})
+    assert type(made.sizes) is list and type(made.names) is dict and type(made.names["a"]) is list
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):

@@ -144,6 +144,8 @@ def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_pat
 def test_parts_that_do_not_fit_are_named():
     with pytest.raises(DataError, match="part b: samples of 8 positions, not 9"):
         Mixture({"a": part(5, 10), "b": part(5, 9)}, {"a": 1, "b": 1})
+    with pytest.raises(DataError, match="part a: samples of 9 positions, not 8"):
+        Mixture({"a": part(5, 10)}, {"a": 1}, seq_len=8)
     with pytest.raises(DataError, match="no parts"):
         Mixture({}, {})
     a, b = part(5), part(5)
@@ -161,5 +163,8 @@ def test_the_bytes_of_tokens_are_those_of_all_parts_or_not_known():
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes.tolist() == [1, 2, 3]
     b.token_bytes = np.array([1, 2, 4])
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes is None
+    for b.end_id, end_id in ((7, 7), (8, None)):  # a text ends at the end token of all parts
+        a.end_id = 7
+        assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).end_id == end_id
     b.token_bytes = None
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes is None

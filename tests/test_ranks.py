@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gptrain.assemble.run import build
+from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.status import PreemptedError, read_status, write_status
 from gptrain.core.errors import ending_of
 from gptrain.parallel import rendezvous
@@ -52,6 +53,8 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     lines = (two.folder / "train.log").read_text().splitlines()
     assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
+    phases = [row.get("phase") for row in read_json_lines(two.folder / "timeline.jsonl")]
+    assert phases.count("starting") == 1  # the first rank alone records its times
 
 
 @pytest.mark.parametrize("steps, is_agreed", [((5, 5), True), ((5, 6), False)])

@@ -15,11 +15,13 @@ from functools import partial
 import pytest
 import torch
 
-from gptrain.assemble.provenance import read_git
+from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
-from gptrain.checkpoints.timeline import TIMES, measure
+from gptrain.checkpoints.timeline import TIMES, describe, measure
+from gptrain.runtime.devices import find_devices
 from tests.campaign.recovery import recovery_times
+from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
@@ -161,6 +163,10 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     assert recovery_times(KILLED + RESUMED[:2]) == []
     lost = [{"start": 6, "time": 130.0}, phase("starting", 7, 130.0, 135.0)]
     assert recovery_times(KILLED + lost + RESUMED) == [158 + 3 - 120]  # two starts are one recovery
+    assert recovery_times(KILLED + RESUMED + extended) == [158 + 3 - 120]  # the run was done
+    shown = describe({"goodput": 0.5, **times, "redone_s": 0.06, "saves_s": 0.04})
+    assert shown.startswith("goodput 0.50 (10.0 s steps, ") and "0.1 s redone, " in shown
+    assert "saves" not in shown
     assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
 
 
@@ -173,6 +179,13 @@ def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_record
         timeline.add_start(tmp_path, step)
     rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)
     assert rows == [{"start": 0, "time": 10.0}, {"start": 7, "time": 11.0}]
+    recorded = timeline.Timeline(tmp_path)
+    recorded.enter("validation", 8)
+    with recorded.during("saves", 8):
+        pass
+    rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)[2:]
+    phases = [row["phase"] for row in rows]
+    assert phases == ["starting", "validation", "saves", "validation"]
 
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
@@ -184,6 +197,8 @@ def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     made = result(again)
     rows = read_json_lines(again.folder / "timeline.jsonl")
     (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
+    saves = {row["step"] for row in rows if row.get("phase") == "saves"}
+    assert saves >= {1, 2, 3, 4, 5}  # also in the middle of the training
     started = rows[done + 1]
     assert started["start"] == 3
     age_s = rows[-1]["time"] - rows[0]["time"] - (started["time"] - rows[done]["time"])
@@ -211,6 +226,10 @@ def test_a_repository_is_dirty_with_a_change_or_a_new_file(tmp_path, monkeypatch
     git("add", "file")
     git("commit", "-m", "one")
     assert state()["dirty"] is False and len(state()["commit"]) == 40
+    # A result has the commit of the project, which may be outside of the library's repository.
+    devices = find_devices(compose_run("trainer=cpu"))
+    monkeypatch.setenv("GPTRAIN_CONF", str(tmp_path / "conf"))
+    assert describe_run(devices)["git"] == state()
     (tmp_path / "file").write_text("two")
     assert state()["dirty"] is True
     monkeypatch.setenv("PATH", "")

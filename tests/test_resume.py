@@ -20,9 +20,11 @@ from gptrain.assemble.resume import (
     check_data,
     differences,
     find_checkpoint,
+    find_trained,
     identity,
     keep_warmup,
 )
+from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.check import check_config
@@ -103,6 +105,14 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
     save(compose(), 5)
     assert find_checkpoint(cfg, LOCK, world_size=2)
     assert refused(compose("ckpt_path=last"), world_size=2).problems[0].value == 64
+    # Two ranks of a tensor group read the same samples.
+    words = ("model=gpt_nano", "trainer=cpu", "strategy=tensor_parallel", "trainer.devices=2")
+    split = compose_run(*words, f"run_dir={cfg.run_dir}", "ckpt_path=last")
+    assert find_checkpoint(split, LOCK, world_size=2)
+    # A run by tokens is measured in steps of one size.
+    words = ("ckpt_path=last", "max_tokens=1e6", "data.batch_size=16")
+    problem = refused(compose(*words, "allow_changes=[data.global_batch_size]"))
+    assert (problem.code, problem.problems[0].key) == (2, "max_tokens")
 
 
 def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
@@ -140,6 +150,15 @@ def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(
     here = compose_run(*words, "data.train.cache_dir=/a")
     there = compose_run(*words, "data.train.cache_dir=/b")
     assert not differences(there, identity(here, 32), 32)
+
+
+def test_options_of_a_strategy_count_only_if_they_change_what_is_computed():
+    for name, option, counts in (("diloco", "sync_every=7", True), ("fsdp", "replicas=2", False)):
+        words = ("model=gpt_nano", "trainer=cpu", f"strategy={name}", "trainer.devices=2")
+        saved = identity(compose_run(*words), 32)
+        changed = differences(compose_run(*words, f"strategy.{option}"), saved, 32)
+        keys = [problem.key for problem in changed]
+        assert keys == ([f"strategy.{option.partition('=')[0]}"] if counts else [])
 
 
 def test_a_checkpoint_from_before_a_key_existed_resumes_unless_the_key_is_set(monkeypatch):
@@ -184,13 +203,22 @@ def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, c
     assert "from the beginning" in caplog.text
 
 
-def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose):
+def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     save(compose(), 5)
     problem = refused(compose())
     assert problem.code == 73 and "saved at step 5" in str(problem)
     assert "ckpt_path=last" in str(problem)
     problem = refused(compose("task=test"))
     assert problem.code == 73 and "holds a trained run" in str(problem)
+    # fast_dev_run saves nothing, so that neither the folder nor the mirror of a run matters.
+    another, mirror = CheckpointStore(tmp_path / "another", "b" * 32), Mirror(f"{tmp_path}/mirror")
+    with another.writing(1) as draft, draft.open("state.ckpt") as file:
+        file.write(b"state")
+    mirror.update(another)
+    mirror.wait()
+    mirrored = f"checkpoint.mirror={tmp_path}/mirror"
+    assert find_checkpoint(compose("trainer.fast_dev_run=true", mirrored), LOCK, 1) is None
+    assert "holds another run" in str(refused(compose("ckpt_path=last", mirrored)))
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
@@ -202,9 +230,17 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
 def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode, step):
     for saved, value in ((5, 1.0), (6, 3.0), (7, 2.0)):
-        save(compose(), saved, metrics={"mine": value})
+        save(compose(), saved, metrics={"mine": value, "val/loss": value})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
     assert find_checkpoint(cfg, LOCK, 1).name == f"step-{step:08d}"
+    # A path of a run means its newest checkpoint.
+    cfg = compose(f"ckpt_path={cfg.run_dir}", f"checkpoint.mode={mode}")
+    assert find_checkpoint(cfg, LOCK, 1).name == "step-00000007"
+    # An evaluation and an export choose by the same monitor.
+    words = ("task=test", f"from_run={cfg.run_dir}", "checkpoint.monitor=mine")
+    for which, best in (("null", step), ("best", step), ("last", 7)):
+        cfg = compose(*words, f"checkpoint.mode={mode}", f"ckpt_path={which}")
+        assert find_trained(cfg).step == best
 
 
 def test_damage_and_absence_have_codes_of_their_own(compose):
@@ -213,6 +249,9 @@ def test_damage_and_absence_have_codes_of_their_own(compose):
     assert refused(compose("ckpt_path=best")).code == 66
     (store.folder / "step-00000005" / "state.ckpt").write_bytes(b"stale")
     assert refused(compose("ckpt_path=last")).code == 65
+    with pytest.raises(ConfigError, match="from_run=/nowhere: no such file or folder") as missing:
+        find_trained(compose("task=test", "from_run=/nowhere"))
+    assert missing.value.code == 66
 
 
 def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):

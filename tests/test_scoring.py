@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.data import ByteTokenizer, train_bpe
+from gptrain.data import ByteTokenizer, load_tokenizer, train_bpe
 from gptrain.models import SimpleGPT
 from gptrain.text.scoring import score_continuations
 
@@ -65,6 +65,13 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens_alone(tmp_path):
     (score,) = gptrain.score(net, tokenizer, [text], context=LIMIT)
     bits = nats / math.log(2)
     assert score.bits_per_byte * (len(text.encode()) - first_bytes) == pytest.approx(bits, rel=1e-5)
+    # A tokenizer that is not byte-level has no table of sizes.
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"größe": 0, "値": 1}, unk_token="値"))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (score,) = gptrain.score(net, load_tokenizer(tmp_path / "words.json"), ["größe 値"])
+    assert score.n_bytes == len(" 値".encode())
 
 
 @pytest.mark.parametrize("context", [1, 3, None])
@@ -112,5 +119,10 @@ def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, mon
     (text,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
     (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[text[2]])
     assert cut == text[: text.index(text[2])]
+    tokenizer = ByteTokenizer()
+    tokenizer.stop_ids = [int(net.eval()(torch.tensor([[97, 98]]))[0, -1].argmax())]
+    assert gptrain.generate(net, tokenizer, ["ab"], 8, temperature=0) == [""]
+    once, again = gptrain.generate(net, BYTES, ["a", "a"], 20, seed=1)
+    assert once != again  # all prompts share one random generator
     with pytest.raises(ValueError, match="prompt '': has no tokens"):
         gptrain.generate(net, BYTES, [""])

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import socket
 import stat
 
 import pytest
@@ -24,6 +25,7 @@ def test_the_first_rank_that_fails_tells(tmp_path, monkeypatch, has_links):
     assert write_status(tmp_path, checkpoint=tmp_path / "step-00000010", **facts)
     assert not write_status(tmp_path, cause="error", exit_code=70, rank=0, message="lost a peer")
     about = {"checkpoint": f"{tmp_path}/step-00000010", "pid": os.getpid()}
+    about["host"] = socket.gethostname()
     assert read_status(tmp_path).items() >= (facts | about).items()
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
 

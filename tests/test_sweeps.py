@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as build
 from gptrain.checkpoints.status import write_result, write_status
+from gptrain.config import cli
 from gptrain.config.compose import job_folder
 from gptrain.config.overrides import parse
 from gptrain.config.sweep import find_finished, report_sweep
@@ -79,14 +80,16 @@ def test_loggers_and_profiler_write_into_the_folder_of_their_job(train, tmp_path
         assert folders == ["0-lr_0.001", "1-lr_0.0003"], pattern
 
 
-def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_path):
+def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_path, capsys):
+    ended = {"reason": "tokens done", "detail": "max_tokens=1e+06"}
     runs = {"0-best": {"val/loss": 1.0}, "1-other": {"val/loss": 2.0, "val/accuracy": 0.5}}
     for name, metrics in runs.items():
         (tmp_path / name / ".hydra").mkdir(parents=True)
         (tmp_path / name / ".hydra" / "overrides.yaml").write_text("[max_tokens=1e6, seed=1]")
         write_status(tmp_path / name, cause="done", exit_code=0)
-        write_result(tmp_path / name / "result.json", metrics, steps=4, tokens=64)
+        write_result(tmp_path / name / "result.json", metrics, steps=4, ended=ended)
     report_sweep(tmp_path)
+    assert "ckpt_path=last max_tokens=2000000" in capsys.readouterr().out  # twice as long
     rows = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
     assert [row["run"] for row in rows] == ["0-best", "1-other"]
     assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
@@ -150,10 +153,13 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
         nets.append(weakref.ref(run.module.net))
         return run
 
+    reserved: list[int] = []
+    monkeypatch.setattr(cli, "reserve_gpus", reserved.append)
     monkeypatch.setattr(build, "build", watched)
     sweep = train("-m", "trainer.devices=1,2", "seed=1,2", "trainer.max_steps=2")
     assert sweep.code == 0, sweep.err
     assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert reserved == [1, 1, 2, 2]  # each job takes its own number of GPUs
 
 
 def test_a_failing_job_is_reported_and_the_others_run(train):

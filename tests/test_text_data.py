@@ -108,6 +108,9 @@ def test_special_tokens_in_a_text_are_text(tmp_path):
     assert np.array_equal(special.encode(text), tokenizer.encode(text))
     assert special.vocab_size == tokenizer.vocab_size + 1
     assert special.token_bytes[-1] == 0 and special.token_bytes[:-1].min() == 1
+    inner.add_tokens(["größe"])  # the text of a token that was added is not in byte characters
+    inner.save(str(tmp_path / "added.json"))
+    assert JsonTokenizer(tmp_path / "added.json").token_bytes[-1] == len("größe".encode())
 
 
 def test_a_vocabulary_with_gaps_is_stored_wide_and_without_its_spaces_knows_no_bytes(tmp_path):
@@ -389,6 +392,20 @@ def test_a_file_that_is_not_utf8_any_more_is_one_line(tmp_path):
         prepare(file, "bpe", tmp_path / "cache", vocab_size=300)
 
 
+def test_a_file_that_changes_while_it_is_read_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    file, read = tmp_path / "a.txt", prepare_module.batches
+    file.write_text("a line\n" * 1000)
+
+    def written_meanwhile(pieces):
+        yield from read(pieces)
+        os.utime(file, ns=(0, 0))
+
+    monkeypatch.setattr(prepare_module, "batches", written_meanwhile)
+    with pytest.raises(DataError, match=r"a\.txt: changed while it was read; start again"):
+        prepare(file, "bytes", tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
 @pytest.mark.parametrize("place", ["first block", "across two blocks", "second block"])
 def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     text = bytearray(b"x" + "ö".encode() * 2**20)  # a block of 1 MiB ends within a character
@@ -519,6 +536,7 @@ def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, tmp_path):
 
 def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):
     assert prepare(corpus, "bytes", cache, vocab_size=300).vocab_size == 256
+    assert prepare(corpus, "bytes", cache, vocab_size=256).vocab_size == 256
     with pytest.raises(DataError, match="tokenizer has 256 tokens, vocab_size=255"):
         prepare(corpus, "bytes", cache, vocab_size=255)
     with pytest.raises(ValueError, match=r"vocab_size=255: a BPE starts from 256 bytes$"):

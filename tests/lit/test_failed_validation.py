@@ -131,8 +131,9 @@ def test_a_broken_sample_in_the_middle_of_an_epoch_loses_no_step(fit, kind):
 def test_a_sample_that_raises_in_a_validation_is_named_by_key_and_index(fit, n_workers):
     words = (f"data.val._target_={OWN}.data.Broken", "+data.val.kind=raises")
     failed = fit(*words, f"data.num_workers={n_workers}", "trainer.max_steps=1", code=70)
+    place = "in a worker" if n_workers else "in the training process"
     assert failed.errors == [
-        "error: ValueError: the sample is broken; "
+        f"error: ValueError: the sample is broken, {place}; "
         "at step 1, evaluation of data.val, samples of rank 0: 4, 5, 6, 7"
     ]
     assert failed.steps() == [1]

@@ -40,7 +40,9 @@ def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed
         next(line for line in run.out.splitlines() if line.startswith("data "))
         for run in (one_rank, two_ranks)
     ]
-    assert data_lines[0] == data_lines[1] and "epochs" in data_lines[0]  # all ranks count
+    # All ranks count: 3 of 12 samples are of this part, which has 2999 // 17 = 176 samples.
+    assert data_lines[0] == data_lines[1]
+    assert "web 0.25: 3,000 tokens · 0.017 epochs" in data_lines[0]
     again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}", name="again")
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
         assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)

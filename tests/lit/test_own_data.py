@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gptrain.assemble.datasets import build_dataset
+from gptrain.data import ByteTokenizer, as_pairs
 from gptrain.lit.user_data import UserData
 from tests import command_line
 from tests.command_line import compose_run
 from tests.lit.conftest import OWN
-from tests.lit.own.data import DataModule, Points
+from tests.lit.own.data import DataModule, Odd, Points
 
 DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
 TWO = ("trainer.devices=2", "model.n_layers=2")
@@ -151,6 +152,13 @@ def test_hugging_face_dicts_train_like_the_same_pairs(fit, kind, module):
     assert dicts.metrics["val/loss"] == pytest.approx(pairs.metrics["val/loss"], rel=1e-5)
 
 
+def test_pairs_of_dicts_keep_the_tokenizer_and_the_end_token_of_their_dataset():
+    dicts = Odd(4, 17, 256, 0, "dict")
+    dicts.tokenizer, dicts.end_id = ByteTokenizer(), 255
+    pairs = as_pairs(dicts, "data.train")
+    assert pairs is not dicts and (pairs.tokenizer, pairs.end_id) == (dicts.tokenizer, 255)
+
+
 FORMS = {
     "padded left": "sample 0: attention_mask has a 0 before a 1: a causal net",
     "shifted": "not shifted, as models of transformers take them",
@@ -270,6 +278,8 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     validated = fit(f"from_run={run.folder}", "task=validate", name="validated")
     best = min(run.column("val/loss"))
     assert validated.metrics["val/loss"] == pytest.approx(best, rel=1e-6)
+    assert {*read["stages"]} == {"fit"}
+    assert {*read_by_ranks(validated)[0]["stages"]} == {"validate"}
 
 
 def test_a_lightning_data_module_may_read_a_stream(fit):

@@ -6,7 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+    random_split,
+)
 
 from gptrain.data import DummyTextDataset
 
@@ -118,7 +125,8 @@ class Broken(Dataset):
         if index != self.at:
             return tokens, targets
         if self.kind == "raises":
-            raise ValueError("the sample is broken")
+            place = "in a worker" if get_worker_info() else "in the training process"
+            raise ValueError(f"the sample is broken, {place}")
         if self.kind == "cannot be read":
             raise PermissionError(13, "Permission denied", "sample.bin")
         samples: dict[str, Any] = {
@@ -190,12 +198,13 @@ class DataModule(pl.LightningDataModule):
     def __init__(self, num_samples, batch_size=4, n_loaders=1, is_stream=False):
         super().__init__()
         self.save_hyperparameters()
-        self.seen = []
+        self.seen, self.stages = [], []
 
     def prepare_data(self):
         self.is_prepared = True  # Lightning calls this method on the first rank of a node only
 
     def setup(self, stage):
+        self.stages.append(stage)
         n_samples = self.hparams.num_samples
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(256, (n_samples, 17), generator=generator)
@@ -223,7 +232,7 @@ class DataModule(pl.LightningDataModule):
         return batch
 
     def teardown(self, stage):
-        facts = {"val": sorted(self.val.indices), "seen": self.seen}
+        facts = {"val": sorted(self.val.indices), "seen": self.seen, "stages": self.stages}
         facts["prepared"] = hasattr(self, "is_prepared")
         facts["seed"] = torch.initial_seed()
         print("\ndatamodule", json.dumps(facts), flush=True)
