@@ -9,9 +9,11 @@ import pytest
 import torch
 from forked import forked_ranks
 
+from gptrain.collectives import operations
 from gptrain.collectives.command import DEFAULTS, CollectivesRun, start
 from gptrain.config.cli import run_command
 from gptrain.plan.__main__ import measure
+from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -72,6 +74,24 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
         for name, root, other in re.findall(r"^(.{21})\s*([\d.]+) MiB\s+([\d.]+) MiB", text, re.M)
     }
     assert sent == {"through rank 0": (12.0, 4.0), "around a ring": (6.0, 6.0)}
+
+
+def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp_path):
+    class GroupMade(Exception):
+        pass
+
+    def start_group(*place):
+        raise GroupMade(*place)
+
+    threads = []
+    monkeypatch.setattr(operations, "set_threads", threads.append)
+    monkeypatch.setattr(operations, "start_group", start_group)
+    words = ("trainer.accelerator=cpu", "trainer.devices=3", "strategy.timeout_s=5")
+    cfg = compose_run(*words, "strategy=ddp", f"run_dir={tmp_path}")
+    with pytest.raises(GroupMade) as made, operations.process_group(cfg):
+        pass
+    assert made.value.args == ("gloo", torch.device("cpu"), 0, 3, 5.0, None, ())
+    assert threads == [3]
 
 
 @pytest.mark.slow

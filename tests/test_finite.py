@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from statistics import mean, pstdev
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import get_method
+from torch.nn.utils import get_total_norm
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,18 +20,20 @@ from torch.utils._pytree import tree_leaves
 from gptrain.core.strategies import ParallelDims
 from gptrain.lit import LanguageModel
 from gptrain.lit.spikes import SpikeRule
+from gptrain.lit.strategies import LightningStrategy
 
 BAD_STEP = 2
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Makes the loss of BAD_STEP not a number."""
+    """Makes the loss of the last micro-step of BAD_STEP not a number."""
     training_step = LanguageModel.training_step
 
     def poisoned(self, batch, batch_idx):
         loss = training_step(self, batch, batch_idx)
-        if self.trainer.global_step == BAD_STEP:
+        self.log("n_micro_steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        if batch_idx + 1 == (BAD_STEP + 1) * self.trainer.accumulate_grad_batches:
             loss = loss * float("nan")
         return loss
 
@@ -37,9 +41,11 @@ def poison(monkeypatch):
 
 
 def test_a_run_stops_before_the_step_and_saves_nothing_of_it(train, poison):
-    run = train("trainer.max_steps=6", "checkpoint=every_n_steps", "checkpoint.every_n_steps=1")
+    words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1")
+    run = train("trainer.max_steps=6", "trainer.accumulate_grad_batches=2", *words)
     assert run.code == 79
     assert f"the loss of rank 0 at step {BAD_STEP} is not finite; samples: " in run.err
+    assert "first not finite in the loss; all layers are finite" in run.err
     saved = [int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step-*")]
     assert max(saved) == BAD_STEP
 
@@ -55,12 +61,25 @@ def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poi
         drawn_from.append(torch.get_rng_state().numpy().tobytes())
         return result
 
+    norms, clip = [], LightningStrategy.clip
+
+    def clipped(self, optimizer, max_norm):
+        clip(self, optimizer, max_norm)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append((float(get_total_norm(gradients)), self.grad_norm.clamp(max=max_norm)))
+
     monkeypatch.setattr(AdamW, "step", looked)
+    monkeypatch.setattr(LightningStrategy, "clip", clipped)
     run = train("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv", "model.dropout=0.1")
     assert run.code == 0, run.err
     assert (run.out + run.err).count(f"step {BAD_STEP} is not finite") == 1
     assert [number for number, same in enumerate(seen) if same] == [BAD_STEP]
-    assert len(set(drawn_from)) == 5  # the report repeats the step: its dropout is drawn once
+    # The report repeats the step, while the gradients of the next step are ready. Its dropout is
+    # drawn once, its values are logged once, and the gradients of the next step stay.
+    assert "first not finite in the loss" in run.out + run.err
+    assert len(set(drawn_from)) == 5 and run.metrics["n_micro_steps"] == 5
+    del norms[BAD_STEP]
+    assert all(seen == pytest.approx(float(norm), rel=1e-4) for seen, norm in norms)
     states = run.state(5)["optimizer_states"][0]["state"].values()
     assert all(value.isfinite().all() for state in states for value in state.values())
     assert {float(state["step"]) for state in states} == {4.0}
@@ -142,7 +161,10 @@ TWO = "trainer.devices=2"
 def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
     run = train(*ranks, "trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", "output"))
     assert run.code == 79, run.err
-    assert "not finite; samples: " in run.err
+    # The step has more samples under ddp and fsdp: those of rank 0 are four of eight.
+    assert re.search(
+        r"the loss of rank 0 at step 2 is not finite; samples: (\d+, ){3}\d+;", run.err
+    )
     assert "first not finite in blocks.1.mlp.down_proj" in run.err
     assert (run.folder / "checkpoints/step-00000002").is_dir()  # the steps before are kept
 

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import read_holder
+from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
@@ -41,8 +42,13 @@ def wandb_records(file) -> list:
     return [Record.FromString(data) for data in iter(store.scan_data, None)]
 
 
-def test_the_first_step_and_validated_ones_have_whole_rows(train):
-    """Lightning alone hands a logger every `log_every_n_steps`-th step and the last."""
+def test_the_first_step_and_validated_ones_have_whole_rows(train, monkeypatch):
+    """Lightning alone hands a logger every `log_every_n_steps`-th step and the last.
+
+    It would also round a value to float32, which cannot hold this number of tokens.
+    """
+    n_tokens = 2**24 + 1
+    monkeypatch.setattr(TextDataModule, "tokens", property(lambda _: n_tokens))
     words = ("trainer.log_every_n_steps=5", "trainer.val_check_interval=3", "trainer.max_steps=7")
     run = train("logger=csv", *words)
     assert run.code == 0, run.err
@@ -51,6 +57,7 @@ def test_the_first_step_and_validated_ones_have_whole_rows(train):
     assert all(row["train/loss"] for row in table)
     both = [row["step"] for row in table if row["train/loss"] and row["val/loss"]]
     assert both == ["3", "6", "7"]
+    assert {float(row["tokens"]) for row in table} == {n_tokens}
 
 
 def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(train):
@@ -118,10 +125,15 @@ def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
 
 def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     logger = TensorBoardLogger(str(tmp_path))
+    logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
     logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
+    logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5}, 7)
     logger.save()
     (file,) = tmp_path.glob("events*")
-    assert b"val/top5" in file.read_bytes()
+    content = file.read_bytes()
+    assert b"val/top5" in content and b"width" not in content
+    assert events(tmp_path, "loss/test") == [(7, 2.5)]
+    assert events(tmp_path, "test/top5") == [(7, 0.5)]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.runtime import supervisor
+from gptrain.runtime.watchdog import Heartbeat
 
 SAVES = (
     "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",
@@ -81,9 +82,16 @@ def test_a_run_goes_on_from_an_object_store_alone(train, s3):
 
 def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_run(train, tmp_path):
     """Old ones go there, too; a step that is saved again after its validation is copied again."""
-    mirror = tmp_path / "mirror"
-    run = train(*SAVES, f"checkpoint.mirror={mirror}")
+    mirror, allowed, beat = tmp_path / "mirror", {}, Heartbeat.beat
+
+    def note(heart, step=None, phase=None, allow_s=0.0):
+        allowed[phase] = allow_s
+        beat(heart, step, phase, allow_s)
+
+    with patch.object(Heartbeat, "beat", note):
+        run = train(*SAVES, f"checkpoint.mirror={mirror}")
     assert run.code == 0, run.err
+    assert allowed["mirror"] == 3600.0  # a slow network is not a rank that hangs
     checkpoints = run.folder / "checkpoints"
     assert names(mirror) == names(checkpoints) and len(names(mirror)) <= 3
     saved = {step: read_manifest(checkpoints / f"step-{step:08d}") for step in (5, 6)}

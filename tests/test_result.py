@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, describe, measure
+from gptrain.lit.datamodule import Loader
+from gptrain.lit.report import waiting_line
 from gptrain.runtime.devices import find_devices
 from tests.campaign.recovery import recovery_times
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+NO_LIMIT = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer}"  # measures only
 EVERY_2 = ("trainer.max_steps=90", "trainer.val_check_interval=2")
 STEPS_AT_WILL = ("trainer.max_steps=-1", "data.num_samples=8")  # 2 steps an epoch
 
@@ -41,7 +45,7 @@ def result(run) -> dict:
         ((*STEPS_AT_WILL, "max_tokens=200"), "tokens done", "max_tokens=200"),
         (("trainer.max_steps=-1", "trainer.max_time=00:00:00:01"), "max_time", r"at step \d+"),
         (
-            (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}"),
+            (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}", NO_LIMIT),
             "early stop",
             r"val/loss=5\.\d+ patience exhausted, at step 4",
         ),
@@ -101,6 +105,17 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_it_held(train, tmp_path,
         gc.collect()
         after = result(train("logger=none", name="fast"))["peak_memory_bytes"]
         assert after < made["peak_memory_bytes"] - HELD / 2
+
+
+@pytest.mark.parametrize(
+    "n_cpus, advice",
+    [(8, "; try data.num_workers=6"), (3, " of data.num_workers=3, on 3 CPUs")],
+)
+def test_more_data_workers_are_proposed_up_to_the_number_of_cpus(monkeypatch, n_cpus, advice):
+    monkeypatch.setattr(os, "cpu_count", lambda: n_cpus)
+    trainer = SimpleNamespace(train_dataloader=Loader([], num_workers=3))
+    speed = SimpleNamespace(waited_s=3.0, trained_s=20.0)
+    assert waiting_line(trainer, speed) == f"15 % of the time waited for data{advice}"
 
 
 def test_an_evaluation_names_its_checkpoint(train):
@@ -190,10 +205,11 @@ def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_record
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "logger=none")
+    words = (*words, "trainer.val_check_interval=2")
     first = train(*words, "trainer.max_steps=4")
     (first.folder / "result.json").unlink()
     shutil.rmtree(first.folder / "checkpoints/step-00000004")
-    again = train(*words, "trainer.max_steps=5", "ckpt_path=last")
+    again = train(*words, "trainer.max_steps=6", "ckpt_path=last")
     made = result(again)
     rows = read_json_lines(again.folder / "timeline.jsonl")
     (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
@@ -201,6 +217,9 @@ def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     assert saves >= {1, 2, 3, 4, 5}  # also in the middle of the training
     started = rows[done + 1]
     assert started["start"] == 3
+    phases = [row["phase"] for row in rows[done + 2 :] if "phase" in row]
+    assert phases[:2] == ["starting", "steps"] and phases.count("starting") == 1
+    assert phases[phases.index("validation") + 1] == "steps"  # between two validations
     age_s = rows[-1]["time"] - rows[0]["time"] - (started["time"] - rows[done]["time"])
     assert sum(made[f"{name}_s"] for name in TIMES) == pytest.approx(age_s, abs=0.1)
     assert made["redone_s"] > 0 and made["goodput"] == pytest.approx(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from socket import inet_aton
+from sys import byteorder
 
 import pytest
 from command_line import accepted, refused
@@ -12,6 +15,7 @@ from gptrain.runtime.process import (
     Process,
     attempt,
     first_host,
+    interface_towards,
     run_stamp,
     set_rendezvous,
     store_path,
@@ -62,6 +66,17 @@ def test_tasks_of_several_nodes_connect_to_the_first_node_or_to_the_job_scripts_
     monkeypatch.setenv("MASTER_ADDR", "head")
     set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "head"
+
+
+def test_the_network_interface_is_that_of_the_most_specific_route(monkeypatch):
+    # Destination, gateway, flags, three numbers and mask, as in /proc/net/route of this machine.
+    values = {"eth0": ("0.0.0.0", "0.0.0.0"), "ib0": ("10.1.0.0", "255.255.0.0"),
+              "ib1": ("10.0.0.0", "255.0.0.0")}  # fmt: skip
+    number = lambda text: f"{int.from_bytes(inet_aton(text), byteorder):08X}"  # noqa: E731
+    lines = [f"{n} {number(to)} 0 3 0 0 0 {number(mask)}" for n, (to, mask) in values.items()]
+    monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(["Iface ...", *lines]))
+    addresses = ("10.1.2.3", "10.2.2.3", "11.1.2.3")
+    assert list(map(interface_towards, addresses)) == ["ib0", "ib1", "eth0"]
 
 
 def test_tasks_of_one_node_connect_through_a_file_of_their_step(task):

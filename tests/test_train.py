@@ -26,6 +26,7 @@ from gptrain.checkpoints.status import read_status, write_status
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
+from gptrain.lit.perf import Speed
 from gptrain.models import SimpleGPT
 from gptrain.runtime import watchdog
 from tests.conftest import ROOT, Finished
@@ -313,7 +314,10 @@ def test_the_loss_of_one_batch_falls_far_below_that_of_random_tokens(train):
 @pytest.mark.parametrize(
     "words, attempt",
     [
-        ((), "data.batch_size=1500 trainer.accumulate_grad_batches=2, or "),
+        (
+            ("trainer.accumulate_grad_batches=3", "data.num_samples=9000"),
+            "data.batch_size=1500 trainer.accumulate_grad_batches=6, or ",
+        ),
         (("data.global_batch_size=3000",), "data.batch_size=1500, or "),  # derives the accumulation
     ],
 )
@@ -372,7 +376,9 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkey
     assert [sample.step for sample in samples] == [2]  # the sanity check at step 0 writes no sample
 
 
-def test_without_a_terminal_progress_is_a_line_at_a_time(train):
+def test_without_a_terminal_progress_is_a_line_at_a_time(train, monkeypatch):
+    read = Speed.read
+    monkeypatch.setattr(Speed, "read", lambda speed: read(speed) | {"perf/step_s": 60.0})
     run = train("trainer.enable_progress_bar=true", "trainer.max_steps=50", "data.num_samples=200")
     assert run.code == 0, run.err
     for text in (run.out, (run.folder / "train.log").read_text()):
@@ -382,6 +388,8 @@ def test_without_a_terminal_progress_is_a_line_at_a_time(train):
         # At most 20 lines: every third step may have one. Steps 1, 10, 20, ... log new values.
         assert [int(n) for n, _ in lines] == [3, 12, 21, 30, 42, 50]
         assert len({values for _, values in lines}) == len(lines)
+        left = [values.rpartition(" left ")[2] for _, values in lines]
+        assert left == [f"0:{50 - n:02d}:00" for n in (1, 10, 20, 30, 40, 50)]
 
 
 def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train, monkeypatch):

@@ -177,8 +177,11 @@ def test_a_run_that_takes_its_words_from_an_untrusted_run_is_not_signed(
     train, configuration, tmp_path
 ):
     fill(tmp_path / "theirs", {".hydra/overrides.yaml": b"[seed=7]"})
-    run = train(f"from_run={tmp_path / 'theirs'}", "trainer.max_steps=1", "logger=none")
+    words = ("trainer.max_steps=1", "logger=none", "allowed_targets=[tests]")
+    run = train(f"from_run={tmp_path / 'theirs'}", *words)
     assert run.code == 0 and read_key(make=True), run.err
+    # The command that evaluates the run repeats what nobody may take from an unsigned record.
+    assert "allowed_targets=[tests]" in run.out.rpartition("task=test")[2]
     assert not (run.folder / ".hydra" / "signature").exists()
 
 

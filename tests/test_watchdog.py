@@ -46,6 +46,7 @@ heartbeat = guard.heartbeat
 print("ready", flush=True)
 for step in range(10**6):
     if what == "hang alone" and step == 3:
+        heartbeat.beat(2, allow_s=2.0)
         os.unlink(run_dir + "/beats/rank-00000")
     if "hang" not in what or step < 3:
         heartbeat.beat(step, "forward")
@@ -76,26 +77,31 @@ def start(tmp_path):
         process.communicate()
 
 
-@pytest.mark.parametrize("what", ["hang", "hang alone"])
-def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(tmp_path, start, what):
-    """The heartbeat file of "hang alone" is removed while the rank runs."""
+@pytest.mark.parametrize("what, limit_s", [("hang", 1), ("hang alone", 2)])
+def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(
+    tmp_path, start, what, limit_s
+):
+    """The last heartbeat of "hang alone" allows two seconds, and its file is removed."""
     process = start(0, what)
     error = process.communicate(timeout=60)[1].decode()
     status = read_status(tmp_path)
     assert (status["cause"], status["exit_code"], status["step"]) == ("hang", process.returncode, 2)
-    message = "no progress for 1 s: rank 0 at step 2 in phase forward"
+    message = f"no progress for {limit_s} s: rank 0 at step 2 in phase forward"
     assert process.returncode == 76 and status["message"] == message
     assert f"rank 0: {message}" in error
     assert re.search(r'File "<string>", line \d+ in <module>', error)
 
 
 def test_the_status_of_a_hang_names_a_stopped_rank_and_the_rank_that_waits_for_it(tmp_path, start):
+    Heartbeat(tmp_path / "beats", 3)  # a rank that did not get as far as its first step
     stopped, waiting, beating = start(1, "run"), start(0, "hang"), start(2, "run")
     stopped.send_signal(signal.SIGSTOP)
     assert waiting.wait(60) == 76
-    message = read_status(tmp_path)["message"]
+    status = read_status(tmp_path)
+    message = status["message"]
     assert re.search(r"\brank 1 at step", message) and re.search(r"\brank 0 at step 2", message)
     assert "rank 2" not in message
+    assert (status["rank"], status["step"]) == (3, 2)  # the rank that is furthest behind
     assert beating.wait(60) == 76  # because another rank has reported a hang
 
 
@@ -150,7 +156,9 @@ def test_a_rank_does_not_outlive_a_killed_launcher(tmp_path, what):
 
 
 def hold_the_interpreter_lock(run_dir, beats) -> None:
-    with Guard(run_dir, beats, StopFlag(), rank=0, timeout_s=HANG_S, parent_pid=os.getppid()):
+    options = {"rank": 0, "timeout_s": HANG_S, "parent_pid": os.getppid()}
+    with Guard(run_dir, beats, StopFlag(), **options) as guard:
+        guard.heartbeat.beat(5, "train")
         re.match("(a?){40}a{40}", "a" * 40)  # takes hours, without the interpreter's byte code
 
 
@@ -160,7 +168,8 @@ def test_a_rank_that_holds_the_interpreter_lock_prints_its_stacks_when_it_is_fou
     """The watchdog thread of the rank cannot run, so the supervisor asks for the stacks."""
     monkeypatch.setattr(supervisor, "RANKS_FIRST_S", 0.0)
     monkeypatch.setattr(supervisor, "PRINT_STACKS_S", 1.0)
-    monkeypatch.setattr(supervisor, "report_ending", lambda *_, **__: None)
+    reported = []
+    monkeypatch.setattr(supervisor, "report_ending", lambda *a, **k: reported.append((a, k)))
     cfg = OmegaConf.create({"launcher": {"timeout_s": HANG_S}, "run_dir": str(tmp_path)})
     given = (tmp_path, tmp_path / "beats")
     rank = FORK.Process(target=hold_the_interpreter_lock, args=given, daemon=True)
@@ -170,6 +179,9 @@ def test_a_rank_that_holds_the_interpreter_lock_prints_its_stacks_when_it_is_fou
     rank.kill()
     rank.join()
     assert "in hold_the_interpreter_lock" in capfd.readouterr().err
+    (((_, ending, *place), options),) = reported
+    assert ending.code == 76 and "rank 0 at step 5 in phase train" in ending.line
+    assert place == [0, 5] and options == {"replace": True}
 
 
 # The watch from outside, over ranks of this process
@@ -215,13 +227,19 @@ def test_the_supervisor_waits_as_long_as_the_launchers_option_says(tmp_path, mon
 @pytest.mark.parametrize("code, cause", [(-9, "killed"), (-11, "killed"), (1, "error")])
 def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code, cause):
     """Killed all at once, or ended by Python before they could report anything."""
-    ends = []
-    monkeypatch.setattr(supervisor, "report_ending", lambda cfg, *ending, **_: ends.append(ending))
+    ends, replaces = [], []
+
+    def report(_, ending, rank, *, replace=False):
+        ends.append((ending, rank))
+        replaces.append(replace)
+
+    monkeypatch.setattr(supervisor, "report_ending", report)
     cfg = OmegaConf.create({"launcher": {"timeout_s": 7.0}, "run_dir": str(tmp_path)})
     ranks = 2 * [SimpleNamespace(is_alive=lambda: False, exitcode=code, pid=1)]
     supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
     assert (ending.cause, ending.code, which) == (cause, 70, 0)
+    assert replaces == [code < 0]  # another rank may have reported that it lost the killed rank
     assert ("memory ran out" in ending.line) == (code == -9)  # the kernel kills with SIGKILL
     assert supervisor.job_code(cfg, ranks) == 70
     write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
@@ -253,15 +271,19 @@ def test_other_ranks_are_stopped_at_once_when_one_rank_was_preempted(tmp_path):
 def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
     tmp_path, monkeypatch, is_asked_to_stop, n_starts
 ):
+    """Each restart has the config that was prepared for it."""
     starts, stop = [], StopFlag()
     if is_asked_to_stop:
         stop.set("a person")
-    monkeypatch.setattr(supervisor, "run_once", lambda *_: starts.append(1) or 70)
+    monkeypatch.setattr(supervisor, "run_once", lambda _, cfg, *__: starts.append(cfg) or 70)
+    write_status(tmp_path, cause="killed", exit_code=70, message="error: rank 1 was killed")
     values = {"launcher": {"max_restarts": 2}, "task": "fit", "ckpt_path": None}
     cfg = OmegaConf.create({**values, "run_dir": str(tmp_path)})
+    prepared = OmegaConf.create({**cfg, "ckpt_path": "last"})
     with pytest.raises(JobFailedError) as failed:
-        supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: cfg, stop)
-    assert (failed.value.code, len(starts)) == (70, n_starts)
+        supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: prepared, stop)
+    assert (failed.value.code, failed.value.message) == (70, "error: rank 1 was killed")
+    assert starts == [cfg, prepared, prepared][:n_starts]
 
 
 def test_time_in_which_the_watching_process_was_stopped_is_not_silence(monkeypatch):

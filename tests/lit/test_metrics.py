@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
+from gptrain.core.errors import DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.lit.metrics import try_metric
@@ -54,8 +56,8 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
     tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1).where(tokens % 5 != 0, -100)
     documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [5] * 3])
-    metric = Nats()
-    module = LanguageModel(net, torch.optim.AdamW, metrics={"nats": metric})
+    metric, token_bytes = Nats(), torch.arange(61) + 2
+    module = LanguageModel(net, torch.optim.AdamW, None, None, {"nats": metric}, token_bytes)
     module.evaluate(tokens, targets, None, documents)
     nats = 0.0
     for row, parts in enumerate((((0, 5), (5, 12)), ((0, 9), (9, 12)))):
@@ -64,9 +66,20 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
                 logits = net(tokens[row : row + 1, start:end])[0]
             own = targets[row, start:end]
             nats += F.cross_entropy(logits, own, reduction="sum").item()
-    n_targets = int((targets != -100).sum())
-    assert module.eval_sums.tolist() == pytest.approx([nats, n_targets])
+    counted = targets[targets != -100]
+    n_bytes = int((counted + 2).sum())
+    assert module.eval_sums.tolist() == pytest.approx([nats, len(counted), n_bytes])
     assert float(metric.compute()) == pytest.approx(nats)
+
+
+def test_a_part_of_a_mixture_without_any_target_is_named():
+    module = LanguageModel(nn.Embedding(61, 61), torch.optim.AdamW)
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    tokens = torch.arange(12).view(2, 6)
+    module.evaluate(tokens, tokens, "text")
+    module.evaluate(tokens, torch.full_like(tokens, -100), "code")
+    with pytest.raises(DataError, match=r"^data.val \(part code\): no target counts"):
+        module.take_evaluation("val")
 
 
 def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):
@@ -138,7 +151,9 @@ def test_names_that_are_logged_only_in_real_validations_or_at_the_end_of_an_epoc
         f"+callbacks.later={{_target_: {OWN}.callbacks.LogsLater, name: val/later}}",
         f"+callbacks.a={{{stops}: val/later}}", "trainer.max_epochs=1", "data.num_samples=16",
         f"+callbacks.b={{{stops}: train/epoch_mean, check_on_train_epoch_end: true}}",
+        f"+callbacks.e={{{stops}: train/both_epoch, check_on_train_epoch_end: true}}",
         f"+callbacks.c={{{stops}: val/never, strict: false}}",
+        "+callbacks.d={_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: epoch}",
     )  # fmt: skip
     (line,) = [line for line in run.out.splitlines() if "so far; logged: " in line]
     assert line.startswith("warning: EarlyStopping monitors val/later, and no value of this name")
@@ -199,13 +214,22 @@ def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):
         assert message in run.errors[0] and "module.metrics." in run.errors[0], run.errors
 
 
+class DrawsLots(MulticlassAccuracy):
+    """A metric that draws random numbers, as one that looks at some positions only."""
+
+    def update(self, logits, targets):
+        kept = torch.rand(len(targets)) < 0.5
+        super().update(logits[kept], targets[kept])
+
+
 def test_a_metric_is_tried_where_the_process_group_has_no_backend_for_the_cpu():
     # As under NCCL. torchmetrics would reduce the trial's CPU tensors over the ranks.
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        metric = MulticlassAccuracy(10)
+        metric, rng_state = DrawsLots(10), torch.get_rng_state()
         try_metric("module.metrics.a", "torchmetrics.classification.A", metric, vocab_size=10)
-        assert metric.distributed_available_fn()
+        assert metric.distributed_available_fn() and metric.update_count == 0
+        assert torch.equal(torch.get_rng_state(), rng_state)  # the training draws from this state
     finally:
         dist.destroy_process_group()
 

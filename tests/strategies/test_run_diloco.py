@@ -7,8 +7,10 @@ import pytest
 import runs as helpers
 import torch
 import torch.distributed as dist
+from kinds import CPU, make_net
 
 from gptrain.core.strategies import ParallelDims, default_options
+from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.diloco import DiLoCo
 
 TWO = (
@@ -100,7 +102,8 @@ def test_on_several_nodes_each_is_a_replica():
     """Each rank exchanges parameter changes with the rank at its place on the other node."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
     try:
-        outer = DiLoCo(default_options("diloco"), ParallelDims(data=4), n_nodes=2)
+        options, dims = default_options("diloco"), ParallelDims(data=4)
+        outer = build_strategy(make_net, options, dims, CPU, n_nodes=2)[1].parallel
         assert dist.get_process_group_ranks(outer.step_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.data_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.sync_group) == [1, 3]

@@ -219,10 +219,11 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_large_checkpoint_is_written_in_the_background_by_default(background, tmp_path):
-    asked = []
+    asked, kept = [], []
 
     def writing(store, step, *, in_background, **options):
         asked.append((step, in_background))
+        kept.append(store.steps())
         return write(store, step, in_background=in_background, **options)
 
     write = CheckpointStore.writing
@@ -230,8 +231,11 @@ def test_a_large_checkpoint_is_written_in_the_background_by_default(background, 
         patch.object(checkpoints, "BACKGROUND_BYTES", 0),
         patch.object(CheckpointStore, "writing", writing),
     ):
-        assert train(tmp_path, f"checkpoint.background={str(background).lower()}")[0] == 0
-    assert asked == [(4, background), (8, False)]  # the last save is complete when the run ends
+        words = ("checkpoint.every_n_steps=2", "checkpoint.keep=2")
+        assert train(tmp_path, f"checkpoint.background={str(background).lower()}", *words)[0] == 0
+    # The last save is complete when the run ends.
+    assert asked == [(2, background), (4, background), (6, background), (8, False)]
+    assert [len(steps) for steps in kept] == [0, 1, 2, 2]  # a background save removes old ones too
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for path in store.ranking("val/loss"):
         assert store.verify(path).manifest["metrics"]["val/loss"] > 0
@@ -242,6 +246,10 @@ EARLY = (
     "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
     "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
 )  # fmt: skip
+FAIL = (
+    "+callbacks.fails._target_=tests.lit.own.callbacks.FailsInHook", "+callbacks.fails.step=4",
+    "+callbacks.fails.hook=on_train_batch_start",
+)  # fmt: skip
 STOP = (
     "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2",
     "+callbacks.stop.rank=0",
@@ -249,7 +257,9 @@ STOP = (
 
 
 # A stop request that arrives after the check of a step is handled after the next step.
-@pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3)])
+@pytest.mark.parametrize(
+    ("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3), (FAIL, FAILED, 4)]
+)
 def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
         exit_code, output = train(tmp_path, *words)

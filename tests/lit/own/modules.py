@@ -141,6 +141,13 @@ class HalfRates(LanguageModel):
         return optimizer
 
 
+class OwnGroups(LanguageModel):
+    """Uses the optimizer and the schedule of the config, as a module that adds groups does."""
+
+    def configure_optimizers(self):
+        return super().configure_optimizers()
+
+
 class Manual(LanguageModel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
