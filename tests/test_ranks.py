@@ -65,6 +65,11 @@ def test_ranks_that_fail_after_different_steps_do_not_agree(tmp_path, steps, is_
         assert [call.result() for call in calls] == [is_agreed, is_agreed]
 
 
+def test_a_rank_that_fails_too_late_gets_the_answer_of_those_that_have_waited(tmp_path):
+    answers = [all_agree(tmp_path, rank, 2, [5], wait_s) for rank, wait_s in ((0, 0.1), (1, 60.0))]
+    assert answers == [False, False]
+
+
 def test_a_job_ends_with_the_code_of_the_rank_that_failed_first(tmp_path):
     """Rank 1 failed first and wrote the status. Rank 0 lost its peer and ended with code 70."""
     write_status(tmp_path, cause="data", exit_code=65, rank=1)

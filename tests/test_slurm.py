@@ -10,6 +10,7 @@ from sys import byteorder
 import pytest
 from command_line import accepted, refused
 
+from gptrain.runtime import process
 from gptrain.runtime.devices import cores_per_rank
 from gptrain.runtime.process import (
     Process,
@@ -34,7 +35,8 @@ def task(monkeypatch):
     """Return a function that gives this process the environment TASK with changes."""
 
     def put(**changes: str) -> None:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        for name in (*names, "GLOO_SOCKET_IFNAME"):
             monkeypatch.setenv(name, "")  # monkeypatch restores what it has set
             monkeypatch.delenv(name)
         for name, value in {**TASK, **changes}.items():
@@ -55,10 +57,12 @@ def test_the_first_host_of_a_node_list(nodes, first):
 def test_tasks_of_several_nodes_connect_to_the_first_node_or_to_the_job_scripts_address(
     task, monkeypatch
 ):
+    monkeypatch.setattr(process, "interface_towards", lambda host: f"towards-{host}")
     task()
     assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4, n_nodes=2)
     set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "towards-gpu003"
     assert store_path("/runs/a") is None
     task(SLURM_STEP_ID="2")  # a second srun in the allocation
     set_rendezvous("/runs/a")
@@ -74,6 +78,7 @@ def test_the_network_interface_is_that_of_the_most_specific_route(monkeypatch):
               "ib1": ("10.0.0.0", "255.0.0.0")}  # fmt: skip
     number = lambda text: f"{int.from_bytes(inet_aton(text), byteorder):08X}"  # noqa: E731
     lines = [f"{n} {number(to)} 0 3 0 0 0 {number(mask)}" for n, (to, mask) in values.items()]
+    monkeypatch.setattr(process.socket, "gethostbyname", lambda address: address)
     monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(["Iface ...", *lines]))
     addresses = ("10.1.2.3", "10.2.2.3", "11.1.2.3")
     assert list(map(interface_towards, addresses)) == ["ib0", "ib1", "eth0"]

@@ -74,9 +74,10 @@ def test_result_and_status_of_a_finished_run_are_written_and_the_loss_is_ln_v(pl
     assert result["steps"] == 4
     assert result["tokens"] == 4 * 4 * 16  # steps x sequences x positions
     assert {"val/loss", "val/perplexity", "train/loss"} <= result["metrics"].keys()
+    assert "step" not in result["metrics"]  # the x axis of the loggers
     assert result["metrics"]["val/loss"] == pytest.approx(math.log(256), rel=0.02)
     status = read_status(plain.folder)
-    assert (status["cause"], status["exit_code"]) == ("done", 0)
+    assert (status["cause"], status["exit_code"], status["step"]) == ("done", 0, 4)
 
 
 def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left(train):

@@ -204,6 +204,7 @@ def test_only_a_rank_without_heartbeats_and_announced_calls_is_reported_as_silen
     assert silent_ranks == [Progress(rank=1, n_beats=2, phase="backward", step=7)]
     silent.beat()
     assert watch.silent_ranks() == []
+    assert silent.progress == Progress(rank=1, n_beats=3, phase="backward", step=7)
 
 
 def test_a_hang_is_one_line_with_the_ranks_at_each_place_and_the_earliest_step_first():
@@ -284,6 +285,14 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
         supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: prepared, stop)
     assert (failed.value.code, failed.value.message) == (70, "error: rank 1 was killed")
     assert starts == [cfg, prepared, prepared][:n_starts]
+
+
+def test_a_job_of_several_ranks_returns_the_metrics_of_its_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "run_once", lambda *_: 0)
+    (tmp_path / "result.json").write_text('{"metrics": {"val/loss": 2.5}, "steps": 7}')
+    cfg = OmegaConf.create({"launcher": {"max_restarts": 0}, "run_dir": str(tmp_path)})
+    metrics = supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: cfg, StopFlag())
+    assert metrics == {"val/loss": 2.5}
 
 
 def test_time_in_which_the_watching_process_was_stopped_is_not_silence(monkeypatch):

@@ -429,7 +429,7 @@ def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes, 
     line = fit(*lora, f"init_from={base.folder}", name="strict", code=65).errors[0]
     assert "init_strict=false" in line
     start = (f"init_from={base.folder}", "init_strict=false")
-    run = resumes(*lora, start=start, stops=(3,))
+    run = resumes(*lora, f"+callbacks.saves._target_={CALLBACKS}.Saves", start=start, stops=(3,))
     (line,) = (line for line in run.out.splitlines() if "init_strict=false" in line)
     fresh, unused = line.split("; and 4 more; ")
     assert "init_strict=false: left as initialized: " in fresh
@@ -438,8 +438,10 @@ def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes, 
     states = run.state(6)["optimizer_states"][0]["state"].values()
     n_trained = sum(state["exp_avg"].numel() for state in states)
     assert f"{n_trained:,} of " in run.out
-    assert set(sizes) == {2 * 4 * 3 * n_trained}  # two saves of weights and two optimizer states
+    assert max(sizes) == 2 * 4 * 3 * n_trained  # two saves of weights and two optimizer states
     weights = run.state(6)["state_dict"]
     assert "token_embedding.weight" not in weights  # frozen: its values are those of init_from
+    file = torch.load(run.folder / "x.ckpt", weights_only=True)
+    assert "token_embedding.weight" in file["state_dict"]  # a file of Lightning has all weights
     assert "blocks.0.mlp.up_proj.base.weight" in weights  # frozen, but not in init_from
     assert weights["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

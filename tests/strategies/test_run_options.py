@@ -153,6 +153,7 @@ def test_lightnings_trainer_receives_its_own_options(runs):
     given = json.loads((run.folder / "trainer.json").read_text())
     assert given == given | words
     assert given["default_root_dir"] == str(run.folder)
+    assert run.record()["clipped"][0] > 5e-3  # the norm of values up to 1e-3
     # The gradient norm is measured although Lightning clips by value.
     truth = helpers.plain(runs, "single")
     assert run.column("grad_norm")[0] == pytest.approx(truth.column("grad_norm")[0], rel=1e-5)
