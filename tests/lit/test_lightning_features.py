@@ -110,7 +110,7 @@ def test_several_optimizers_are_refused(refused):
 @pytest.mark.parametrize(
     "kind, stops",
     [("none", (5,)), ("step", (5,)), ("epoch", (3, 5)), ("plateau", (3, 5)),
-     ("plateau_steps", (3, 4, 5))],
+     ("plateau_steps", (4, 5))],
 )  # fmt: skip
 def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resumes, kind, stops):
     run = resumes(
@@ -143,10 +143,6 @@ def test_schedulers_from_the_config_resume(resumes, words):
     assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
     (schedule,) = run.state(6)["lr_schedulers"]
     assert schedule.get("mode", "max") == "max"  # a plateau takes the mode of the checkpoints
-
-
-def test_training_without_a_schedule_keeps_the_learning_rate_constant(fit):
-    assert fit("scheduler=constant").column("lr") == [3e-4] * 6
 
 
 # Files
