@@ -22,7 +22,7 @@ MINE = ("model=my_lstm", "data=my_digits", "module=my_module", "callbacks=my_cal
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Callable[..., Path]:
-    """Does what `python train.py <options>` does, on the CPU; the folder of the run."""
+    """Return a function that runs `python train.py <options>` and returns the run folder."""
 
     def train(*options: str) -> Path:
         here = ("trainer.accelerator=cpu", f"run_dir={tmp_path}/run")

@@ -42,7 +42,7 @@ class Distilled(LanguageModel):
         self.teacher = [net.requires_grad_(False)]
 
     def on_fit_start(self) -> None:
-        """Move the teacher to the device of this rank."""
+        """Move the teacher, which Lightning does not see, to the device of this rank."""
         self.teacher[0].to(self.device)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:

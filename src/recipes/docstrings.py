@@ -53,7 +53,10 @@ def documented_names() -> Iterator[tuple[str, str]]:
 
 
 def documented_in(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the public names that are defined in a module or class, with their first sentences."""
+    """Yield the public names that are defined in a module or class, with their first sentences.
+
+    Names whose first sentence is shorter or longer than LENGTHS allow are left out.
+    """
     for child in node.body:
         is_definition = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
         if not is_definition or child.name.startswith("_"):

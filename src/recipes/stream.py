@@ -21,7 +21,8 @@ from gptrain.data import load_tokenizer
 class TextStream(IterableDataset):
     """Samples of T positions of a stream: tokens (T,) and targets (T,), int64.
 
-    The first sample begins with the end token, and every further token is a target once.
+    The first sample begins with the end token, and every further token is a target once. The last
+    tokens of the stream are left out if they do not fill a sample.
 
     Args:
         path: First argument of `datasets.load_dataset`: the name of a builder, such as `json` or

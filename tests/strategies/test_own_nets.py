@@ -14,6 +14,7 @@ from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import free_bytes, is_of_library
+from gptrain.parallel.differences import is_same_call
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 
 CPU = torch.device("cpu")
@@ -205,6 +206,12 @@ def test_the_comparison_does_not_change_weights_or_random_generators():
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert net.training
+
+
+def test_a_module_that_is_called_less_often_under_a_strategy_counts_as_different():
+    value = torch.ones(2, 3)
+    assert is_same_call([[value], [value]], [[value], [value]], 0, 1, 1e-4)
+    assert not is_same_call([[value]], [[value], [value]], 0, 1, 1e-4)
 
 
 def test_only_nets_built_from_gptrains_classes_are_not_compared():

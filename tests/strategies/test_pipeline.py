@@ -67,6 +67,9 @@ def test_parameters_outside_the_net_count_once_in_the_gradient_norm():
     kind.module.scale.grad = torch.tensor([3.0, 4.0])
     norm = kind.parallel.measure_and_clip([*kind.module.parameters()], None, None)
     close(norm, torch.tensor(MAX_NORM**2 + 25).sqrt(), LOSS_RTOL)
+    # The other rank trains nothing. Its norm is scaled, too.
+    trained = [kind.module.scale] if kind.parallel.rank == 0 else []
+    assert kind.parallel.measure_and_clip(trained, None, torch.tensor(0.5)) == 2.5
 
 
 @on_ranks(2)

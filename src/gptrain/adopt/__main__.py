@@ -176,7 +176,9 @@ def enter_folder(folder: Path) -> str:
 
 
 def check(conf: Path) -> int:
-    """Check every yaml file of a project's conf/, and print what this library refuses in it.
+    """Check the yaml files of a project's conf/, and print what this library refuses in them.
+
+    Left out are the groups that configure Hydra and its sweepers, and the files of conf/local.
 
     Args:
         conf: The conf/ folder of the project.

@@ -171,9 +171,9 @@ def build_checkpoints(
 def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
     """Return the optimizer and scheduler keys that the user typed, for a warning.
 
-    TrainingMonitor warns that such a key has no effect if the module makes its own optimizer. A key
-    whose value is also an argument of the module is left out, because the module's yaml may refer
-    to it, as in `lr: ${optimizer.lr}`.
+    TrainingMonitor warns that such a key has no effect if the module's configure_optimizers does
+    not use the group. A key whose value is also an argument of the module is left out, because the
+    module's yaml may refer to it, as in `lr: ${optimizer.lr}`.
 
     Returns:
         Key -> value. A choice, such as `optimizer`, has its name as its value. Empty if Hydra does

@@ -141,9 +141,10 @@ def build_module(
 
 
 def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
-    """Build the metrics of the module group by name, and evaluate a copy of each once.
+    """Build the metrics of the module group, and return them by their names.
 
-    The evaluation is left out if the model group has no `vocab_size`.
+    A copy of each is evaluated once, so that a metric which cannot take logits and targets ends the
+    run before the first step. This is left out if the model group has no `vocab_size`.
 
     Raises:
         ConfigError: If a metric cannot be built or evaluated.

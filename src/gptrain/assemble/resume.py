@@ -161,7 +161,10 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
 def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Return the keys that must not change for an exact resume, with their values.
 
-    Keys inside data.train and data.val that only repeat a key of data or model are left out.
+    They are the keys that decide the result: those of the groups in DECISIVE, the seed, and what
+    a step computes. Under a strategy that does not compute the same as one process (diloco) the
+    options of the strategy are among them. Keys inside data.train and data.val that only repeat a
+    key of data or model are left out.
 
     Args:
         cfg: Configuration of the run.

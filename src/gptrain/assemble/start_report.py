@@ -105,7 +105,9 @@ def build_report(
 
 
 def parameters_text(n_parameters: int, n_trained: int) -> str:
-    """Return a number of parameters as text: in millions, or in full if some are frozen or few.
+    """Return a number of parameters as text, in millions or in full.
+
+    It is in full if some parameters are frozen, or if there are less than 50,000.
 
     Args:
         n_parameters: Number of all parameters.

@@ -341,8 +341,9 @@ def _indexed(index: Path) -> list[Path]:
         index: Path of a model.safetensors.index.json.
 
     Raises:
-        DamagedCheckpointError: If it is no index, or names a file outside its own folder.
-        UnreadableFileError: If it is no JSON.
+        DamagedCheckpointError: If the file is no index, or if it names a file that does not exist,
+            is not in the same folder or is not of the type .safetensors.
+        UnreadableFileError: If the file is no JSON.
     """
     content: Any = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None

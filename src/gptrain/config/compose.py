@@ -38,7 +38,8 @@ def job_folder(number: int, varied: str) -> str:
     """Return the folder name of a sweep's job, such as `3-lr_0.001-seed_1`.
 
     TensorBoard shows the same name. The name has at most LONGEST_NAME characters, none of which is
-    special to a shell or to Hydra. Numbers are rounded to three significant digits.
+    special to a shell or to Hydra. A number with four decimals or more is rounded to three
+    significant digits.
 
     Args:
         number: Index of the job in the sweep.

@@ -119,8 +119,8 @@ def report_finished(run: RunRecord, objective: str) -> float | None:
 def report_sweep(folder: Path, search_path: Sequence[str] = ()) -> None:
     """Print the table of all jobs, the best first, and write it to results.csv.
 
-    The last line is a command that trains the best job for twice as long. Does nothing if the
-    folder has no runs.
+    If the best job has measured the objective, the last line is a command that trains this job for
+    twice as long. Does nothing if the folder has no runs.
 
     Args:
         folder: Folder of the sweep.

@@ -54,7 +54,7 @@ class ModelConfig(TargetConfig):
         compile: Parts of the net that torch.compile compiles: none, each block, or the whole model.
         activation_checkpointing: Activations that the backward pass recomputes: none, all but the
             outputs of matrix multiplications and attention (`selective`), or all.
-        vocab_multiple: Number of which `vocab_size: auto` is rounded up to a multiple.
+        vocab_multiple: Number to a multiple of which the size of `vocab_size: auto` is rounded up.
     """
 
     OWN_KEYS = frozenset({"compile", "activation_checkpointing", "vocab_multiple"})

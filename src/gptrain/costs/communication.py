@@ -64,7 +64,7 @@ def find_traffic(work: Work) -> list[Traffic]:
     Entries without bytes are left out, so that the list is empty on one device.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
     """
     entries = (*work.costs.traffic(work), *work.optimizer.traffic(work))
     return [entry for entry in entries if entry.n_bytes]

@@ -15,8 +15,8 @@ def estimate_states(work: Work) -> dict[str, float]:
     sizes. Otherwise the error is less than one row of a matrix per parameter.
 
     Args:
-        work: Step of the rank. Stages of a pipeline differ in size: `work.ends` has the steps of
-            its first and its last rank.
+        work: Facts about the rank's optimizer step. Stages of a pipeline differ in size:
+            `work.ends` has the steps of its first and its last rank.
 
     Returns:
         {"weights", "gradients", "optimizer"} in bytes.
@@ -40,7 +40,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     the allocator come on top.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
 
     Returns:
         {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
@@ -123,7 +123,7 @@ def block_activations(work: Work) -> tuple[float, float]:
     in fp32.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
 
     Returns:
         Bytes that are kept and bytes that are recomputed, both per token of one rank.

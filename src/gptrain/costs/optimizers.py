@@ -57,7 +57,7 @@ class OptimizerFacts:
         """Return the bytes of state for the parameters of a rank, before FSDP shards them.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         return sum(work.held) * self.bytes_per_parameter(work.weight_bytes)
 
@@ -65,7 +65,7 @@ class OptimizerFacts:
         """Return the FLOPs of a rank's update in addition to its elementwise work.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         return 0.0
 
@@ -73,7 +73,7 @@ class OptimizerFacts:
         """Yield what a rank sends for its update, in addition to the gradients.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         yield from ()
 
@@ -91,7 +91,7 @@ class MuonFacts(OptimizerFacts):
         Muon stores one value per weight of a hidden matrix, AdamW two for each other parameter.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         n_hidden = work.part[0] * work.shape.block_matrices / work.dims.tensor
         return super().state_bytes(work) - n_hidden * work.weight_bytes
@@ -100,7 +100,7 @@ class MuonFacts(OptimizerFacts):
         """Return the FLOPs of the Newton-Schulz steps of the matrices that the rank updates.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         return muon_flops(work.shape, work.part[0], ranks_of_update(work))
 
@@ -115,7 +115,7 @@ class MuonFacts(OptimizerFacts):
         shards afterwards.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         dims = work.dims
         n_ranks = ranks_of_update(work)
@@ -149,7 +149,7 @@ def ranks_of_update(work: Work) -> int:
     updates, too.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
     """
     if work.costs.shards_weights:
         return work.dims.tensor * work.dims.gradient_ranks

@@ -52,7 +52,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     FLOPs are those of one rank on average.
 
     Args:
-        work: Step of any rank of the run.
+        work: Facts about the optimizer step of any rank of the run.
         machine: Machine on which the ranks run.
 
     Returns:
@@ -134,7 +134,7 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
     type that the device has no instructions for, and fp64, count with the speed of fp32.
 
     Args:
-        work: Step of the rank, with the precision of the run.
+        work: Facts about the rank's optimizer step, with the precision of the run.
         machine: Machine on which the rank runs.
     """
     dtype = "float32" if work.precision.startswith("64") else "tf32"
@@ -151,7 +151,7 @@ def forward_repeats(work: Work) -> float:
     with activation checkpointing and 1 without.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
     """
     return 1.5 if work.checkpointing != "none" else 1.0
 
@@ -160,7 +160,7 @@ def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
     """Return the bytes that a rank's elementwise operations read and write in a step.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
         machine: Machine on which the rank runs.
         weights: Bytes of the weights that the rank stores.
     """
@@ -182,7 +182,7 @@ def operation_calls(work: Work, machine: Machine) -> float:
     """Return the number of torch operations that a rank calls in a step.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
         machine: Machine on which the rank runs.
     """
     overhead = ON_CPU if machine.is_cpu else ON_GPU
@@ -198,7 +198,7 @@ def communicate(work: Work, machine: Machine, busy_s: float) -> tuple[dict[str, 
     compute and send.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
         machine: Machine on which the rank runs.
         busy_s: Seconds of computation in a step.
 

@@ -40,13 +40,13 @@ class StepMemory(NamedTuple):
     Attributes:
         copies: Bytes of weights that FSDP has gathered or autograd keeps in 16 bits, and of DDP's
             buckets. They exist in the forward and in the backward pass.
-        early: Gradients that are stored during a forward pass.
+        early: Bytes of gradients that are stored during a forward pass.
         in_block: Extra bytes during the backward pass of each block but the last: the gradients of
             the following block, which FSDP still sends.
         after_block: Extra bytes at the end of the backward pass of a block: its full gradients, and
             the copy of them that FSDP sends.
-        last: Total extra bytes when the gradient of the token table is added, which is the end of
-            the backward pass.
+        last: Bytes of all gradients, and of the copies that still exist, when the gradient of the
+            token table is added to them at the end of the backward pass.
     """
 
     copies: float
@@ -119,7 +119,7 @@ class StrategyCosts(Generic[OptionsT]):
         accumulated. A subclass may add other cases.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         return work.accumulate > 1 or self.microbatches > 1
 
@@ -137,7 +137,7 @@ class StrategyCosts(Generic[OptionsT]):
         """Return the bytes of a rank during a step that depend on the strategy.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
             gradients: Bytes of the gradients that the rank stores.
         """
         n_blocks, is_first, _ = work.part
@@ -163,7 +163,7 @@ class StrategyCosts(Generic[OptionsT]):
         Entries of 0 bytes may be yielded; `find_traffic` leaves them out.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         yield from ()
 
@@ -187,7 +187,7 @@ class AveragingCosts(StrategyCosts[OptionsT]):
         first 1000 steps.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         n_ranks = self.step_ranks
         n_parameters = sum(work.held)
@@ -214,7 +214,7 @@ class BucketCosts(AveragingCosts[OptionsT]):
         average their gradients, because DDP's buckets stay allocated.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         return super().stores_gradients(work) or self.step_ranks > 1
 
@@ -262,7 +262,7 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
         replica.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         yield from super().traffic(work)
         n_replicas = self.dims.data // self.step_ranks
@@ -297,7 +297,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         """Return the bytes of gathered weights, of unsharded gradients, and of their copies.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
             gradients: Bytes of the gradients that the rank stores, which are shards.
         """
         blocks, root = work.held
@@ -325,7 +325,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         several replicas the gradients of equal shards are then all-reduced.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
 
         Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
         """
@@ -361,7 +361,7 @@ class TensorParallelCosts(AveragingCosts[StrategyOptions]):
         """Yield the traffic of the tensor group, and the averaging of gradients in the data group.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         yield from tensor_traffic(work)
         yield from super().traffic(work)
@@ -375,7 +375,7 @@ class FSDPTensorParallelCosts(ShardedCosts):
         """Yield the traffic of the tensor group, and the all-gathers and reduce-scatters of FSDP.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         yield from tensor_traffic(work)
         yield from super().traffic(work)
@@ -406,7 +406,7 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
         """Return the bytes of a rank during a step that depend on the sharding of the weights.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
             gradients: Bytes of the gradients that the rank stores.
         """
         return self.weights.step_memory(work, gradients)
@@ -418,7 +418,7 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
         Their gradients take the same way back. Recomputation repeats the forward pass.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
 
         Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.2.
         """
@@ -473,7 +473,7 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         The two ends all-reduce the gradient of the weight that they share, once a step.
 
         Args:
-            work: Step of the rank.
+            work: Facts about the rank's optimizer step.
         """
         _, is_first, is_last = work.part
         # A stage sends to its neighbours on both sides. The first and the last stage have one.
@@ -497,7 +497,7 @@ def tensor_traffic(work: Work) -> Iterator[Traffic]:
     and the gradients of the parameters that all ranks hold are all-reduced once per step.
 
     Args:
-        work: Step of the rank.
+        work: Facts about the rank's optimizer step.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """

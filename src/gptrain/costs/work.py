@@ -154,7 +154,9 @@ class Work:
 def find_work(
     run: RunConfig, sample_tokens: int | None, name: str, world_size: int, is_cpu: bool
 ) -> Work | None:
-    """Return the step of a run under a strategy, or None if its net or its sequences are unknown.
+    """Describe an optimizer step of a run under a strategy, for the planner.
+
+    Returns None if there are no formulas for the net, or if `sample_tokens` is None.
 
     Args:
         run: Configuration of the run.

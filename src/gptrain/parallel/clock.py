@@ -19,9 +19,9 @@ class ComputeClock:
         not counted  backward passes, in which gradients are communicated while they are computed;
                      the all-reduces of the number of targets and of the gradient norm; the
                      synchronization of DiLoCo; FSDP's all-gathers in the forward pass; the schedule
-                     of a pipeline; saves and Python's garbage collection; validations, with the
-                     wait for the batch after a validation; the collectives by which the ranks agree
-                     to stop or to skip a step, and those of a logged step
+                     of a pipeline; saves; validations, with the wait for the batch after a
+                     validation; the collectives by which the ranks agree to stop or to skip a step,
+                     and those of a logged step
 
     A backward pass takes a fixed multiple of the forward pass, so leaving it out keeps the ratio of
     two ranks. The collectives of tensor parallelism within the forward pass are counted: ranks of

@@ -53,6 +53,9 @@ def is_table(
 ) -> bool:
     """Return whether a parameter with a dimension of size max_seq_len is a table of positions.
 
+    In a net with `tensor_plan` its role decides. In any other net it is one, unless the vocabulary
+    has the same size: then it could also be the table of tokens.
+
     Args:
         name: Name of the parameter.
         plan: `tensor_plan` of the net. None if the net has none.

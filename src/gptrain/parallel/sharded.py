@@ -129,10 +129,10 @@ class Sharded(ParallelStrategy[OptionsT]):
         """Accumulate unsharded gradients inside the block, without communication.
 
         The block must not contain the last micro-step of a step, whose backward pass
-        reduce-scatters the sums. The block changes nothing without FSDP, and with
-        `strategy.accumulate_shards`: there, the gradients are reduce-scattered in every micro-step,
-        and a rank accumulates only its shard. That takes 1/N of the memory, but as many
-        reduce-scatters as the step has micro-steps.
+        reduce-scatters the sums. Without FSDP the block changes nothing. With
+        `strategy.accumulate_shards` it changes nothing either: the gradients are reduce-scattered
+        in every micro-step, and each of N ranks accumulates only its shard, 1/N of the gradients.
+        That saves memory, but takes as many reduce-scatters as the step has micro-steps.
         """
         sums_shards = isinstance(self.options, ShardedOptions) and self.options.accumulate_shards
         defers_sync = isinstance(self.net, FSDPModule) and not sums_shards

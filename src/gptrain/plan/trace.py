@@ -147,8 +147,8 @@ def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None)
         The entries `parameters` and `strategies` of the result of `trace`.
 
     Raises:
-        ConfigError: If the strategy is a pipeline, the ranks do not divide, or the step needs the
-            values of tensors.
+        ConfigError: If the strategy has a pipeline, if its numbers of ranks do not multiply to
+            `world_size`, or if the step needs the values of tensors.
     """
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:

@@ -82,7 +82,7 @@ def generate(
         sampling: Settings of the distribution.
         generator: Generator of the random numbers, on the device of the net.
         cache: True to compute each position only once, if the net has `new_cache` and while the
-            sequence has at most `max_seq_len` tokens. The drawn tokens are the same.
+            sequence has at most `max_seq_len` tokens. The logits are the same up to rounding.
         stop_ids: Ids of the tokens that end the text. They are not yielded.
     """
     tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)

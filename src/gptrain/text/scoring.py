@@ -102,8 +102,9 @@ def score_continuations(
 
     Args:
         net: Net with the contract of `gptrain.models`, in evaluation mode.
-        pairs: Token ids of a context and of its continuation, at least one each. The beginning of
-            a context that is too long for the net is left out.
+        pairs: Token ids of a context and of its continuation, at least one each. If both together
+            are longer than the net can read, the beginning is left out: first of the context, then
+            of the continuation.
 
     Returns:
         For each pair the log probability in nats, and whether each token of the continuation is
