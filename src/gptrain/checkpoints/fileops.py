@@ -6,6 +6,7 @@ that holds the name. A rename within one folder is atomic.
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,36 @@ def write_new_file(
         os.fsync(descriptor)
     finally:
         os.close(descriptor)  # some file systems report a failed write only here
+
+
+def create_once(path: Path, data: bytes) -> bool:
+    """Create a file that is complete when its name appears, unless a file of this name exists.
+
+    The file gets its name by a hard link, which can be made only once. So of several processes that
+    call this function for one file, exactly one succeeds.
+
+    Args:
+        path: Path of the file. Its folder must exist.
+        data: Content.
+
+    Returns:
+        Whether this call has created the file.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    write_new_file(draft, data)
+    try:
+        os.link(draft, path)
+    except OSError:
+        if path.exists():
+            return False
+        os.rename(draft, path)  # the file system has no hard links (FAT, some network mounts)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
 
 
 def replace(path: Path, data: bytes) -> None:

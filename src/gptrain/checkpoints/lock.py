@@ -50,7 +50,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
-        self.run_dir, self.wait_s = Path(run_dir), wait_s
+        self.run_dir = Path(run_dir)
+        self.wait_s = wait_s
         self.run_id = ""
         self._descriptor = -1
 

@@ -43,7 +43,8 @@ class DamagedCheckpointError(Exception):
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(path, reason)  # pickle calls the class with these arguments
-        self.path, self.reason = Path(path), reason
+        self.path = Path(path)
+        self.reason = reason
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
@@ -60,7 +61,8 @@ class AllDamagedError(Exception):
     cause = "data"
 
     def __init__(self, folder: Path, damaged: list[DamagedCheckpointError]) -> None:
-        self.folder, self.damaged = folder, damaged
+        self.folder = folder
+        self.damaged = damaged
         reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
         super().__init__(f"{folder}: no checkpoint is intact: {reasons}")
 

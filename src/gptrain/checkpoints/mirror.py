@@ -77,8 +77,9 @@ class Mirror:
                     store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            message, code = first_line(error), code_of(error)
-            raise ConfigError.of("checkpoint.mirror", self.url, message, code=code) from error
+            raise ConfigError.of(
+                "checkpoint.mirror", self.url, first_line(error), code=code_of(error)
+            ) from error
         if run_id not in ("", lock.run_id):
             message = "holds another run"
             hint = "ckpt_path=last in a new run_dir to resume that run"

@@ -1,8 +1,8 @@
 """How a run ended: `status.json`, `result.json`, and the exceptions that end a run.
 
 When several ranks fail, the first rank writes the status, because the other ranks fail only as a
-consequence. The file system decides which rank is first: a hard link with a given name can be made
-only once. So exactly one of the writers succeeds, and no process reads an incomplete status.
+consequence. The file system decides which rank is first: `fileops.create_once` succeeds for exactly
+one of the writers, and no process reads an incomplete status.
 """
 
 import json
@@ -10,7 +10,6 @@ import math
 import os
 import socket
 import time
-import uuid
 from pathlib import Path
 
 from gptrain.checkpoints import fileops
@@ -122,18 +121,7 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
     if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, status)
         return True
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_new_file(draft, status)
-    try:
-        os.link(draft, path)
-    except OSError:
-        if path.exists():
-            return False
-        os.rename(draft, path)  # the file system has no hard links (FAT, some network mounts)
-    finally:
-        draft.unlink(missing_ok=True)
-    fileops.sync_folder(path.parent)
-    return True
+    return fileops.create_once(path, status)
 
 
 def read_status(run_dir: str | Path) -> dict | None:

@@ -54,7 +54,9 @@ class CheckpointStore:
         run_id: str | None = None,
         progress: Callable[..., None] | None = None,
     ) -> None:
-        self.folder, self.run_id, self.progress = Path(folder), run_id, progress
+        self.folder = Path(folder)
+        self.run_id = run_id
+        self.progress = progress
         self.on_commit: Callable[[], object] = lambda: None
         # The save in the background, and the entries of its manifest.
         self._unfinished: tuple[CheckpointWriter, dict] | None = None
@@ -324,9 +326,10 @@ class CheckpointStore:
             protect: Folders of more checkpoints that stay. They do not count in `keep`.
         """
         for step in self.steps()[:-keep]:
-            path, trash = self.folder / folder_name(step), self._hidden("trash", step)
+            path = self.folder / folder_name(step)
             if path in protect:
                 continue
+            trash = self._hidden("trash", step)
             shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
             if _rename(path, trash):
                 shutil.rmtree(trash, ignore_errors=True)  # `clean` removes the rest

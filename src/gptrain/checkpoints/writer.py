@@ -42,7 +42,10 @@ class SaveFailedError(OSError):
         self, number: int, path: str | Path, needed: int | None, free: int | None, rank: int
     ) -> None:
         super().__init__(number, os.strerror(number), str(path))
-        self.path, self.needed, self.free, self.rank = Path(path), needed, free, rank
+        self.path = Path(path)
+        self.needed = needed
+        self.free = free
+        self.rank = rank
 
     def __reduce__(self) -> tuple:
         return type(self), (self.errno, str(self.path), self.needed, self.free, self.rank)

@@ -133,11 +133,8 @@ class BatchReader(Dataset):
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
             shapes = [describe_sample(sample) for sample in samples]
             odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), 0)
-            if odd:
-                reason = f"sample {indices[0]} is {shapes[0]}"
-                raise self._stacking_error(indices[odd], samples[odd], reason) from error
-            reason = "torch cannot stack it"
-            raise self._stacking_error(indices[0], samples[0], reason) from error
+            reason = f"sample {indices[0]} is {shapes[0]}" if odd else "torch cannot stack it"
+            raise self._stacking_error(indices[odd], samples[odd], reason) from error
         if self.n_positions is not None:
             if batch[0].shape[1] != self.n_positions:
                 reason = f"sample 0 has {self.n_positions} positions"

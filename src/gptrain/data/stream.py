@@ -61,7 +61,8 @@ class StreamDataset(Dataset):
     def __init__(self, stream: Any, name: str):
         self.stream = self.part = stream
         self.name = name
-        self.n_parts, self.number = 1, 0
+        self.n_parts = 1
+        self.number = 0
         self.stride = 1  # the part has one of each group of `stride` samples
         self.epoch = 0
         self.n_read = 0  # samples of the part in the current pass
@@ -235,7 +236,8 @@ class PositionReader(Dataset):
     """
 
     def __init__(self, batches: BatchReader, stream: StreamDataset):
-        self.batches, self.stream = batches, stream
+        self.batches = batches
+        self.stream = stream
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Any, int, dict[str, Any]]:
         """Return the next batch, the number of the part, and the position in it after the batch.

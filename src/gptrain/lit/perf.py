@@ -65,7 +65,8 @@ class Speed:
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
-            d_head, n_heads = getattr(net, "d_head", None), getattr(net, "n_heads", 0)
+            d_head = getattr(net, "d_head", None)
+            n_heads = getattr(net, "n_heads", 0)
             d_attention = n_heads * d_head if d_head else getattr(net, "d_model", 0)
             n_weights = strategy_of(trainer).info.n_matrix_weights
             seq_len = lengths.sample_tokens

@@ -60,7 +60,9 @@ class SpikeRule(StepRule):
         Args:
             strategy: Strategy of the run, with the loss and the gradient norm of the step.
         """
-        norm, loss, dims = strategy.grad_norm, strategy.step_mean.loss, strategy.parallel.dims
+        norm = strategy.grad_norm
+        loss = strategy.step_mean.loss
+        dims = strategy.parallel.dims
         assert norm is not None  # `clip` has measured it
         if dims.data < dims.world_size:
             loss = loss / dims.world_size

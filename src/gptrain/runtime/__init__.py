@@ -109,8 +109,9 @@ def keep_config(cfg: RunConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)
+    folder = Path(cfg.run_dir) / ".hydra"
     folder.mkdir(exist_ok=True)
+    hydra = cast(Any, HydraConfig.instance().cfg)
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())

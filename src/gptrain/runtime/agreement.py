@@ -6,9 +6,7 @@ files in a shared folder, and wait for each other for a few seconds only.
 """
 
 import json
-import os
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,32 +36,15 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
     folder = Path(folder)
     give_up_s = time.monotonic() + wait_s
     folder.mkdir(parents=True, exist_ok=True)
-    _write_once(folder / f"rank-{rank}", value)
+    fileops.create_once(folder / f"rank-{rank}", json.dumps(value).encode())
     while (verdict := _read(folder / _VERDICT)) is None:
         values = [_read(folder / f"rank-{other}") for other in range(world_size)]
-        if None not in values:
-            _write_once(folder / _VERDICT, all(answer == values[0] for answer in values))
-        elif time.monotonic() > give_up_s:
-            _write_once(folder / _VERDICT, False)
+        if None not in values or time.monotonic() > give_up_s:
+            is_agreed = all(answer is not None and answer == values[0] for answer in values)
+            fileops.create_once(folder / _VERDICT, json.dumps(is_agreed).encode())
         else:
             time.sleep(POLL_S)
     return verdict
-
-
-def _write_once(path: Path, value: Any) -> None:
-    """Create a file that is complete when its name appears. Do nothing if the file exists.
-
-    Of several processes that write the same file at once, one succeeds.
-
-    Args:
-        path: File, in an existing folder.
-        value: Value that is written as JSON.
-    """
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_new_file(draft, json.dumps(value).encode())
-    with suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
 
 
 def _read(path: Path) -> Any:

@@ -261,7 +261,8 @@ def expand_gpu_segments() -> None:
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         return
     with suppress(OSError):  # without a driver the option has no effect
-        driver, is_supported = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+        driver = ctypes.CDLL("libcuda.so.1")
+        is_supported = ctypes.c_int(0)
         driver.cuInit(0)
         driver.cuDeviceGetAttribute(ctypes.byref(is_supported), VIRTUAL_MEMORY, 0)
         if not is_supported.value:

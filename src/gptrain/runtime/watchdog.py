@@ -77,7 +77,8 @@ class Heartbeat:
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
-        self.folder, self.rank = Path(folder), rank
+        self.folder = Path(folder)
+        self.rank = rank
         self.folder.mkdir(parents=True, exist_ok=True)
         self.progress = Progress(rank, 0, "start", 0)
         self._path = self.folder / f"rank-{rank:05d}"
@@ -174,7 +175,8 @@ class StallWatch:
     """
 
     def __init__(self, read: Callable[[], list[Progress]], timeout_s: float) -> None:
-        self._read, self._timeout_s = read, timeout_s
+        self._read = read
+        self._timeout_s = timeout_s
         self._last: list[Progress] = []
         self._silent_s: dict[int, float] = defaultdict(float)
         self._looked_s = time.monotonic()
@@ -192,9 +194,11 @@ class StallWatch:
 
         Call it at least every two seconds: a longer gap between two calls counts as two seconds.
         """
-        now_s, last = time.monotonic(), self._last
+        now_s = time.monotonic()
         elapsed_s = min(now_s - self._looked_s, _MAX_GAP_S)
-        self._looked_s, self._last = now_s, self._read()
+        self._looked_s = now_s
+        last = self._last
+        self._last = self._read()
         silent = []
         for progress in self._last:
             is_silent = progress in last
@@ -241,9 +245,13 @@ class Guard:
         parent_pid: int | None = None,
         describe: Callable[[], dict] = dict,
     ) -> None:
-        self.stop, self.heartbeat, self.doing = stop, Heartbeat(beats, rank), ""
-        self._run_dir, self._describe = Path(run_dir), describe
-        self._timeout_s, self._parent_pid = timeout_s, parent_pid
+        self.stop = stop
+        self.heartbeat = Heartbeat(beats, rank)
+        self.doing = ""
+        self._run_dir = Path(run_dir)
+        self._describe = describe
+        self._timeout_s = timeout_s
+        self._parent_pid = parent_pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._old_status = read_status(run_dir)  # status of the previous start
@@ -334,7 +342,8 @@ class Guard:
         Args:
             limit_s: Time for which this rank has been silent, in seconds.
         """
-        own, before = self.heartbeat.progress, read_progress(self.heartbeat.folder)
+        own = self.heartbeat.progress
+        before = read_progress(self.heartbeat.folder)
         if self._done.wait(POLL_S) or own != self.heartbeat.progress:
             return
         after = read_progress(self.heartbeat.folder)

@@ -1,5 +1,6 @@
 """Non-blocking votes of all ranks, and the number of collectives that a rank has started."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,13 +13,11 @@ def n_collectives() -> int:
     After an error, ranks can start another collective together only if their numbers are equal. The
     number is 0 without a process group, and for a backend that does not count its collectives.
     """
-    group: Any = dist.group.WORLD if dist.is_initialized() else None
-    if group is None:
-        return 0
-    try:
-        return group._get_sequence_number_for_group()
-    except (AttributeError, RuntimeError):
-        return 0
+    if dist.is_initialized():
+        group: Any = dist.group.WORLD
+        with suppress(AttributeError, RuntimeError):
+            return group._get_sequence_number_for_group()
+    return 0
 
 
 class Vote:
