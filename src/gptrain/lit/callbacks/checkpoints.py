@@ -287,9 +287,9 @@ class Checkpoints(Checkpoint):
         """Save the newest complete step after an error, if every rank has failed after this step.
 
         An error of this save is logged and not raised, because the first error is to be reported.
-        A run that was asked to stop ends by a PreemptedError and has saved its last step before.
-        Nothing is saved then, but all ranks wait until the checkpoint is copied to
-        `checkpoint.mirror`, if there is one.
+        A run that was asked to stop ends by a PreemptedError, and has saved its last step before if
+        any step was done. Nothing is saved then, but all ranks wait until this checkpoint is copied
+        to `checkpoint.mirror`, if there is one.
         """
         if isinstance(exception, PreemptedError):
             if exception.step is not None:  # all ranks have agreed to stop

@@ -120,7 +120,7 @@ class TrainingMonitor(Callback):
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.evaluated_step = 0  # step of the checkpoint in an evaluation
-        self._is_paused = False  # a validation or a save has interrupted the clock of the steps
+        self._is_paused = False  # a validation or a save has interrupted the measurement of speed
         self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -171,8 +171,9 @@ class TrainingMonitor(Callback):
     ) -> None:
         """End the run if the ranks have agreed to stop.
 
-        Otherwise, after a validation or a save, begin a new interval of the speed measurement.
-        After the first step of a start, check that all monitored values are logged.
+        Otherwise, after a validation or a save, begin a new interval of the speed measurement, and
+        count computing time again. After the first step of a start, check that all monitored values
+        are logged.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.

@@ -150,7 +150,11 @@ class LightningDiLoCo(LightningMultiRank):
         replica = self.parallel.sync_group.rank()
         if self._outer_state["number"] != self.parallel.sync_group.size():
             if self.is_global_zero:
-                log.warning("all replicas resume with the first one's weights and optimizer state")
+                log.warning(
+                    "warning: the checkpoint has %d replicas; all replicas of this run resume with "
+                    "the weights and the optimizer state of its first replica",
+                    self._outer_state["number"],
+                )
         elif replica != 0:
             saved = load_file(Path(checkpoint_path) / replica_name(replica))
             checkpoint["state_dict"] = from_saved_names(saved["state_dict"])
