@@ -15,18 +15,6 @@ from pathlib import Path
 _PIECE_BYTES = 1 << 26
 
 
-def create(path: Path) -> int:
-    """Create an empty file and return its descriptor, open for writing. The caller closes it.
-
-    Args:
-        path: Path of the file, in an existing folder.
-
-    Raises:
-        FileExistsError: If a file or a link of this name exists.
-    """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
 def sync_folder(folder: Path) -> None:
     """Wait until the names of a folder's files are on the disk (fsync of the folder).
 
@@ -56,7 +44,7 @@ def write_new_file(
         FileExistsError: If a file or a link of this name exists.
         OSError: If the file cannot be written.
     """
-    descriptor = create(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     left = memoryview(data)
     try:
         while left:
@@ -101,7 +89,8 @@ def create_once(path: Path, data: bytes) -> bool:
 def replace(path: Path, data: bytes) -> None:
     """Replace the content of a file, which may be missing, and wait until it is on the disk.
 
-    After an error the old content is unchanged. A link is replaced by a file; its target stays.
+    If the new content cannot be written, the old content is unchanged. A link is replaced by a
+    file; its target stays.
 
     Args:
         path: Path of the file. Its folder must exist.

@@ -159,7 +159,7 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         rows: Lines of timeline.jsonl, which may come from an untrusted folder.
 
     Returns:
-        `goodput`, and the seconds of each of TIMES under names such as `steps_s`.
+        `goodput`, and the seconds of each kind of time in TIMES, under names such as `steps_s`.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count

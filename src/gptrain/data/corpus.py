@@ -224,8 +224,8 @@ def scan_source(source: Source, text_key: str) -> SourceScan:
         text_key: Key of the text in a record.
 
     Raises:
-        DataError: If neither the config nor the suffix says that the file is text, and it begins
-            like a file of records.
+        DataError: If the config does not say that the file is text, and the file begins like a file
+            of records.
     """
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()

@@ -102,8 +102,8 @@ class JsonText:
     def _read_more(self) -> None:
         """Remove the text before the read position from memory, and read more text.
 
-        At least as many bytes are read as characters are kept, so that the time for a long value is
-        linear in its length.
+        At least as many bytes are read as characters are kept, unless the limit of the text is
+        reached. So the time for a long value is linear in its length.
 
         Raises:
             DataError: If the file is not UTF-8.

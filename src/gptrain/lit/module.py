@@ -109,8 +109,8 @@ class LanguageModel(pl.LightningModule):
         The loss is the mean cross entropy over the targets that are not -100, with the label
         smoothing and the z-loss of `loss_options`. In training the mean is taken over the targets
         of the whole optimizer step: the values of all micro-steps and data ranks average to this
-        mean, also if the micro-batches have different numbers of targets. Under torch.no_grad the
-        mean is taken over the targets of this batch.
+        mean, also if the micro-batches have different numbers of targets. Outside of training_step,
+        and under torch.no_grad, the mean is taken over the targets of this batch.
 
         All ranks that compute one net together must call this method. With gradients enabled, a
         pipeline also runs its backward pass here.

@@ -34,10 +34,10 @@ class Peak:
 
 
 def find_peak(device: torch.device, precision: str) -> Peak:
-    """Return the dense 16-bit peak of the data sheet, or measure the peak of an unknown device.
+    """Return the peak speed of a device in matrix multiplications, from a table or by measurement.
 
-    A GPU of the table in `gptrain.costs.hardware` is known. Any other device, also every CPU, is
-    measured for MEASURE_S seconds.
+    For a GPU in the table of `gptrain.costs.hardware` it is the dense 16-bit peak of the data
+    sheet. Any other device, also every CPU, is measured for MEASURE_S seconds.
 
     Args:
         device: Device of this rank.

@@ -123,8 +123,8 @@ def this_process() -> Process:
     used.
 
     Raises:
-        ConfigError: If a variable is not a number, the numbers contradict each other, or a launcher
-            has set only some of its variables.
+        ConfigError: If a variable is not a number, if the numbers contradict each other, or if the
+            launcher has not set the local rank.
     """
     for launcher, names in LAUNCHERS.items():
         rank, local_rank = read_number(names.rank), read_number(names.local_rank)
@@ -354,10 +354,10 @@ def store_path(run_dir: str | Path) -> str | None:
 def set_rendezvous(run_dir: str | Path) -> None:
     """Set the environment variables by which the ranks of several nodes find each other.
 
-    Under srun, which provides no address and no port: MASTER_ADDR (the first node) and MASTER_PORT
-    (derived from the number of the job). Under any launcher: GLOO_SOCKET_IFNAME. Variables that are
-    set stay as they are. Does nothing if this process is not a rank, or if the ranks use a file
-    (`store_path`).
+    GLOO_SOCKET_IFNAME is set under every launcher, if the network interface is found. MASTER_ADDR
+    (the first node) and MASTER_PORT (derived from the number of the job) are set under srun, which
+    provides neither. A variable that the user has set stays as it is. Does nothing if this process
+    is not a rank, or if the ranks use a file (`store_path`).
 
     Args:
         run_dir: Run folder, which decides with `store_path` whether a file is used.
