@@ -10,7 +10,7 @@ import torch
 from forked import forked_ranks
 
 from gptrain.collectives import operations
-from gptrain.collectives.command import DEFAULTS, CollectivesRun, start
+from gptrain.collectives.command import DEFAULTS, CollectivesRun, default_devices, start
 from gptrain.config.cli import run_command
 from gptrain.plan.__main__ import measure
 from tests.command_line import compose_run
@@ -92,6 +92,10 @@ def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp
         pass
     assert made.value.args == ("gloo", torch.device("cpu"), 0, 3, 5.0, None, ())
     assert threads == [3]
+    monkeypatch.delenv("RANK", raising=False)
+    assert default_devices() == "trainer.devices=2"
+    monkeypatch.setenv("RANK", "0")
+    assert default_devices() == "trainer.devices=auto"
 
 
 @pytest.mark.slow
@@ -105,7 +109,9 @@ def test_under_torchrun_only_rank_0_prints(command, tmp_path):
 
 
 # Bus bandwidth of three ranks, relative to the bytes of a rank's buffer per second.
-FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 4 / 3, "all_to_all": 2 / 3, "gather": 2 / 3}
+FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 4 / 3} | dict.fromkeys(
+    ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), 2 / 3
+)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
 
@@ -58,6 +59,8 @@ def test_the_first_step_and_validated_ones_have_whole_rows(train, monkeypatch):
     both = [row["step"] for row in table if row["train/loss"] and row["val/loss"]]
     assert both == ["3", "6", "7"]
     assert {float(row["tokens"]) for row in table} == {n_tokens}
+    manifest = read_manifest(run.folder / "checkpoints" / "step-00000007")
+    assert manifest["metrics"]["val/loss"] == float(table[-1]["val/loss"])
 
 
 def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(train):
@@ -125,13 +128,14 @@ def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
 
 def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     logger = TensorBoardLogger(str(tmp_path))
-    logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
     logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
+    logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
+    logger.discard_after(0)  # writes the configuration as a text
     logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5}, 7)
     logger.save()
     (file,) = tmp_path.glob("events*")
     content = file.read_bytes()
-    assert b"val/top5" in content and b"width" not in content
+    assert b"val/top5" in content and b"seed: 3" in content and b"width" not in content
     assert events(tmp_path, "loss/test") == [(7, 2.5)]
     assert events(tmp_path, "test/top5") == [(7, 0.5)]
 

@@ -75,7 +75,7 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     for rank in range(2):
         trainer = make_trainer(LightningMultiRank(ParallelStrategy()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
-        assert (trainer.world_size, trainer.num_devices) == (2, 2)
+        assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
 
 
 def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):

@@ -324,6 +324,8 @@ def test_what_the_net_cannot_read_is_refused_in_each_set_that_it_reads():
         module.batch_size = 1  # no other sample of the batch has another length
         with pytest.raises(DataError, match=message):
             list(module.val_dataloader())
+        with pytest.raises(DataError, match=message.replace("val", "test")):
+            list(module.test_dataloader())
 
 
 def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():

@@ -6,10 +6,13 @@ import io
 import sys
 
 import pytest
+import torch
 
 from gptrain.checkpoints import manifest
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.progress import progress_bar
+from gptrain.lit.callbacks.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -30,6 +33,18 @@ def test_a_terminal_shows_it_once_and_a_file_gets_nothing(stream, rank, is_shown
         bar.update(500)
     output = sys.stderr.getvalue()
     assert "verifying:  50%" in output and "B/s" in output if is_shown else not output
+
+
+def test_the_bar_of_a_training_shows_the_last_logged_step():
+    lengths = RunLengths(BatchPlan(4, 1, 1), 1, 50, n_steps=40, validate_every=9, unit="samples")
+    values = {"train/loss": torch.tensor(2.5), "lr": 3e-4, "step": 10, "perf/step_s": 2.0,
+              "perf/tokens_per_s": 12345.6, "perf/slowest_rank": 3.0,
+              "perf/slowest_over_median": 1.25}  # fmt: skip
+    bar = ProgressBar()
+    bar.take_step(values, lengths)
+    shown = {name: str(value) for name, value in bar.logged.items() if name != "train/loss"}
+    assert shown == {"lr": "0.0003", "samples/s": "12,346", "left": "0:01:00",
+                     "slowest": "rank 3, 1.25 of the median"}  # fmt: skip
 
 
 class Count:

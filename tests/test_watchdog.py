@@ -41,6 +41,7 @@ run_dir, rank, what, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], flo
 if what == "orphan":
     die_with_parent(os.getppid())
 guard = watchdog.Guard(run_dir, run_dir + "/beats", StopFlag(), rank=rank, timeout_s=timeout_s,
+                       describe=lambda: {"resume": "python train.py ckpt_path=last"},
                        parent_pid=os.getppid() if what == "poll" else None).__enter__()
 heartbeat = guard.heartbeat
 print("ready", flush=True)
@@ -88,6 +89,7 @@ def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(
     assert (status["cause"], status["exit_code"], status["step"]) == ("hang", process.returncode, 2)
     message = f"no progress for {limit_s} s: rank 0 at step 2 in phase forward"
     assert process.returncode == 76 and status["message"] == message
+    assert status["resume"] == "python train.py ckpt_path=last"
     assert f"rank 0: {message}" in error
     assert re.search(r'File "<string>", line \d+ in <module>', error)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from gptrain.lit.strategies.replicated import LightningSingleDevice
+from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN, differences
+from tests.lit.own.modules import WithExtraParameters
 
 MODULES = f"module._target_={OWN}.modules"
 TWO = ("trainer.devices=2", "data.batch_size=4", "data.global_batch_size=8", "model.n_layers=2")
@@ -42,6 +46,20 @@ def test_extra_parameters_outside_the_net_are_saved_restored_and_trained(resumes
     assert (state["module.gain"] < 0.9).all()  # trained towards 0.5
     assert run.column("gain")[-1] == pytest.approx(float(state["module.gain"].mean()))
     assert "module.gain" in run.state(6)["optimizer_states"][0]["state"]
+
+
+def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the_net(tmp_path):
+    net, strategy = nn.Linear(2, 2), LightningSingleDevice(ParallelStrategy())
+    strategy.parallel.is_partitioned = True
+    strategy.connect(WithExtraParameters(net, torch.optim.AdamW))
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2), "module.steps_seen": torch.ones(())}
+    torch.save({"state_dict": state}, tmp_path / "other.ckpt")
+    checkpoint = strategy.load_checkpoint(tmp_path / "other.ckpt")
+    message = "does not fit the module outside its net; missing or unexpected: gain"
+    with pytest.raises(ValueError, match=message):
+        strategy.load_model_state_dict(checkpoint)
+    strategy.load_model_state_dict(checkpoint, strict=False)
+    assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
 
 
 @pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
