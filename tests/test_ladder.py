@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from gptrain.ladder.law import (
     law_loss,
     predict_largest,
 )
-from gptrain.ladder.report import conclude, duration, plan_table
+from gptrain.ladder.report import conclude, duration, plan_table, summary_lines, table_rows
 from gptrain.ladder.runs import check_same, train_size
 from gptrain.ladder.sizes import Phases, find_phases, replace_overrides, scaled, warn
 from tests.command_line import compose_run
@@ -116,10 +117,13 @@ def test_a_plan_of_three_seeds_takes_three_times_what_one_takes():
 
 def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_by_it():
     """The losses are those of a power law of the parameters outside of tables, without noise."""
-    n_matrices, n_tables = (1e5, 4e5, 2e6, 1e7), (3e5, 5e5, 8e5, 2e6)
+    n_matrices, n_tables = (
+        (10**5, 4 * 10**5, 2 * 10**6, 10**7),
+        (3 * 10**5, 5 * 10**5, 8 * 10**5, 2 * 10**6),
+    )
     *sizes, target = (
         SimpleNamespace(
-            counts={"all": n + table, "matrices": n, "blocks": n**0.9 - table / 10},
+            counts={"all": n + table, "matrices": n, "blocks": n**1.3},
             flops_per_token=6 * n, n_devices=8, words=[], hours=lambda n_tokens: n_tokens / 1e9,
         )
         for n, table in zip(n_matrices, n_tables, strict=True)
@@ -137,6 +141,15 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     assert (facts["target"]["flops"], facts["target"]["hours"]) == (6 * 1e7 * 4e8, 0.4)
     best = facts["best"]
     assert 6 * best["parameters"] * best["tokens"] == pytest.approx(1e14)
+    assert facts["target"]["interval"] == pytest.approx([facts["target"]["loss"]] * 2)  # no noise
+    assert best["interval"] == pytest.approx([best["loss"]] * 2)
+    facts["left_out"]["matrices"] |= {"predicted": 2.0, "measured": 2.5}
+    facts["points"][0]["loss"] *= 2
+    lines = summary_lines({**facts, "target": facts["target"] | {"place": "8 x h100_sxm"}})
+    assert "left out  the largest: 2.0000, measured 2.5000 (-20.00%), by a plain power" in lines[1]
+    assert lines[2].startswith("target    12,000,000 parameters, 4e+08 tokens: loss 0.1927 (95%: ")
+    assert lines[2].endswith(", 2.4e+16 FLOPs, 24.0 min on 8 x h100_sxm")
+    assert [row[-1] for row in table_rows(facts)[:2]] == ["off", "-50.00%"]
     fixed = conclude(SimpleNamespace(count="all", budget=None), points, sizes, target, 4e8)
     assert fixed["law"].count == "all" and "best" not in fixed
 
@@ -296,7 +309,10 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     assert " 7e+06 tokens, " in out and " on 2 x h100_sxm" in out and "2 x this machine" in out
     assert "run  " not in out and "h100_sxm" in out and not (tmp_path / "ladder").exists()
     assert "optimizer.lr=0.0012" in out.splitlines()[1]  # 3e-4 * (128 / 8)^(1/2)
-    code, out, err = ladder("ladder.budget=1e12", "seed=3")
+    here = ladder("--plan", *words[1:], "trainer.devices=1", "trainer.num_nodes=2")[1]
+    same = [line in out for line in here.splitlines()]  # the target alone is on the H100
+    assert same == [True] * (len(same) - 1) + [False]
+    code, out, err = ladder("ladder.budget=1e12", "seed=3", "ladder.target='optimizer.lr=0.002'")
     assert code == 0, err
     assert sys.argv[0] == "command"  # the runs have had their own words
     folder = tmp_path / "ladder"
@@ -317,6 +333,9 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     assert target["tokens"] == pytest.approx(0.2 * target["parameters"]["all"])
     per_token = 6 * target["parameters"]["matrices"] + 12 * 2 * 32 * 17  # layers, d_model, T
     assert target["flops"] == pytest.approx(target["tokens"] * per_token)
+    words = shlex.split(target["command"])
+    assert {"scheduler=warmup_stable_decay", "trainer.max_steps=-1", "model.d_model=32",
+            f"max_tokens={target['tokens']:.0f}", "optimizer.lr=0.002"} < {*words}  # fmt: skip
     # A short run starts from a checkpoint of the longest run of its size.
     for short, longest in zip(facts["points"][::2], facts["points"][1::2], strict=True):
         overrides = (tmp_path / short["run"] / ".hydra" / "overrides.yaml").read_text()

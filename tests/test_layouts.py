@@ -113,6 +113,11 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
     elif name == "tied":
         for key in DEFAULTS_OF_LLAMA:
             del config[key]
+        other = make(name, n_kv_heads=3, norm_eps=1e-5, rope_base=5e5)
+        with pytest.raises(
+            ValueError, match=r"heads=6 .* 3 in.*eps=1e-06 .* 1e-05 .*10000.*500000"
+        ):
+            other.from_hugging_face(config, tensors)
     else:
         config["rope_scaling"]["type"] = config["rope_scaling"]["rope_type"]
         del config["head_dim"], config["use_sliding_window"]

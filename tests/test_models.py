@@ -201,7 +201,8 @@ def test_initial_weights_are_gpt2s():
 
 
 def test_no_two_matrices_get_the_same_numbers_nor_two_seeds():
-    matrices = [p for net in (small_gpt(), small_gpt()) for p in net.parameters() if p.ndim == 2]
+    nets = (small_gpt(), small_gpt(), small_llama())  # the head of the last is not tied
+    matrices = [p for net in nets for p in net.parameters() if p.ndim == 2]
     heads = [p.flatten()[:8] / p.flatten()[:8].norm() for p in matrices]
     assert all(not torch.allclose(a, b) for i, a in enumerate(heads) for b in heads[:i])
 
@@ -269,6 +270,8 @@ def test_the_norm_has_torchs_values_and_gradients(dtype):
     gradients = [torch.autograd.grad(y.sin().sum(), (x, norm.weight)) for y in made]
     torch.testing.assert_close(*made)
     torch.testing.assert_close(*gradients)
+    half = x.to(torch.bfloat16)  # under autocast the input may have fewer bits than the weight
+    assert torch.equal(norm(half), norm(half.to(dtype))) and norm(half).dtype == dtype
 
 
 def test_recomputed_activations_are_the_same():

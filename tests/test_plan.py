@@ -269,6 +269,24 @@ def in_seconds(work, **machine):
 SMALL = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=6)
 
 
+def test_of_traffic_that_computation_hides_the_exposed_part_remains():
+    """The last of two buckets has nothing to hide behind; sending the first one is hidden."""
+    options = default_options("ddp").model_copy(update={"bucket_cap_mb": 436 * 4 / 2**20})
+    work = Work(SMALL, options, ParallelDims(data=2), 3, 5)
+    link = Link("", bytes_per_s=1e9, latency_s=0.0, wait_s=1e-4)
+    shown_s = in_seconds(work, link=link) - in_seconds(work)
+    assert shown_s == pytest.approx((2 * 1e-4 + 872 * 4 / 1e9) / 2)
+
+
+def test_a_ring_over_nodes_has_the_latency_of_a_tree_over_them():
+    """Of 16 GPUs on four nodes: log2(4) messages between nodes, and one per GPU of a node."""
+    link, network = Link("", 1e12, latency_s=1e-6, wait_s=5e-6), Link("", 1e9, latency_s=1e-3)
+    machine = replace(machine_of(DEVICES["h100_sxm"], 4), link=link, network=network)
+    route = find_link(Traffic("", "data", 1e6, 1), ParallelDims(data=16), machine)
+    assert route.latency_s == pytest.approx((2 * 1e-3 + 4 * 1e-6) / 16)
+    assert route.wait_s == 5e-6
+
+
 def test_full_recomputation_repeats_the_forward_pass_but_for_the_last_matrix_and_the_head():
     """Of 336 weights of a block 48 are in `down`. Attention is repeated, at its own speed."""
     work = Work(SMALL, default_options("single"), ParallelDims(), 3, 5, checkpointing="full")

@@ -11,7 +11,7 @@ import pytest
 from gptrain.core.data_schema import DataConfig, DummyTextConfig
 from gptrain.costs import machine
 from gptrain.costs.choice import changed_overrides
-from gptrain.plan.__main__ import PARTS, main, memory_lines, step_lines
+from gptrain.plan.__main__ import PARTS, main, memory_lines, step_table
 from tests.conftest import ROOT
 
 SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
@@ -190,7 +190,7 @@ def test_the_tables_show_each_number_under_its_name():
         "bytes_per_device": {part: 2**30 * n for n, part in enumerate(PARTS, 1)}, "fits": False,
     }  # fmt: skip
     rows = {"fsdp": row, "single": row | {"wire": {}, "wire_bytes_per_step": 0, "fits": True}}
-    (table,) = step_lines(rows)
+    table = step_table(rows)
     assert [line.split() for line in table.splitlines()[1:]] == [
         ["fsdp", "2", "12,346", "25.0%", "1.50", "0.125", "0.375", "75.0%", "1,234.5", "4,938.0",
          "nvlink4"],

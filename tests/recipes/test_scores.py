@@ -22,6 +22,8 @@ HELLASWAG = [
     {"ctx": "a", "endings": ["bb", "cccc", "d"], "label": "1"},
     {"activity_label": "A", "ctx_a": "x", "ctx_b": "y  z", "endings": ["p [q]", "r"], "label": 0},
     {"ctx": "b", "endings": ["c", "ddd"], "label": 1},
+    # The second is more probable per character, the first per token with its space.
+    {"ctx": "c", "endings": ["d", "bbbbb"], "label": 1},
 ]
 ARC = [
     {"question": "q?", "choices": {"text": ["bb", "c"], "label": ["A", "B"]}, "answerKey": "B"},
@@ -84,14 +86,14 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
         nats = [space + sum(row) for row in logits]
         normed = [value / len(choice) for value, choice in zip(nats, choices, strict=True)]
         by_hand.append([nats.index(max(nats)) == answer, normed.index(max(normed)) == answer])
-    expected = [*torch.tensor(by_hand).sum(0).tolist(), 3]
+    expected = [*torch.tensor(by_hand).sum(0).tolist(), 4]
     callback, tokenizer = Scores({"hs": str(files["hs"])}), ByteTokenizer()
     encode = callback.encoder(tokenizer)
     assert count(net, encode, questions).tolist() == expected
     parts = [count(net, encode, questions, rank, 2) for rank in range(2)]
     assert sum(parts).tolist() == expected
     scores = callback.evaluate(net, tokenizer)
-    assert scores == {"eval/hs/acc": expected[0] / 3, "eval/hs/acc_norm": expected[1] / 3}
+    assert scores == {"eval/hs/acc": expected[0] / 4, "eval/hs/acc_norm": expected[1] / 4}
 
 
 def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):

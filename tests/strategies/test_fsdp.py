@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from kinds import Parallel, check_equals_one_process
@@ -12,7 +13,7 @@ from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from gptrain.core.strategies import ParallelDims
-from gptrain.parallel.mesh import build_mesh, build_shard_mesh, wait_for_rank_0
+from gptrain.parallel.mesh import after_rank_0, build_mesh, build_shard_mesh, wait_for_rank_0
 
 
 @on_ranks(2)
@@ -78,5 +79,11 @@ def test_the_other_ranks_wait_at_the_end_until_rank_0_has_finished():
         time.sleep(0.2)  # the other rank arrives first
         store.set("copied", "1")
 
+    if dist.get_rank() == 1:  # rank 0 has called neither function
+        with pytest.raises(RuntimeError, match="imeout"):
+            after_rank_0(list, 1, timeout_s=0.05)
+        wait_for_rank_0(finish, 1, timeout_s=0.05)
+    dist.barrier()
+    assert after_rank_0(list, dist.get_rank(), timeout_s=30) == []
     wait_for_rank_0(finish, dist.get_rank(), timeout_s=30)
     assert store.check(["copied"])

@@ -82,6 +82,17 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_net_without_blocks_is_refused_for_what_works_block_by_block(mode):
+    options, net = default_options("single"), torch.nn.Linear(2, 2)
+    modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
+    for key, value in (("activation_checkpointing", mode), ("compile", "blocks")):
+        with pytest.raises(IncompatibleModelError, match="needs `blocks` of Linear") as error:
+            check_fit(net, options, parallel_dims(options, 1), **modes | {key: value})
+        assert error.value.key == f"model.{key}"
+    check_fit(net, options, parallel_dims(options, 1), **modes | {"compile": "model"})
+
+
 def test_a_net_without_a_layout_is_refused_for_documents_that_do_not_see_each_other():
     options = default_options("single")
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": True}
