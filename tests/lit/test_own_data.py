@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.nn import functional as F
@@ -301,6 +302,12 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
         divided = DataLoader(samples, 4, sampler=sampler, drop_last=is_cut)
         counted = UserData(DataModule(35), loader, "data._target_", n_ranks)
         assert counted.epoch_batches == len(divided)
+    several = {"short": DataLoader(samples, 9), "long": loader}  # the short one is repeated
+    counted = UserData(DataModule(35), several, "data._target_", 1)
+    assert (counted.epoch_batches, counted.batch_size) == (len(loader), 9)
+    made_by_dataset = DataLoader(TensorDataset(torch.ones(2, 3, 5), torch.ones(2, 3, 5)), None)
+    counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 1)
+    assert (counted.epoch_batches, counted.batch_size) == (2, 3)
 
 
 @pytest.mark.slow

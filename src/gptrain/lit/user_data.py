@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gptrain.core.errors import ConfigError
@@ -29,18 +29,18 @@ class UserData(Dataset):
 
     Args:
         module: Module of the user, after its `setup`.
-        loader: Loader of the batches that the run reads first.
+        loader: Loader of the batches that the run reads first, or several in a list or a dict.
         key: Config key of the module, for error messages.
         world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
 
     Attributes:
         train: Always None, because the datasets of a user's module are not known.
         val: Always None, for the same reason.
-        batch_size: Samples of a batch of one rank.
+        batch_size: Samples of a batch of one rank, in the first of several loaders.
         epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
-        ConfigError: If the loader is not a DataLoader, or has no batch size.
+        ConfigError: If the loader is not made of DataLoaders.
     """
 
     train = val = None
@@ -51,38 +51,42 @@ class UserData(Dataset):
     def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
         self.module = module
         self.world_size = world_size
-        sampler = getattr(loader, "batch_sampler", None)
-        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        if not isinstance(loader, DataLoader) or size is None:
-            message = "its loader is no DataLoader with a batch size"
+        self.loaders = loader
+        loaders = tree_leaves(loader)
+        if not loaders or not all(isinstance(part, DataLoader) for part in loaders):
+            message = f"its loader is a {type(loader).__name__}; needed: a DataLoader, or several"
             hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
             raise ConfigError.of(key, type(module).__name__, message, hint=hint)
-        self.loader = loader
+        size = find_batch_size(loaders[0])
+        if size is None:
+            leaves = tree_leaves(self._first_batch())
+            size = next((len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)), 1)
         self.batch_size = size
-        self.epoch_batches = sized_len(loader) or UNKNOWN_LENGTH
-        is_divided = isinstance(loader.sampler, DistributedSampler)
-        if world_size > 1 and not is_divided and not isinstance(loader.dataset, IterableDataset):
-            # Lightning gives all ranks equally many samples: it repeats the first ones.
-            n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
-            is_cut = getattr(sampler, "drop_last", False)
-            self.epoch_batches = n_samples // size if is_cut else -(-n_samples // size)
+        # Lightning repeats the shorter ones of several loaders.
+        self.epoch_batches = max(count_batches(part, world_size) for part in loaders)
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch, in which each batch counts as a full one."""
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the first batch, whatever the index.
+        """Return the first sample of the first batch, whatever the index."""
+        return tree_map(
+            lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, self._first_batch()
+        )
+
+    def _first_batch(self) -> Any:
+        """Return the first batch as the training step gets it.
 
         The batch goes through the hooks by which the user's module transfers a batch to the device,
         which may change it. The device is the CPU.
         """
-        batch = self.module.on_before_batch_transfer(next(iter(self.loader)), 0)
+        batch = tree_map(lambda loader: next(iter(loader)), self.loaders)
+        batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
-        if isinstance(batch, list):  # torch's collation makes a list of a tuple
-            batch = tuple(batch)
-        return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
+        # torch's collation makes a list of a tuple
+        return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
         """Return the text of the start line `data`: class of the module and length of an epoch.
@@ -129,6 +133,29 @@ class UserData(Dataset):
         TextDataModule has a method of this name, which error messages call.
         """
         return []
+
+
+def find_batch_size(loader: DataLoader) -> int | None:
+    """Return the number of samples of a full batch, or None if the dataset makes the batches."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+
+
+def count_batches(loader: DataLoader, world_size: int) -> int:
+    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
+
+    Args:
+        loader: Loader of the user.
+        world_size: Number of ranks over which Lightning divides the samples of the loader.
+    """
+    n_batches = sized_len(loader) or UNKNOWN_LENGTH
+    is_divided = isinstance(loader.sampler, DistributedSampler)
+    if world_size == 1 or is_divided or isinstance(loader.dataset, IterableDataset):
+        return n_batches
+    # Lightning gives all ranks equally many samples: it repeats the first ones.
+    n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
+    size = find_batch_size(loader) or 1
+    is_cut = getattr(loader.batch_sampler, "drop_last", False)
+    return n_samples // size if is_cut else -(-n_samples // size)
 
 
 class SeedAfterSetup(pl.Callback):
