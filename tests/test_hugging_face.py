@@ -90,6 +90,7 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     net, back = (HuggingFace(61, CONFIGS["gpt2"]).eval() for _ in range(2))
     write_net(net, tmp_path, "hf", "fp32")
     tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors  # a tied tensor has the first of its names
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "model.safetensors")

@@ -124,9 +124,15 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     assert left.positions == {"positions": (6, 9)}
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
-    for other in (OwnPositions(11), OwnPositions(8, width=7)):  # tokens or positions; another net
-        with pytest.raises(ValueError, match=r"positions \(1, 6, 8\) in the checkpoint"):
-            load_weights(other, file, resizes=True)
+    others = {
+        "positions": (OwnPositions(11), OwnPositions(8, width=7), OwnPositions(6, width=9)),
+        "tokens.weight": (OwnPositions(9, width=9),),  # as wide as it has positions
+    }
+    shapes = {"positions": r"\(1, 6, 8\)", "tokens.weight": r"\(11, 8\)"}
+    for name, nets in others.items():  # tokens or positions; other nets
+        for other in nets:
+            with pytest.raises(ValueError, match=rf"{name} {shapes[name]} in the checkpoint"):
+                load_weights(other, file, resizes=True)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,18 @@ def test_a_tied_weight_stays_one_parameter():
     assert (net.table.weight == len("table.weight")).all()
 
 
-@pytest.mark.parametrize("look", [lambda x: x.sum().item(), lambda x: x.detach().numpy()])
-def test_a_net_that_needs_real_numbers_is_made_once_with_those_of_one_process(look):
+@pytest.mark.parametrize(
+    ("look", "n_made"),
+    [(lambda x: x.sum().item(), 2), (lambda x: x.detach().numpy(), 2), (lambda x: x.ndim, 3)],
+)
+def test_a_net_that_needs_real_numbers_is_made_once_with_those_of_one_process(look, n_made):
+    """The shape of its weight can be known before, on the meta device, from which it is made."""
     made = []
 
     class Looks(nn.Linear):
         def __init__(self):
             super().__init__(3, 3)
+            self.seed = torch.rand((), device="cpu")  # drawn again by the second attempt
             made.append(look(self.weight))  # a tensor on the meta device has no values
 
     torch.manual_seed(0)
@@ -41,4 +46,4 @@ def test_a_net_that_needs_real_numbers_is_made_once_with_those_of_one_process(lo
     torch.manual_seed(0)
     net = make_net_on("cpu", Looks, lambda net: None)
     assert torch.equal(net.weight, expected.weight) and torch.equal(torch.rand(()), draw)
-    assert len(made) == 2
+    assert len(made) == n_made and net.seed == expected.seed

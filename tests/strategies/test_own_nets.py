@@ -12,7 +12,7 @@ from ranks import on_ranks
 
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
-from gptrain.models import SimpleGPT
+from gptrain.models import Llama, SimpleGPT
 from gptrain.parallel.comparison import free_bytes, is_of_library
 from gptrain.parallel.differences import is_same_call
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
@@ -80,6 +80,11 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
     with pytest.raises(IncompatibleModelError) as error:
         check_fit(net_class(), options, parallel_dims(options, 2), **modes)
     assert str(error.value).startswith(message)
+    llama = Llama(61, 32, 4, 2, n_layers=1, d_ff=40, max_seq_len=16)
+    with pytest.raises(
+        IncompatibleModelError, match=r"4 ranks do not divide n_kv_heads=2; .* 1, 2"
+    ):
+        check_fit(llama, options, parallel_dims(options, 4), **modes)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
