@@ -154,26 +154,24 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     assert fixed["law"].count == "all" and "best" not in fixed
 
 
-@pytest.mark.parametrize(
-    ("counts", "words", "expected"),
-    [
-        # 5 tokens for 1000 parameters are 500 steps, of which a fifth decays.
-        ([5, 10, 20], (), Phases(50, 400, [400, 800, 1600], [500, 1000, 2000])),
-        # Stable phases of all runs end at checkpoints: at multiples of the common divisor.
-        ([4, 6], (), Phases(40, 160, [320, 480], [400, 600])),
-        ([4, 6], ("scheduler.decay_steps=0.5",), Phases(40, 100, [200, 300], [400, 600])),
-        ([4, 6], ("scheduler.decay_steps=30",), Phases(40, 160, [320, 480], [400, 600])),
-        ([4, 6], ("scheduler.warmup_tokens=300",), Phases(30, 160, [320, 480], [400, 600])),
-    ],
-)
-def test_the_runs_of_a_size_share_a_stable_phase_with_a_checkpoint_before_each_decay(
-    counts, words, expected
-):
-    cfg = compose_run("scheduler=warmup_stable_decay", *words)
-    size = SimpleNamespace(cfg=cfg, counts={"all": 1000}, step_tokens=10)
-    phases = find_phases(size, counts)
-    assert phases == expected
-    assert phases.steps == sum(expected.total) - sum(expected.stable) + expected.stable[-1]
+def test_the_runs_of_a_size_share_a_stable_phase_with_a_checkpoint_before_each_decay():
+    """5 tokens for each of 1000 parameters are 500 steps, of which a fifth decays.
+
+    Stable phases of all runs end at checkpoints: at multiples of the common divisor.
+    """
+    cfg = compose_run("scheduler=warmup_stable_decay")
+    for counts, keys, expected in (
+        ([5, 10, 20], {}, Phases(50, 400, [400, 800, 1600], [500, 1000, 2000])),
+        ([4, 6], {}, Phases(40, 160, [320, 480], [400, 600])),
+        ([4, 6], {"decay_steps": 0.5}, Phases(40, 100, [200, 300], [400, 600])),
+        ([4, 6], {"decay_steps": 30}, Phases(40, 160, [320, 480], [400, 600])),
+        ([4, 6], {"warmup_tokens": 300}, Phases(30, 160, [320, 480], [400, 600])),
+    ):
+        changed = cfg.changed({f"scheduler.{key}": value for key, value in keys.items()})
+        size = SimpleNamespace(cfg=changed, counts={"all": 1000}, step_tokens=10)
+        phases = find_phases(size, counts)
+        assert phases == expected
+        assert phases.steps == sum(expected.total) - sum(expected.stable) + expected.stable[-1]
 
 
 def test_a_smaller_model_keeps_the_width_of_a_head_and_the_queries_of_each_key():
@@ -269,7 +267,7 @@ def test_the_largest_size_is_predicted_without_it():
 
 def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
     """Hoffmann et al., equation 4, where a token takes 6 N FLOPs."""
-    law = fit_law("all", *runs_of(TRUTH))
+    law = Law("all", TRUTH.tolist(), [], [])
     _, A, a, B, b = TRUTH
     best = (a * A / (b * B)) ** (1 / (a + b)) * (1e21 / 6) ** (b / (a + b))
     n, d = find_best_size(law, 1e21, SIZES, 6 * SIZES)
