@@ -231,6 +231,7 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
     line = train(*words, "checkpoint.keep=1").err
     assert "checkpoint.keep=1: " in line and "newest is damaged" in line
     run = train(*words, "checkpoint.keep=9")
+    assert re.search(r"^result .* · lr 0\.", run.out, re.M)  # the monitored metric is shown
     folder = run.folder / "checkpoints"
     names = [f"step-{step:08d}" for step in range(1, 5)]
     n_bytes = sum(path.stat().st_size for path in (folder / names[1]).iterdir())

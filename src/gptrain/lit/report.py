@@ -175,7 +175,8 @@ class Report:
             if first_step:
                 done += f", from step {first_step} to {trainer.global_step}"
             parts.append(done)
-        parts += metric_parts(metrics)
+        chosen = self.hyper_parameters["objective"], self.hyper_parameters["checkpoint"]["monitor"]
+        parts += metric_parts(metrics, chosen)
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {monitor.lengths.unit}/s")
         if "perf/mfu" in metrics:
@@ -218,17 +219,19 @@ class Report:
         return f"{shell.train_command(*words)}; {tensorboard}"
 
 
-def metric_parts(metrics: dict[str, float]) -> list[str]:
+def metric_parts(metrics: dict[str, float], chosen: Sequence[str]) -> list[str]:
     """Return the parts of the result line about losses and metrics, such as `val/loss 1.2345`.
 
-    Only names that begin with `train/loss`, `val/`, `test/` or `eval/` are shown. A metric with
-    more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, becomes one part without
-    its values: `val/f1 64 values in result.json`.
+    Only names that begin with `train/loss`, `val/`, `test/`, `eval/` or a chosen name are shown. A
+    metric with more than MAX_ELEMENTS elements, such as `val/f1/0` to `val/f1/63`, becomes one part
+    without its values: `val/f1 64 values in result.json`.
 
     Args:
         metrics: Final value of each logged metric by its logged name.
+        chosen: Names of the objective and of the metric that ranks the checkpoints.
     """
-    names = [name for name in metrics if name.startswith(("train/loss", "val/", "test/", "eval/"))]
+    shown = ("train/loss", "val/", "test/", "eval/", *chosen)
+    names = [name for name in metrics if name.startswith(shown)]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(/\d+)+$", "", name), []).append(name)
