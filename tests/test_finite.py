@@ -211,7 +211,11 @@ SCALED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("skips", [["on_nonfinite=skip"], SCALED])
+# This module clips the gradients of a step for a second time, so that the step is decided twice.
+CLIPS = ("on_nonfinite=skip", "module._target_=tests.lit.own.modules.ClipsItself")
+
+
+@pytest.mark.parametrize("skips", [CLIPS, SCALED])
 def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train, skips, monkeypatch):
     # The Trainer of SCALED has the loss scaler that Lightning has on GPUs only.
     monkeypatch.setattr("gptrain.config.preflight.devices.check_cpu", lambda checked: iter(()))

@@ -31,6 +31,7 @@ def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, preci
 def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_start(train):
     run = train("trainer.precision=bf16-mixed", "trainer.max_steps=1")
     assert run.code == 0 and "precision bf16-mixed" in run.out, run.err
+    assert "(measured, bfloat16)" in run.out  # the peak to which perf/mfu is relative
     resumed = train("trainer.max_steps=2", "ckpt_path=last")
     assert resumed.code == 0 and "precision bf16-mixed" in resumed.out, resumed.err
     other = train("trainer.max_steps=3", "ckpt_path=last", "trainer.precision=32-true")
