@@ -72,6 +72,7 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
     assert float(metric.compute()) == pytest.approx(nats)
 
 
+@torch.no_grad()
 def test_a_part_of_a_mixture_without_any_target_is_named():
     module = LanguageModel(nn.Embedding(61, 61), torch.optim.AdamW)
     module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
