@@ -36,8 +36,8 @@ from gptrain.runtime.watchdog import Heartbeat, read_progress
         (DamagedCheckpointError("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpointError("step-1", "contains os.system"), 65, "data"),
         (AllDamagedError("checkpoints", []), 65, "data"),
-        (SaveFailedError(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
-        (SaveFailedError(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
+        (SaveFailedError(errno.ENOSPC, "checkpoints", 10, 5, 3), 74, "disk"),
+        (SaveFailedError(errno.EROFS, "checkpoints", 10, 5, 3), 73, "disk"),
         (OSError(errno.ENOSPC, "refused", "/some/file"), 74, "disk"),
         (OSError(errno.EDQUOT, "refused", "/some/file"), 74, "disk"),
         (OSError(errno.EIO, "refused", "/some/file"), 74, "disk"),
@@ -62,6 +62,8 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert bool(ending.trace) == (cause in ("error", "memory"))
     assert ("at step 7" in ending.line) == (cause == "error")
     assert code in EXIT_CODES
+    expected_rank = {NonFiniteError: 1, SaveFailedError: 3}.get(type(error))
+    assert ending.rank == expected_rank
 
 
 def test_the_exit_code_table_documents_the_consequence_of_each_code():

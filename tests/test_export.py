@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gptrain.assemble.companion_files import copy_tokenizer_files
+from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
@@ -226,12 +226,20 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
     for place, template in ((source, "hello"), (second, "goodbye")):
         (place / "tokenizer.json").write_text('{"a": 0}')
         (place / "chat_template.jinja").write_text(template)
+    (source / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 5}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
     (other / "tokenizer.json").write_text('{"b": 0}')
     for place in (run, other):
         copy_tokenizer_files([tmp_path / "nothing.json", source, second], place)
     assert (run / "tokenizer.json").read_text() == '{"a": 0}'
     assert (run / "chat_template.jinja").read_text() == "hello"
     assert (other / "tokenizer.json").read_text() == '{"b": 0}'
+    # The end token of the data precedes those of the weights, which are in the newer file.
+    for end_id, ends in ((None, 7), (9, [9, 7]), (7, [7, 9])):
+        if end_id is not None:
+            write_end_token(run, end_id)
+        ids = {"bos_token_id": 1, "eos_token_id": ends}
+        assert json.loads((run / "generation_config.json").read_text()) == ids
     assert not (other / "chat_template.jinja").exists()
 
 
@@ -275,3 +283,4 @@ def test_the_error_for_a_net_that_is_not_gpt2_names_a_format_that_works(tmp_path
         check_format(net, "hf")
     write_net(net, tmp_path, "safetensors", "fp32")
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}
+    assert write_net(net, tmp_path, "safetensors", "bf16") == 2 * 6  # bytes of six numbers

@@ -73,6 +73,7 @@ except KeyboardInterrupt:
 
 SAVED_AND_STOPPED = """
 import os, sys
+import a_module_of_the_notebook
 from gptrain.core.locations import report_to_fit
 from gptrain.checkpoints.status import write_status
 report_to_fit(folder=os.getcwd())
@@ -91,6 +92,9 @@ def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_st
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a_module_of_the_notebook.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "mine")
     (tmp_path / "train.py").write_text(SAVED_AND_STOPPED)
     with pytest.raises(gptrain.RunFailed) as failed:
         gptrain.fit(conf=tmp_path / "conf")

@@ -189,6 +189,13 @@ def test_a_folder_of_user_configs_may_have_any_name(tmp_path):
     assert seen == [64]
 
 
+def test_a_home_folder_in_output_dir_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen = []
+    assert run_command(lambda cfg: seen.append(cfg.output_dir), ["output_dir='~/mine'", *NANO]) == 0
+    assert seen == [f"{tmp_path}/mine"] and os.listdir(tmp_path) == ["mine"]
+
+
 def test_a_sweep_inside_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
-from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
+from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, main, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.writing import TokenIds, Writer, cut_at_stop, decode_incrementally
 from tests.conftest import CORPUS
@@ -172,11 +172,13 @@ def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
     assert code == 0 and out.startswith("naïve café"), err
 
 
-def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
+def test_without_a_tokenizer_token_ids_are_read_and_written(write, typed, saved_twice):
     assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
     code, out, _ = write(saved_twice.folder, "prompt=5 6 7")
     assert code == 0 and re.fullmatch(r"5 6 7( \d+){12}\n", out)
-    assert write(saved_twice.folder, "prompt=5 6, 7")[1] == out
+    # The command quotes the comma of a prompt for Hydra.
+    words = (f"from_run={saved_twice.folder}", "prompt=5 6, 7", "n_tokens=12")
+    assert typed(main, *words)[:2] == (0, out)
     last = write(saved_twice.folder, "prompt=5 6 7", "ckpt_path=last", "temperature=0")[1]
     assert last != write(saved_twice.folder, "prompt=5 6 7", "temperature=0")[1]
     code, out, err = write(saved_twice.folder, "prompt=hello")

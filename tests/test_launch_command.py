@@ -26,13 +26,13 @@ def launch(typed):
 def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path):
     code, script, err = launch(
         "slurm", "trainer.devices=8", "trainer.num_nodes=2", "data.num_workers=3",
-        "slurm.time=1-12:00:00", "slurm.account=me", f"output_dir={tmp_path}",
+        "slurm.time=1-12:00:00", "slurm.account=me", "slurm.save_s=77", f"output_dir={tmp_path}",
     )  # fmt: skip
     assert code == 0, err
     asked = {line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line}
     assert asked >= {
         "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=4",
-        "--time=1-12:00:00", "--signal=USR1@120", "--requeue", "--account=me",
+        "--time=1-12:00:00", "--signal=USR1@77", "--requeue", "--account=me",
     }  # fmt: skip
     assert "trainer.devices=8 trainer.num_nodes=2 data.num_workers=3 output_dir=" in script
     assert f"run_dir='{tmp_path}/train/slurm-$SLURM_JOB_ID'" in script
@@ -67,7 +67,7 @@ def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, 
         "slurm.cpus_per_task=5", f"run_dir={tmp_path}/sweep",
     )  # fmt: skip
     assert code == 0, err
-    assert "--array=0-3" in script and "gpus" not in script
+    assert "--array=0-3" in script and "--job-name=a-b" in script and "gpus" not in script
     assert script.count("--cpus-per-task=5") == 2  # the job and srun ask for the same cores
     fake = 'srun() { for word; do echo "$word"; done; }; scontrol() { exit 1; }\n'
     environment = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}

@@ -119,6 +119,8 @@ def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, mon
     (text,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
     (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[text[2]])
     assert cut == text[: text.index(text[2])]
+    for limit in ({"top_k": 1}, {"top_p": 1e-9}):  # only the most probable token passes
+        assert gptrain.generate(net, BYTES, ["ab"], 8, temperature=9, **limit) == [text]
     tokenizer = ByteTokenizer()
     tokenizer.stop_ids = [int(net.eval()(torch.tensor([[97, 98]]))[0, -1].argmax())]
     assert gptrain.generate(net, tokenizer, ["ab"], 8, temperature=0) == [""]

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import re
 import time
 import tracemalloc
 from collections import Counter
@@ -266,6 +267,8 @@ def test_the_default_corpus_is_the_standard_library():
     names = {document.name for document in default_corpus()}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any("packages" in name or name.startswith("test/") for name in names)
+    json_files = {name for name in names if re.fullmatch(r"json/[^/]+", name)}
+    assert {document.name for document in find_sources(None, "json/*.py")} == json_files
 
 
 def test_validation_is_an_exact_share_of_whole_lines(corpus):

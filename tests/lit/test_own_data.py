@@ -11,8 +11,15 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gptrain.assemble.datasets import build_dataset
+from gptrain.assemble.datasets import (
+    build_dataset,
+    build_datasets,
+    check_sample,
+    check_samples,
+)
+from gptrain.core.errors import ConfigError
 from gptrain.data import ByteTokenizer, as_pairs
+from gptrain.lit import LanguageModel
 from gptrain.lit.user_data import UserData
 from tests import command_line
 from tests.command_line import compose_run
@@ -134,6 +141,23 @@ def test_a_sanity_check_of_the_whole_validation_finds_that_it_has_no_target(fit,
 def test_a_sanity_check_of_a_part_may_have_no_target(fit, module):
     words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=last", f"module._target_={module}")
     fit(*words, "trainer.num_sanity_val_steps=1", "trainer.max_steps=1")
+
+
+def test_only_the_samples_that_a_run_reads_are_checked():
+    words = ("model=gpt_nano", "trainer=cpu", "data.val.num_samples=0")
+    for limit, is_read in (("0", False), ("1.0", True)):
+        cfg = compose_run(*words, f"trainer.limit_val_batches={limit}")
+        read = pytest.raises(ConfigError, match=r"data\.val: no samples; try: trainer\.limit")
+        with read if is_read else nullcontext():
+            check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
+
+
+def test_a_first_sample_with_a_target_outside_the_vocabulary_is_refused():
+    cfg = compose_run("model=gpt_nano", "trainer=cpu")
+    tokens = torch.arange(5)
+    assert check_sample(cfg, (tokens, tokens + 1)) == 5
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=256: data\.train has token 256"):
+        check_sample(cfg, (tokens, tokens + 252))
 
 
 # Sample formats
