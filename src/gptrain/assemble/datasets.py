@@ -48,7 +48,8 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
         section: The data group, whose `_target_` is the module.
 
     Raises:
-        ConfigError: If it is no LightningDataModule, or the number of its batches is not known.
+        ConfigError: If the object is no LightningDataModule, or if nothing ends the run, because
+            the number of its batches is not known.
     """
     key = "data._target_"
     module = build_target(section.plain())

@@ -72,7 +72,7 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
 
     Returns `typed` unchanged if it has no `from_run`. A typed key replaces the run's override of
     the same key, and a typed `~key` removes it. If this user did not start the run on this machine,
-    its overrides may only be mere data.
+    its overrides may only set plain values, and name classes that the project or the user allows.
 
     Args:
         typed: Overrides of the command line.
@@ -293,7 +293,8 @@ def _find_refused(
     """Yield a problem for each override of a run that is refused, under the key `from_run`.
 
     An override is refused if it does not fit the config any more. One of an untrusted run is also
-    refused if it is more than mere data.
+    refused if it names a class that is not allowed, sets where files are written, or reads a file
+    outside of the project.
 
     Args:
         kept: Overrides of the run that were not replaced by typed ones.

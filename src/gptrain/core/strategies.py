@@ -460,7 +460,9 @@ class ParallelDims:
         return self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of a rank's samples among those of the data-parallel ranks.
+        """Return which part of the samples a rank reads, from 0 to `data` - 1.
+
+        The ranks of one context, tensor or pipeline group read the same part.
 
         Args:
             rank: Global rank of the process.

@@ -72,6 +72,16 @@ class Machine:
     island: int = 0
     host: Link | None = None
 
+    def has_memory_for(self, rank_bytes: float) -> bool:
+        """Return whether the memory is large enough for all ranks that share it.
+
+        The ranks of a node share the memory of a CPU. Each GPU has a memory of its own.
+
+        Args:
+            rank_bytes: Bytes that one rank needs.
+        """
+        return rank_bytes * (self.n_local if self.is_cpu else 1) <= self.memory_bytes
+
 
 def machine_of(
     device: Device, n_local: int, link: Link | None = None, network: Link | None = None

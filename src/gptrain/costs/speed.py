@@ -109,10 +109,9 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
 
     wire, communication_s, exposed_s = communicate(work, machine, busy_s)
     step_s = busy_s + idle_s + update_s + exposed_s
-    n_sharing_memory = machine.n_local if machine.is_cpu else 1
     return {
         "bytes_per_device": {name: round(n_bytes) for name, n_bytes in memory.items()},
-        "fits": memory["total"] * n_sharing_memory <= machine.memory_bytes,
+        "fits": machine.has_memory_for(memory["total"]),
         "step_s": step_s,
         "flops": round(flops),
         "recomputed_flops": round(recomputed),

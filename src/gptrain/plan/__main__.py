@@ -126,10 +126,8 @@ def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
 
     world_size = machine.n_local * count_nodes(cfg.trainer.num_nodes)
     result = trace(cfg, world_size, cfg.data.sample_tokens)
-    n_sharing_memory = machine.n_local if machine.is_cpu else 1
     for row in result["strategies"].values():
-        total = row["bytes_per_device"]["total"] * n_sharing_memory
-        row["fits"] = total <= machine.memory_bytes
+        row["fits"] = machine.has_memory_for(row["bytes_per_device"]["total"])
     return result | {"traced": True}
 
 

@@ -57,8 +57,9 @@ def expand_hardware(words: Iterable[str]) -> list[str]:
 def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     """Return the machine of a config and the topology of its nodes.
 
-    The machine is the one that `hardware.name` names, or this machine. The topology is None if the
-    key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
+    The machine is the one that `hardware.name` names, or this machine. If the GPUs of this machine
+    are not in the table of `gptrain.costs.hardware`, its CPU is planned. The topology is None if
+    the key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
 
     Args:
         cfg: Configuration of the command.

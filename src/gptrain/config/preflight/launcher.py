@@ -15,7 +15,8 @@ def check_launcher(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if the config does not match the launcher that started this process.
 
     `trainer.devices` and `trainer.num_nodes` must match the number of ranks. On several nodes the
-    ranks need an address at which they find each other, and one name for the run folder.
+    ranks need an address at which they find each other, and one name for the run folder. A torchrun
+    that could not restart a lost node is a warning.
     """
     process = this_process()
     n_nodes = count_nodes(checked.run.trainer.num_nodes or 1)
