@@ -24,7 +24,7 @@ from gptrain.core.lengths import loss_rows
 # nanoGPT pads GPT-2's vocabulary of 50257 to 50304).
 VOCAB_MULTIPLE = 64
 IGNORED = -100  # target that no loss counts, the default ignore_index of F.cross_entropy
-NO_TARGET = "no target counts, all are -100"  # in errors and warnings
+NO_TARGET = "no target counts, all are -100"  # text of errors and warnings
 
 
 @dataclass(frozen=True)

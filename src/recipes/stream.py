@@ -49,7 +49,7 @@ class TextStream(IterableDataset):
         self.tokens = [self.end_id]  # read, and not yet the targets of a sample
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from self._samples()  # of a document that was read before a stop
+        yield from self._samples()  # samples of a document that was read before a stop
         for document in self.documents:
             # The position in `documents` is behind this document, so its tokens are kept in
             # `tokens` before the first of its samples is yielded.

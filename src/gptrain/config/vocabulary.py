@@ -48,7 +48,7 @@ def _find_sizes(path: Any, data: Any) -> Iterator[int]:
     """
     if isinstance(path, str):
         facts = read_facts(expand_home(path) / "config.json")
-        text_config = facts.get("text_config")  # of a model that also reads images
+        text_config = facts.get("text_config")  # models that also read images have it
         size = (text_config if isinstance(text_config, dict) else facts).get("vocab_size")
         if not isinstance(size, int):
             message = f"no config.json with a vocab_size, which {KEY}={AUTO} needs"

@@ -50,7 +50,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     gradients = states["gradients"]
     n_tensor = work.dims.tensor
     n_blocks, _, is_last = work.part
-    tokens = work.rank_tokens / work.microbatches  # of one microbatch
+    tokens = work.rank_tokens / work.microbatches  # tokens of one microbatch
 
     # Activations. The last stage also keeps the input and the output of the last norm.
     kept_per_token, recomputed_per_token = block_activations(work)
@@ -151,7 +151,7 @@ def block_activations(work: Work) -> tuple[float, float]:
     if work.dims.context > 1:
         # The output of attention before its exchange, and repeated heads of k and v.
         exchanged = (shape.d_q + 2 * (work.kv_width - shape.d_kv)) * value_bytes
-    inner = shape.d_ff / n_tensor * value_bytes  # one tensor of width d_ff
+    inner = shape.d_ff / n_tensor * value_bytes  # bytes of one tensor of width d_ff
     block_output = shape.d_model / n_tensor * value_bytes
 
     scores = masks = 0.0

@@ -122,7 +122,8 @@ class MuonFacts(OptimizerFacts):
         is_sharded = work.costs.shards_weights or dims.tensor > 1
         value_bytes = 2 if work.has_bf16 else 4
         parts = update_parts(work.shape, work.part[0], n_ranks)
-        n_values = sum(short * long * number for short, long, number in parts)  # of one rank
+        # Number of weights that one rank updates
+        n_values = sum(short * long * number for short, long, number in parts)
         updates = value_bytes * n_ranks * n_values
         if is_sharded:
             matrices = value_bytes * work.part[0] * work.shape.block_matrices
@@ -134,7 +135,7 @@ class MuonFacts(OptimizerFacts):
                 sent += gather_bytes(updates / copy_ranks, dims.replicas)
         else:
             sent = gather_bytes(updates, n_ranks)
-        n_shapes = len(parts)  # one collective for all matrices of one shape
+        n_shapes = len(parts)  # all matrices of one shape take one collective
         if dims.tensor > 1:
             n_shapes += 1  # the shards of out_proj have a shape of their own
         calls = 2 * n_shapes if is_sharded else n_shapes

@@ -118,7 +118,7 @@ class DecoderShape:
             n_shards: Number of FSDP shards of each tensor. The result is the size of the first
                 shard, which has ceil(rows / n_shards) rows.
         """
-        n_biases = 1 if self.has_biases else 0  # of a linear layer, and of a norm
+        n_biases = 1 if self.has_biases else 0  # number of biases of a linear layer, and of a norm
         n_tables = (1 if is_first else 0) + (1 if is_last else 0)
         if is_first and is_last and self.is_tied:
             n_tables = 1

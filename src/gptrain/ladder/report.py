@@ -89,7 +89,7 @@ def conclude(
         return [np.array(column) for column in zip(*rows, strict=True)]
 
     predictions = {}
-    if len(sizes) > 2:  # at least two sizes remain without the largest
+    if len(sizes) > 2:  # two or more sizes remain without the largest
         predictions = {count: predict_largest(*columns(count)) for count in COUNTS}
     count = options.count
     if count == "auto":

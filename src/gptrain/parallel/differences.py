@@ -291,8 +291,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a = a.cpu().to(wide)  # on the CPU, because MPS has no float64
-    b = b.cpu().to(wide)
+    a, b = a.cpu().to(wide), b.cpu().to(wide)  # MPS has no float64
     if torch.equal(a, b):
         return 0.0  # before the subtraction: the infinities of two equal masks would give NaN
     largest = b.abs().nan_to_num(0.0, 0.0).max().clamp(min=1e-30)

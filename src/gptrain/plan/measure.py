@@ -130,7 +130,7 @@ def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[s
     n_ranks = dist.get_world_size()
     small, small_s = times[0]
     large, large_s = times[-1]
-    messages = 2 * (n_ranks - 1)  # of a ring all-reduce
+    messages = 2 * (n_ranks - 1)  # messages of a ring all-reduce
     buffer = torch.zeros(small // 4, device=device)  # fp32
     inputs = torch.randn(2048, 256, device=device, requires_grad=True)
     weight = torch.randn(256, 256, device=device)
