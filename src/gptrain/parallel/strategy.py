@@ -162,12 +162,13 @@ class DividesUpdates(Protocol):
 
 @dataclass(eq=False)
 class ParallelStrategy(Generic[OptionsT]):
-    """Train the full net on this rank, without other ranks.
+    """Partition a net over the ranks, and compute its loss, logits and gradient norm on this rank.
 
-    Subclasses override the partitioning (`split`, `shard`), parts of the loss, and what completes
-    the gradients of a step. The attributes up to `n_nodes` are arguments of the constructor. Those
-    up to `step_group` are set by `__post_init__` of a subclass. Then follow the state of a run, and
-    facts about a subclass, from `is_partitioned` on.
+    This base class is the strategy `single`: one rank that trains the full net. Subclasses override
+    the partitioning (`split`, `shard`), parts of the loss, and what completes the gradients of a
+    step. The attributes up to `n_nodes` are arguments of the constructor. Those up to `step_group`
+    are set by `__post_init__` of a subclass. Then follow the state of a run, and facts about a
+    subclass, from `is_partitioned` on.
 
     Attributes:
         options: Options of the `strategy` group.
