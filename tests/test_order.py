@@ -131,6 +131,8 @@ def test_the_position_is_asked_when_the_iterator_is_made():
     done = 7
     assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
     assert next(iter(batches)) == run_of(SampleOrder(40, 0), 1, batch_size=4)[7]
+    batches.n_turns, whole = 3, run_of(SampleOrder(40, 0), 1, batch_size=4)
+    assert list(batches) == [[], *whole[7:]]  # the worker whose turn has passed reads nothing
 
 
 @settings(max_examples=40)
