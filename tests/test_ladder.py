@@ -26,7 +26,14 @@ from gptrain.ladder.law import (
 )
 from gptrain.ladder.report import conclude, duration, plan_table, summary_lines, table_rows
 from gptrain.ladder.runs import check_same, train_size
-from gptrain.ladder.sizes import Phases, find_phases, replace_overrides, scaled, warn
+from gptrain.ladder.sizes import (
+    Phases,
+    carried_lr,
+    find_phases,
+    replace_overrides,
+    scaled,
+    warn,
+)
 from tests.command_line import compose_run
 from tests.conftest import ROOT, TINY
 
@@ -182,6 +189,19 @@ def test_a_smaller_model_keeps_the_width_of_a_head_and_the_queries_of_each_key()
         "model.n_layers=3", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
         "model.d_ff=40",
     ]  # fmt: skip
+
+
+def test_a_learning_rate_is_carried_over_by_width_unless_the_size_has_its_own():
+    sizes = {"d_model": 16}
+    cfg = SimpleNamespace(
+        optimizer=SimpleNamespace(lr=1e-3), model=SimpleNamespace(arguments=sizes)
+    )
+    assert carried_lr(cfg, ["model.d_model=16"], "sqrt_width", 64) == 2e-3
+    assert carried_lr(cfg, ["+optimizer.lr=1e-3"], "sqrt_width", 64) is None
+    assert carried_lr(cfg, [], "constant", 64) is None
+    sizes.clear()
+    with pytest.raises(ConfigError, match=r"ladder\.lr_rule=sqrt_width: the model group"):
+        carried_lr(cfg, [], "sqrt_width", 64)
 
 
 def test_runs_that_repeat_their_data_or_have_few_steps_are_warned_about(capsys):

@@ -84,6 +84,7 @@ def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
         ("32-true", "AdamW", {}, 16),
         ("bf16-mixed", "AdamW", {}, 16),  # weights stay in fp32
         ("bf16-true", "AdamW", {}, 8),
+        ("16-true", "AdamW", {}, 8),
         ("32-true", "SGD", {}, 8),
         ("32-true", "SGD", {"momentum": 0.9}, 12),
         ("32-true", "RMSprop", {}, 12),
@@ -92,7 +93,8 @@ def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
     ],
 )
 def test_states_take_the_bytes_that_torch_holds(precision, optimizer, options, n_bytes):
-    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+    dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+    dtype = dtypes.get(precision, torch.float32)
     net = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
     made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, **options)
     net(torch.ones(1, 64, dtype=dtype)).sum().backward()
@@ -169,6 +171,15 @@ def test_recomputation_exchanges_heads_again_and_shards_have_a_part_of_the_norms
     # Two norms in each of two blocks and a last one, all-reduced over two ranks.
     assert norms[0]["gradients of norms"] == 5 * 8 * 4
     assert norms[1]["gradients of norms"] == 5 * 8 * 4 / 4
+
+
+def test_stages_exchange_the_residual_stream_in_the_type_of_the_weights():
+    """Four microbatches of one sequence: each is sent once, forward or backward."""
+    for precision, n_bytes in (("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2)):
+        work = Work(GPT2, default_options("pipeline"), ParallelDims(pipeline=2), 4, 512)
+        sent = find_traffic(replace(work, precision=precision))
+        (rows,) = (entry.n_bytes for entry in sent if entry.what == "activations")
+        assert rows == 4 * 512 * 768 * n_bytes
 
 
 def test_the_plan_of_a_pipeline_is_that_of_its_fullest_rank():
@@ -513,8 +524,16 @@ def test_published_runs_fit_and_are_as_fast_as_planned():
     assert sum(abs(error) <= 0.15 for error, _ in errors) >= 0.9 * len(errors)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", "tf32"), ("64-true", "float32")])
-def test_tf32_speeds_up_a_run_in_fp32_but_not_one_in_fp64(precision, dtype):
-    machine = machine_of(DEVICES["h100_sxm"], 1)
+@pytest.mark.parametrize(
+    ("name", "precision", "dtype"),
+    [
+        ("h100_sxm", "32-true", "tf32"),
+        ("h100_sxm", "64-true", "float32"),
+        ("v100_sxm2", "16-mixed", "float16"),
+        ("v100_sxm2", "bf16-mixed", "float32"),  # has no instructions for bf16
+    ],
+)
+def test_tf32_speeds_up_a_run_in_fp32_but_not_one_in_fp64(name, precision, dtype):
+    machine = machine_of(DEVICES[name], 1)
     work = Work(GPT2, default_options("single"), ParallelDims(), 4, 512, precision=precision)
     assert matmul_flops_per_s(work, machine) == machine.flops_per_s[dtype]

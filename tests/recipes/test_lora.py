@@ -16,6 +16,7 @@ import torch
 import gptrain
 from gptrain.export.files import write_net
 from gptrain.models import Llama
+from gptrain.parallel.placement import make_net_on
 from recipes.lora import NETS, LoRALinear, adapters, with_adapters
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
@@ -97,6 +98,11 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():
     expected = plain(x) + 4.0 * x @ layer.lora_a.T @ layer.lora_b.T
     torch.testing.assert_close(layer(x), expected)
     torch.testing.assert_close(layer.merged()(x), expected)
+    # A strategy initializes one parameter at a time.
+    arguments = {**SIZES, "max_seq_len": 64}
+    make = partial(with_adapters, "Llama", 4, 8.0, ["*.q_proj"], **arguments)
+    for adapter in adapters(make_net_on("cpu", make, lambda net: None)).values():
+        assert adapter.lora_a.any() and not adapter.lora_b.any()
 
 
 @pytest.mark.engine("peft")

@@ -54,6 +54,7 @@ def run(monkeypatch):
 def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path):
     assert read_questions(files["hs"])[1] == ("A: x Y z", ["p ", "r"], 0)
     assert read_questions(files["arc"])[0] == ("Question: q?\nAnswer:", ["bb", "c"], 1)
+    assert read_questions(files["arc"])[1].answer == 0  # a number names the choice
     (tmp_path / "wrong.jsonl").write_text('{"question": "q"}')
     with pytest.raises(
         DataError, match="question 1: neither HellaSwag's form nor ARC's: 'choices'"
