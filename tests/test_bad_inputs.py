@@ -237,6 +237,7 @@ RIGHT = [
     "trainer.limit_val_batches=0", "trainer.gradient_clip_val=null", "trainer.deterministic=warn",
     "trainer.fast_dev_run=2", "data.seq_len=257", "data.global_batch_size=64", "data=text",
     "data=text data.tokenizer=bpe", "optimizer=muon", "optimizer.fused=null",
+    "scheduler.warmup_steps=50 scheduler.total_steps=900 trainer.max_steps=10",
     "scheduler.warmup_steps=0.1", "scheduler.start_factor=0", "name=a/b", "~callbacks.sample",
     "logger=[tensorboard,csv]", "profiler=simple", "profiler=torch", "callbacks=ema",
     "strategy=fsdp trainer.devices=2", "strategy=pipeline trainer.devices=2",
@@ -251,6 +252,13 @@ RIGHT = [
 def test_valid_input_is_accepted(words):
     lines = accepted(*NANO, *words.split())
     assert not [line for line in lines if "more processes than" not in line]
+
+
+def test_a_run_that_began_from_other_weights_may_be_evaluated_by_a_path_of_its_checkpoint():
+    """`init_from` is then an override of the earlier run, and names no second source of weights."""
+    values = resolved(compose_command([*NANO, "init_from=/weights", "ckpt_path=/a/step-00000005"]))
+    assert [problem.key for problem in check_config(values).errors] == ["init_from"]
+    assert check_config(values | {"from_run": "/a", "task": "test"}).errors == []
 
 
 @pytest.mark.parametrize("devices", ["8", "[0,2]"])
@@ -298,6 +306,10 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
     train_path = f"data.train_path={__file__}"
     (line,) = refused("data=tokens", train_path, "data.val_path=/x/y", *NANO, code=66)
     assert "data.val_path=/x/y: no such file" in line
+    (tmp_path / "a.txt").write_text("a text")
+    assert accepted("data=text", f"data.path={tmp_path}/*.txt", *NANO) == []
+    (line,) = refused("data=text", f"data.path={tmp_path}/*.md", *NANO, code=66)
+    assert "*.md: no such file" in line
     (line,) = refused("data=text", "data.tokenizer=/x/t.json", *NANO, code=66)
     assert "data.tokenizer=/x/t.json: no such file" in line
     part = ("data=mixture", "+data@data.parts.a=text", "data.parts.a.path=/x/y")

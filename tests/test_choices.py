@@ -129,6 +129,13 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     vocabulary = {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 299}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     assert compose_run(*auto, f"data.tokenizer={tmp_path}").model.vocab_size == 300
+    for text, size in (
+        ('{"type": "bytes"}', 256),
+        ('{"model": {"vocab": [["a", 0], ["b", -1]]}}', 2),
+    ):
+        (tmp_path / "tokens.json").write_text(text)  # of a run on bytes, or a Unigram tokenizer
+        cfg = compose_run(*auto, f"data.tokenizer={tmp_path}/tokens.json")
+        assert cfg.model.vocab_size == size
     cfg = compose_run(*auto, f"init_from={tmp_path}", "data.tokenizer=${init_from}",
                       "model.vocab_multiple=64")  # fmt: skip
     assert cfg.model.vocab_size == cfg.data.train.arguments["vocab_size"] == 320

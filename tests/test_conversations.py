@@ -131,6 +131,15 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
     assert load_tokenizer(folder).chat_template == "{{ messages }}<|im_end|>"
     assert ChatFormat(ByteTokenizer()).template == CHATML
     (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named_templates = [
+        {"name": name, "template": f"{name}<|im_end|>"} for name in ("rag", "default")
+    ]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": named_templates})
+    )
+    assert load_tokenizer(folder).chat_template == "default<|im_end|>"
+    named(folder, "inst")
     tokenizer = load_tokenizer(folder)
     with pytest.raises(DataError, match="refuses these messages: only user and assistant"):
         ChatFormat(tokenizer).encode([{"role": "system", "content": ""}])

@@ -152,9 +152,11 @@ def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
 
 def test_a_pod_resumes_by_itself_also_a_run_that_begins_from_other_weights(launch):
     words = ("trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", "init_from=/mine")
-    code, text, err = launch("kubernetes", *words)
+    code, text, err = launch("kubernetes", *words, "launcher.max_restarts=4")
     assert code == 0, err
     trainer = yaml.safe_load(text)["spec"]["trainer"]
+    assert (trainer["image"], trainer["command"][1]) == ("a", "--max-restarts=4")
+    assert 'persistentVolumeClaim: {claimName: "b"}' in text
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "0"}
     arguments = trainer["args"]
     starts = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}

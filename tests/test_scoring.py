@@ -100,6 +100,13 @@ def test_a_continuation_is_scored_after_all_of_its_context_that_the_net_can_see(
     of_last = log_probs[[6, 7], long[20:22]]
     assert scores[2][0] == pytest.approx(of_last.sum().item(), abs=1e-5)
     assert scores[2][1] == bool((log_probs[6:].argmax(-1) == long[20:22]).all())
+    context, answers = tokens[:3], [[]]
+    with torch.no_grad():
+        for choose in (torch.argmax, torch.argmin):  # the most probable token, then the least
+            logits = net(torch.tensor([[*context, *answers[-1]]]))[0, -1]
+            answers.append([*answers[-1], int(choose(logits))])
+    scores = score_continuations(net, [(context, answer) for answer in answers[1:]])
+    assert [is_best for _, is_best in scores] == [True, False]
 
 
 def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):

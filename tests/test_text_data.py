@@ -99,6 +99,7 @@ def test_special_tokens_in_a_text_are_text(tmp_path):
     inner = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.add_special_tokens(["<|endoftext|>"])
     inner.enable_truncation(3)
+    inner.enable_padding(length=40)
     end = ("<|endoftext|>", inner.token_to_id("<|endoftext|>"))
     inner.post_processor = library.processors.TemplateProcessing(
         single=f"{end[0]} $A", special_tokens=[end]

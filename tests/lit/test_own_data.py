@@ -368,6 +368,7 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
         assert any(f"error: {word}: not with a LightningDataModule" in line for line in lines)
     (line,) = fit(*DATA_MODULE, "task=test", code=2, begun=True).errors
     assert "data._target_" in line and "test_dataloader" in line
+    fit(*DATA_MODULE, "trainer.fast_dev_run=true", name="fast")  # tests only what can be tested
 
 
 @pytest.mark.parametrize("name", ["single", "ddp"])
