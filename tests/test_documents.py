@@ -225,6 +225,17 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
     assert format_of(tmp_path / "bracket.json") == "text"
 
 
+def extracted(path) -> list:
+    """Return the records that the command writes which the refusal of a JSON file prints."""
+    with pytest.raises(DataError, match=r"records .* of a JSON object.*try: python") as error:
+        read(path)
+    command = str(error.value).partition("; try: ")[2].rpartition(", or data.format=text")[0]
+    subprocess.run(
+        ["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True
+    )
+    return list(map(json.loads, path.with_suffix(".jsonl").read_text().splitlines()))
+
+
 @pytest.mark.parametrize(
     ("keys", "records"),
     [
@@ -247,18 +258,29 @@ def test_records_under_other_keys_of_a_json_object_are_refused_with_a_command(
         value = {"version": {"n": [1]}, key: value, "license": "free for all"}
     path = tmp_path / "it's é.json"
     path.write_text(json.dumps(value))
-    with pytest.raises(DataError, match=r"records .* of a JSON object.*try: python") as error:
-        read(path)
-    command = str(error.value).partition("; try: ")[2].rpartition(", or data.format=text")[0]
-    subprocess.run(
-        ["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True
-    )
-    lines = map(json.loads, path.with_suffix(".jsonl").read_text().splitlines())
     expected = list(records.values()) if isinstance(records, dict) else records
-    assert list(lines) == [{"text": e} if isinstance(e, str) else e for e in expected]
+    assert extracted(path) == [{"text": e} if isinstance(e, str) else e for e in expected]
     assert len(read(path, format="text").ends) > 1
     path.rename(tmp_path / "prompt.txt")
     read(tmp_path / "prompt.txt")
+
+
+ROWS = [{"output": text} for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({f"page {n}": TEXTS[n : n + 9] for n in range(0, 81, 9)}, TEXTS[:81]),
+        ({"n": [1], "by user": {"eve": TEXTS[:50], "bo": TEXTS[50:]}, "m": "free for all"}, TEXTS),
+        ({"tags": ["two words", "a b"], "test": ROWS[:9], "train": ROWS[9:], "n": {}}, ROWS),
+        ({"de": {"n": 1, "rows": ROWS[:7]}, "en": {"rows": ROWS[7:]}, "none": {}}, ROWS),
+    ],
+)
+def test_records_under_several_keys_are_all_extracted_by_the_command(value, expected, tmp_path):
+    path = tmp_path / "pages.json"
+    path.write_text(json.dumps(value))
+    assert extracted(path) == [{"text": e} if isinstance(e, str) else e for e in expected]
 
 
 def test_files_folders_and_globs_mix_texts_and_records(tmp_path):

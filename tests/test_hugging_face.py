@@ -16,6 +16,7 @@ from gptrain.models import HuggingFace
 from gptrain.models.hugging_face import config_keys
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.placement import build_on_meta_device
+from gptrain.text.sampling import Sampling, generate
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -45,6 +46,19 @@ def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, 
     assert torch.equal(reference(TOKENS).logits, net(TOKENS))
     load_weights(back, tmp_path)
     assert torch.equal(back(TOKENS), net(TOKENS))
+    # A table of learned positions bounds the context. Rotary positions have no bound.
+    assert getattr(net, "max_seq_len", None) == (32 if name == "gpt2" else None)
+    drawn = generate(net, [5], 33, Sampling(), torch.Generator().manual_seed(0))
+    assert len(list(drawn)) == 33
+
+
+def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
+    net, longer = (HuggingFace(61, CONFIGS["gpt2"] | {"n_positions": n}) for n in (32, 40))
+    write_net(net, tmp_path, "hf", "fp32")
+    _, left = load_weights(longer, tmp_path, resizes=True)
+    name = "model.transformer.wpe.weight"
+    assert left.positions == {name: (32, 40)}
+    assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

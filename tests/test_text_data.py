@@ -525,17 +525,29 @@ def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
         load_tokenizer(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece"])
-def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, tmp_path):
-    models = pytest.importorskip("tokenizers").models
-    library = pytest.importorskip("tokenizers").Tokenizer(
-        getattr(models, kind)({"a": 0, "b": 1}, unk_token="[UNK]")
-    )
-    library.pre_tokenizer = pytest.importorskip("tokenizers").pre_tokenizers.Whitespace()
+UNKNOWN = {"unk_token": "[UNK]"}
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("WordLevel", UNKNOWN, "cannot encode.*UNK.*try: "),
+        ("WordPiece", UNKNOWN, "cannot encode.*UNK.*try: "),
+        ("BPE", {"merges": []}, "no token for the character 'é', and no unknown token; try: "),
+    ],
+)
+def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, options, message, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = getattr(tokenizers.models, kind)(vocab={"a": 0, "b": 1}, **options)
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.save(str(tmp_path / "words.json"))
-    (tmp_path / "text.txt").write_text("a b unseen a b\n" * 40)
-    with pytest.raises(DataError, match=r"words\.json: cannot encode.*UNK.*try: "):
-        prepare(tmp_path / "text.txt", str(tmp_path / "words.json"), tmp_path / "cache")
+    text = tmp_path / "text.txt"
+    text.write_text("a b a\tb\n" * 40)
+    prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")  # white space is no token
+    text.write_text("a b é a b\n" * 40)
+    with pytest.raises(DataError, match=rf"words\.json: {message}"):
+        prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")
 
 
 def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):

@@ -377,6 +377,18 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkey
     assert [sample.step for sample in samples] == [2]  # the sanity check at step 0 writes no sample
 
 
+def test_a_prompt_without_a_token_gives_no_sample_and_ends_no_run(train, tmp_path):
+    """Most tokenizers of words have no token for the default prompt, a newline."""
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"a": 0, "word": 1}))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "text").write_text("a word\n" * 500)
+    data = ("data=text", f"data.path={tmp_path}/text", f"data.tokenizer={tmp_path}/words.json")
+    run = train(*data, "trainer.max_steps=1", "logger=none", "checkpoint=none")
+    assert run.code == 0 and "sample " not in run.out, run.err
+
+
 def test_without_a_terminal_progress_is_a_line_at_a_time(train, monkeypatch):
     read = Speed.read
     monkeypatch.setattr(Speed, "read", lambda speed: read(speed) | {"perf/step_s": 60.0})

@@ -21,7 +21,7 @@ from gptrain.core import shell
 from gptrain.core.errors import DataError
 from gptrain.core.small_files import open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
-from gptrain.data.json_array import find_records
+from gptrain.data.json_array import Place, find_records
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 
@@ -442,11 +442,11 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
     elif _is_array(head):
         format = "json"
         message = "a JSON array of records, whose keys and quotes would be trained on, too"
-    elif path.suffix.lower() == ".json" and (found := find_records(head.decode(errors="ignore"))):
-        keys, records = found
-        place = f"under {'.'.join(keys)} of" if keys else "by id of"
+    elif path.suffix.lower() == ".json" and (places := find_records(head.decode(errors="ignore"))):
+        keys, command = _extraction_command(path, places)
+        place = f"under {keys} of" if keys else "by id of"
         message = f"records {place} a JSON object, whose keys and quotes would be trained on, too"
-        hint = f"{_extraction_command(path, keys, records)}, or data.format=text"
+        hint = f"{command}, or data.format=text"
         raise DataError(f"{path}: {message}; try: {hint}")
     else:
         return
@@ -454,21 +454,53 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
     raise DataError(f"{path}: {message}; try: {hint}")
 
 
-def _extraction_command(path: Path, keys: Sequence[str], records: list | dict) -> str:
-    """Return a shell command that writes the records of a JSON object to a file of JSON lines.
+def _extraction_command(path: Path, places: Sequence[Place]) -> tuple[str, str]:
+    """Return the keys of a JSON object's records, and a command that writes them as JSON lines.
+
+    The records are those of the first place and all others of the same form whose keys differ from
+    its keys, such as a list of texts under each of many ids.
 
     Args:
         path: JSON file. The command writes to the same path with an additional `l`.
-        keys: Keys that lead from the object to the records.
-        records: Records at the beginning of the file: a list, or a dict of records by id.
+        places: Places of records at the beginning of the file, at least one.
+
+    Returns:
+        The keys that lead to the records, joined by dots, with `*` in place of a key that differs;
+        and the shell command.
     """
-    names = [json.dumps(name, ensure_ascii=False) for name in (str(path), *keys)]
-    value = f"json.load(open({names[0]}))" + "".join(f"[{name}]" for name in names[1:])
-    values = list(records.values()) if isinstance(records, dict) else records
-    value += ".values()" if isinstance(records, dict) else ""
-    line = "r" if isinstance(values[0], dict) else '{"text": r}'
-    code = f"import json; [print(json.dumps({line})) for r in {value}]"
-    return f"{shell.command('python', '-c', code)} > {shell.command(f'{path}l')}"
+    first_keys, records = places[0]
+    form = _form(records)
+    alike = [k for k, other in places if len(k) == len(first_keys) and _form(other) == form]
+    value = f"json.load(open({_literal(str(path))}))"
+    loops = ""
+    shown = []
+    for depth, key in enumerate(first_keys):
+        if all(keys[depth] == key for keys in alike):
+            shown.append(key)
+            value += f".get({_literal(key)}, [])" if loops else f"[{_literal(key)}]"
+            continue
+        shown.append("*")
+        kind = form[0] if depth == len(first_keys) - 1 else "dict"
+        loops += f" for v{depth} in {value}.values() if isinstance(v{depth}, {kind})"
+        value = f"v{depth}"
+    container, kind = form
+    value += ".values()" if container == "dict" else ""
+    only = f" if isinstance(r, {kind})" if loops else ""
+    line = "r" if kind == "dict" else '{"text": r}'
+    code = f"import json; [print(json.dumps({line})){loops} for r in {value}{only}]"
+    return ".".join(shown), f"{shell.command('python', '-c', code)} > {shell.command(f'{path}l')}"
+
+
+def _form(records: list | dict) -> tuple[str, str]:
+    """Return the names of the types of some records' container and of the first record."""
+    values = records.values() if isinstance(records, dict) else records
+    record = next(value for value in values if isinstance(value, dict | str))
+    return type(records).__name__, type(record).__name__
+
+
+def _literal(text: str) -> str:
+    """Return a text as a string literal of Python."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:

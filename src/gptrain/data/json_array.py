@@ -196,7 +196,10 @@ def _enter_array(text: JsonText) -> bool:
     return False
 
 
-def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
+Place = tuple[tuple[str, ...], list | dict]  # keys that lead to records, and the records
+
+
+def find_records(head: str) -> list[Place]:
     """Find the records in a JSON object, if they make up at least half of its text.
 
     It is used to refuse a file of records that would otherwise be trained on as one text with all
@@ -211,16 +214,20 @@ def find_records(head: str) -> tuple[tuple[str, ...], list | dict] | None:
         head: Text of a JSON file, or the beginning of the text.
 
     Returns:
-        The keys that lead to the first records, and their array or object. None if the text is not
-        JSON, or if records make up less than half of it.
+        For each array or object of records the keys that lead to it, and its value. The longest one
+        comes first. Empty if the text is not JSON, or if records make up less than half of it.
     """
     try:
         value = json.loads(_complete(head))
-        places = list(_record_places(value, ()))
-        n_chars = sum(len(json.dumps(records)) for _, records in places)
-        return places[0] if places and 2 * n_chars >= len(json.dumps(value)) else None
+        places = sorted(_record_places(value, ()), key=_length, reverse=True)
+        return places if 2 * sum(map(_length, places)) >= len(json.dumps(value)) else []
     except (ValueError, RecursionError):
-        return None
+        return []
+
+
+def _length(place: Place) -> int:
+    """Return the number of characters of the records at a place."""
+    return len(json.dumps(place[1]))
 
 
 def _complete(head: str) -> str:
@@ -241,9 +248,7 @@ def _complete(head: str) -> str:
     return completed if open_ends else head
 
 
-def _record_places(
-    value: object, keys: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], list | dict]]:
+def _record_places(value: object, keys: tuple[str, ...]) -> Iterator[Place]:
     """Yield each array or object of records in a JSON value, with the keys that lead to it.
 
     Args:

@@ -161,15 +161,22 @@ class JsonTokenizer:
         library = _import_tokenizers()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
-            self._decoder = json.dumps(json.loads(self._json).get("decoder"))
+            content = json.loads(self._json)
         except Exception as error:  # the package raises no narrower class
             message = "not a tokenizer.json of the package tokenizers"
             raise DataError(f"{path}: {message}: {error}") from None
+        self._decoder = json.dumps(content.get("decoder"))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
         self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        model = content["model"]
+        has_unknown = model.get("unk_token") is not None or model.get("byte_fallback")
+        has_bytes = vocabulary.keys() >= {*library.pre_tokenizers.ByteLevel.alphabet()}
+        # Such a tokenizer leaves out the characters that it has no token for.
+        self._may_drop = "merges" in model and not has_unknown and not has_bytes
         self._config = _read_companion(Path(path).with_name(CONFIG_NAME))
         named = _read_companion(Path(path).with_name(MAP_NAME)) | self._config
         self.special_tokens = self._find_special(named)
@@ -249,13 +256,42 @@ class JsonTokenizer:
             DataError: If a text has a character or word that the tokenizer has no token for.
         """
         texts = [text if isinstance(text, str) else text.decode() for text in texts]
+        encode = self._tokenizer.encode_batch_fast
+        if self._may_drop:
+            encode = self._tokenizer.encode_batch  # returns the offsets of tokens, too
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # the package raises no narrower class
             hint = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
             message = f"cannot encode this text: {error}"
             raise DataError(f"{self._path}: {message}; try: {hint}") from None
+        if self._may_drop:
+            for text, encoding in zip(texts, encodings, strict=True):
+                self._check_complete(text, encoding.offsets)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def _check_complete(self, text: str, offsets: Iterable[Sequence[int]]) -> None:
+        """Check that each character of a text is part of a token.
+
+        White space, and characters that the tokenizer's normalizer removes, may be left out.
+
+        Args:
+            text: Text that was encoded.
+            offsets: Begin and end of each token in the text, in characters.
+
+        Raises:
+            DataError: If the vocabulary has no token for a character.
+        """
+        is_covered = np.zeros(len(text), dtype=bool)
+        for start, end in offsets:
+            is_covered[start:end] = True
+        normalizer = self._tokenizer.normalizer
+        for position in np.flatnonzero(~is_covered):
+            char = text[position]
+            normalized = (normalizer.normalize_str(char) if normalizer else char).strip()
+            if normalized and self.token_to_id(normalized) is None:
+                message = f"no token for the character {char!r}, and no unknown token"
+                raise DataError(f"{self._path}: {message}; try: data.tokenizer=bpe")
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids.

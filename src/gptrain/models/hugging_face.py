@@ -31,6 +31,8 @@ class HuggingFace(nn.Module):
     Attributes:
         blocks: Longest nn.ModuleList of the model whose layers have one class. Missing if there is
             no such list.
+        max_seq_len: Number of learned positions. Missing if the model has no such table: it then
+            computes any number of positions.
         head: Output embedding of the model. Missing if the logits are not `head(hidden(tokens))`.
         hidden: Function that computes the input of the head. Missing if `head` is missing.
 
@@ -68,6 +70,9 @@ class HuggingFace(nn.Module):
         self.vocab_size = vocab_size
         self.d_model = text_config.hidden_size
         self.n_layers = text_config.num_hidden_layers
+        tables = [part for part in self.model.modules() if isinstance(part, nn.Embedding)]
+        if len(tables) > 1:  # the second table has the learned positions
+            self.max_seq_len = getattr(text_config, "max_position_embeddings", None)
         lists = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
         lists = [part for part in lists if len({type(block) for block in part}) == 1]
         # `blocks` and `head` are aliases. As submodules they would add names to the state dict.

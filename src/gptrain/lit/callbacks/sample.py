@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
+from gptrain.core.errors import DataError
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import data_of, is_fast_dev_run
 from gptrain.lit.loggers.notes import log_note
@@ -23,7 +24,8 @@ class SampleText(Callback):
     fast_dev_run, with pipeline stages, or if the module has no `net`.
 
     Args:
-        prompt: Text to continue, at least one token long.
+        prompt: Text to continue. No text is generated if the tokenizer has no token for it: many
+            tokenizers of words leave out white space.
         n_tokens: Number of tokens to generate.
     """
 
@@ -70,7 +72,12 @@ class SampleText(Callback):
         if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None
         device = trainer.strategy.root_device
-        tokens = [int(token) for token in tokenizer.encode(self.prompt)]
+        try:
+            tokens = [int(token) for token in tokenizer.encode(self.prompt)]
+        except DataError:  # the tokenizer has no token for the prompt
+            tokens = []
+        if not tokens:
+            return None
         generator = torch.Generator(device).manual_seed(0)  # leaves the RNG of training alone
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
         text = terminal_text(tokenizer.decode(tokens))
