@@ -61,6 +61,12 @@ def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
     assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
 
 
+def test_a_default_id_of_another_vocabulary_is_not_exported():
+    sizes = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    config, _ = HuggingFace(61, sizes | {"bos_token_id": 60}).to_hugging_face()
+    assert (config["bos_token_id"], config["eos_token_id"]) == (60, None)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_activation_checkpointing_changes_no_gradient(name):
     gradients = []
@@ -162,3 +168,12 @@ def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train, mo
     assert run.code == 2 and "needs embed, norm" in run.err
     assert "strategies that work without: single, ddp, fsdp, diloco" in run.err
     assert not run.folder.exists()
+
+
+def test_samples_longer_than_the_learned_positions_are_refused_in_one_line(train):
+    config = "model.config={model_type: gpt2, n_layer: 1, n_embd: 8, n_head: 2, n_positions: 24}"
+    words = ("model=hugging_face", config, "trainer.accelerator=cpu", "data.seq_len=40")
+    run = train(*words, tiny=False)
+    (line,) = run.err.splitlines()
+    assert run.code == 2 and line.startswith("error: data.seq_len=40: longer than the 24 positions")
+    assert line.endswith("try: data.seq_len=24") and not run.folder.exists()

@@ -57,7 +57,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
-from gptrain.parallel.requirements import check_fit, check_layout
+from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
@@ -144,6 +144,10 @@ def check(cfg: RunConfig) -> None:
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
+        limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len
+        if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
+            message = f"longer than the {limit} positions of the net; try: data.seq_len={limit}"
+            raise IncompatibleModelError("data.seq_len", message)
         compile, reason = choose_compile(cfg, devices)
         if reason:
             log.info(labels.line("compile", f"none: {reason}"))

@@ -124,8 +124,15 @@ class HuggingFace(nn.Module):
         return head_input._cdata == hidden._cdata
 
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the model's config and its tensors; a tied tensor has the first of its names."""
+        """Return the model's config and its tensors; a tied tensor has the first of its names.
+
+        The id of a special token that is outside the vocabulary becomes None: it is a default of
+        transformers for its own tokenizer, such as 50256 for GPT-2.
+        """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if isinstance(config.get(key), int) and config[key] >= self.vocab_size:
+                config[key] = None
         state = self.model.state_dict(keep_vars=True)
         first_names = {tensor: name for name, tensor in reversed(state.items())}
         return config, {name: tensor for tensor, name in first_names.items()}
