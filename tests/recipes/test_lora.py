@@ -133,8 +133,6 @@ def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path)
     ):
         (tmp_path / name).mkdir()
         write_net(net, tmp_path / name, form, "fp32")
-    n_bytes = [write_net(nets[1], tmp_path / "peft", "peft", dtype) for dtype in ("bf16", "fp32")]
-    assert n_bytes[1] == 2 * n_bytes[0]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
     peft = pytest.importorskip("peft")
