@@ -130,7 +130,10 @@ def test_private_names_of_lightning_stand_in_one_file():
 
 def test_the_private_names_that_are_relied_on_are_there():
     from lightning.pytorch import Trainer
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils import worker
 
+    assert worker._worker_info is None and get_worker_info.__globals__ is vars(worker)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
     assert callable(trainer._signal_connector.register_signal_handlers)
     assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)

@@ -21,7 +21,8 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils import worker
 
 from gptrain.core.errors import DataError
 from gptrain.data.samples import BatchReader, take_over_attributes
@@ -143,11 +144,9 @@ class StreamDataset(Dataset):
                 again and left out.
         """
         self.number = number
-        if (info := get_worker_info()) is not None:
-            # A dataset may divide itself over the workers that it sees. Show it a single worker,
-            # because the parts are those of all ranks and workers. WorkerInfo has no setter.
-            object.__setattr__(info, "id", 0)
-            object.__setattr__(info, "num_workers", 1)
+        # Datasets divide themselves over the workers that they see, and litdata saves no position in
+        # a worker. Hide the workers from them, because the parts are those of ranks and workers.
+        worker._worker_info = None
         split = self._division()[0]
         if split is None:
             self.stride = self.n_parts
