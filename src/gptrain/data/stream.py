@@ -144,8 +144,8 @@ class StreamDataset(Dataset):
                 again and left out.
         """
         self.number = number
-        # Datasets divide themselves over the workers that they see, and litdata saves no position in
-        # a worker. Hide the workers from them, because the parts are those of ranks and workers.
+        # Datasets divide themselves over the workers that they see, and litdata saves no position
+        # in a worker. Hide the workers, because the parts are those of all ranks and workers.
         worker._worker_info = None
         split = self._division()[0]
         if split is None:
