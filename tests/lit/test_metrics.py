@@ -17,7 +17,7 @@ import gptrain
 from gptrain.core.errors import DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
-from gptrain.lit.metrics import try_metric
+from gptrain.lit.metrics import named_scalars, try_metric
 from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN
@@ -203,6 +203,12 @@ def test_a_metric_with_several_values_is_logged_element_by_element(fit, ranks):
     assert names == [f"val/f1/{i}" for i in range(256)]
     (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
     assert " · val/f1 256 values in result.json · " in line and "val/f1/0" not in line
+
+
+def test_each_value_of_a_metric_that_returns_a_dict_has_a_name_of_its_own():
+    scalars = named_scalars("rouge", {"recall": 0.5, "each": torch.tensor([1.0, 2.0])})
+    values = {name: float(value) for name, value in scalars.items()}
+    assert values == {"rouge/recall": 0.5, "rouge/each/0": 1.0, "rouge/each/1": 2.0}
 
 
 def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):

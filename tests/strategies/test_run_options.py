@@ -208,6 +208,7 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
         assert train(tmp_path, *options)[0] == 0
     assert compiled.call_count == 4
     assert guard.call_args.kwargs["timeout_s"] == 77
+    assert "ckpt_path=last" in guard.call_args.kwargs["describe"]()["resume"]
     phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
     assert phases == ["import", "connect", "data", "build", "train", "validate", "train", "end"]
     allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
@@ -220,7 +221,11 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_large_checkpoint_is_written_in_the_background_by_default(background, tmp_path):
-    asked, kept = [], []
+    asked, kept, allowed, beat = [], [], {}, Heartbeat.beat
+
+    def note(heart, step=None, phase=None, allow_s=0.0):
+        allowed[phase] = allow_s
+        beat(heart, step, phase, allow_s)
 
     def writing(store, step, *, in_background, **options):
         asked.append((step, in_background))
@@ -231,11 +236,13 @@ def test_a_large_checkpoint_is_written_in_the_background_by_default(background, 
     with (
         patch.object(checkpoints, "BACKGROUND_BYTES", 0),
         patch.object(CheckpointStore, "writing", writing),
+        patch.object(Heartbeat, "beat", note),
     ):
         words = ("checkpoint.every_n_steps=2", "checkpoint.keep=2")
         assert train(tmp_path, f"checkpoint.background={str(background).lower()}", *words)[0] == 0
     # The last save is complete when the run ends.
     assert asked == [(2, background), (4, background), (6, background), (8, False)]
+    assert allowed.get("save") == (3600.0 if background else None)  # seconds to wait for the files
     assert [len(steps) for steps in kept] == [0, 1, 2, 2]  # a background save removes old ones too
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for path in store.ranking("val/loss"):
