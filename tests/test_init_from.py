@@ -15,6 +15,7 @@ from gptrain.checkpoints.status import read_status
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.config.compose import resolved
+from gptrain.parallel.unmatched import Unmatched
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
 
@@ -68,6 +69,11 @@ def test_a_tensor_that_is_not_shown_is_counted(tmp_path):
     torch.save({"f": torch.ones(1)}, tmp_path / "weights.ckpt")
     with pytest.raises(ValueError, match="d only in the net; and 1 more"):
         load_weights(net, tmp_path / "weights.ckpt")
+    left = Unmatched(["a"], ["b"], {"c": ((1,), (2,))}, {})
+    assert left.describe_consequences() == (
+        "left as initialized: c (1,) in the checkpoint, (2,) in the net; a only in the net; "
+        "not used: b only in the checkpoint"
+    )
 
 
 TABLE = "position_embedding.weight"

@@ -90,6 +90,8 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
         hidden = 1.0 if name.endswith("proj.weight") else 0.5
         assert lr == kinds.get(name.partition(".")[0], hidden), name
     assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
+    at_rest = Muon(muon_groups(net, vector=0.0), lr=1.0).param_groups
+    assert {group["lr"] for group in at_rest} == {0.0, 1.0}
     outside = nn.Parameter(torch.ones(3))
     groups = Muon(muon_groups(net, [*net.parameters(), outside], **lrs), lr=1.0).param_groups
     own = [group for group in groups if any(p is outside for p in group["params"])]

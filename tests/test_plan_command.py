@@ -11,7 +11,7 @@ import pytest
 from gptrain.core.data_schema import DataConfig, DummyTextConfig
 from gptrain.costs import machine
 from gptrain.costs.choice import changed_overrides
-from gptrain.plan.__main__ import PARTS, main, memory_lines, step_table
+from gptrain.plan.__main__ import PARTS, main, memory_lines, planned_lines, step_table
 from tests.conftest import ROOT
 
 SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
@@ -204,6 +204,15 @@ def test_the_tables_show_each_number_under_its_name():
     assert table.splitlines()[0].split() == ["GiB", "of", "a", "device", *PARTS, "fits"]
     assert table.splitlines()[1].split() == ["fsdp", *(f"{n}.00" for n in range(1, 8)), "no"]
     assert table.splitlines()[2].endswith(" yes")
+    changes = {"strategy": "fsdp", "data.batch_size": 1}
+    result |= {"best": "fsdp", "changes": changes, "command": "python train.py"}
+    best = "best      fsdp; nothing fits as typed, but with data.batch_size=1"
+    assert planned_lines(None, result)[-2:] == [best, "command   python train.py"]
+    result["changes"] = {"strategy": "fsdp"}
+    assert planned_lines(None, result)[-2] == "best      fsdp"
+    result["changes"] = None
+    last = planned_lines(None, result)[-1]
+    assert last == "best      nothing fits: more devices, or a smaller model"
 
 
 def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path, monkeypatch):

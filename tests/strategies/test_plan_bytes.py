@@ -1,11 +1,15 @@
 """The planner's formulas for the bytes that a rank sends per step and keeps in memory."""
 
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, training_bytes
+from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, broadcast, training_bytes
 from ranks import on_ranks
 
 from gptrain.core.strategies import ParallelDims, default_options
@@ -17,6 +21,7 @@ from gptrain.costs.work import Work
 from gptrain.optim import Muon, muon_groups
 from gptrain.optim.muon import native_dtype
 from gptrain.parallel.diloco import DiLoCo
+from gptrain.plan import measure
 from gptrain.plan.counters import Sent
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=8, n_layers=4, max_seq_len=16)
@@ -80,6 +85,32 @@ def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     work = replace(work, optimizer=MuonFacts(), is_cpu=True, has_bf16=has_bf16)
     sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}["updates of Muon"]
     assert abs(counted.total / sent - 1) < 0.01, (counted.n_bytes, sent)
+
+
+@on_ranks(2)
+def test_the_slowest_rank_and_the_bandwidth_of_all_ranks_are_kept_beside_other_links():
+    """Each call takes a millisecond. Of two ranks a ring sends two messages, in all the buffer."""
+    path = Path(broadcast(tempfile.mkdtemp())) / "machine.json"
+    speed = 1e10 * (2 + dist.get_rank())
+    with (
+        patch.object(measure, "measure_matmul", lambda *_: speed),
+        patch.object(measure, "time_calls", lambda *_: 1e-3),
+    ):
+        measure.write_speeds([(4096, 1e-3), (65536, 3e-3)], CPU, path)
+        dist.barrier()
+        facts = json.loads(path.read_text())
+        link = {"latency_s": 1e-3 / 2, "bytes_per_s": (65536 - 4096) / 2e-3, "wait_s": 0.0}
+        assert facts["links"] == {"gloo": {"2": link}}
+        assert facts["flops_per_s"] == {"float32": 2e10, "bfloat16": 2e10}
+        assert facts["memory_bytes_per_s"] == 2 * (2 * 4 * measure.ACTIVATIONS) / 1e-3
+        dist.barrier()
+        if dist.get_rank() == 0:  # measured with four ranks, and over NCCL
+            facts["links"] = {"gloo": {"4": link}, "nccl": {"2": link}}
+            path.write_text(json.dumps(facts))
+        measure.write_speeds([(4096, 1e-3), (65536, 3e-3)], CPU, path)
+        dist.barrier()
+    links = json.loads(path.read_text())["links"]
+    assert links == {"gloo": {"4": link, "2": link}, "nccl": {"2": link}}
 
 
 @on_ranks(2)
