@@ -122,9 +122,8 @@ def adopt(name: str, to: Path | None, library: str, recipes: Sequence[str]) -> i
         OSError: If a file cannot be read or written.
     """
     if to is None:
-        raise ConfigError.of(
-            "--to", None, "needed: the folder in which the project is made", hint="--to ../mine"
-        )
+        message = "needed: the folder in which the project is made"
+        raise ConfigError.of("--to", None, message, hint="--to ../mine")
     needed = requirement(library)
     source = find_project() or TEMPLATE
     copied = make(source, to, name, needed, recipes)

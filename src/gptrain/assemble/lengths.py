@@ -39,9 +39,8 @@ def plan_lengths(
         epoch_steps = max(1, min(epoch_steps, limited_steps))
     unit = "samples" if sample_tokens is None else "tokens"
     sample_tokens = sample_tokens or 1
-    n_steps, limit_text, limit_kind = _find_end(
-        cfg, epoch_steps, batch.global_batch_size * sample_tokens
-    )
+    step_tokens = batch.global_batch_size * sample_tokens
+    n_steps, limit_text, limit_kind = _find_end(cfg, epoch_steps, step_tokens)
     interval = trainer.val_check_interval
     if isinstance(interval, float):  # a fraction of check_val_every_n_epoch epochs
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))

@@ -184,10 +184,8 @@ def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
             hint = f"module.metrics.my_{name}"
             raise ConfigError.of(key, node["_target_"], message, hint=hint)
     callbacks = (node.target for node in cfg.callbacks.values() if node)
-    is_known = module_type is LanguageModel and all(
-        target.startswith(KNOWN_LOGGING) for target in callbacks
-    )
-    if cfg.task != "fit" or not is_known:
+    are_known = all(target.startswith(KNOWN_LOGGING) for target in callbacks)
+    if cfg.task != "fit" or module_type is not LanguageModel or not are_known:
         return
     parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else {}
     evaluated = [*metrics, *(f"{part}/loss" for part in parts)]

@@ -109,9 +109,8 @@ def plan_batch(
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
-        raise ValueError(
-            f"excludes trainer.accumulate_grad_batches={accumulate}: both set the accumulation"
-        )
+        other = f"trainer.accumulate_grad_batches={accumulate}"
+        raise ValueError(f"excludes {other}: both set the accumulation")
     micro = batch_size * data_parallel_size
     if global_batch_size < micro or global_batch_size % micro:
         below = global_batch_size // micro * micro

@@ -77,9 +77,8 @@ def train_size(
             "checkpoint": "default",
             "checkpoint.keep": total // phases.every + 2,
         }
-        words = replace_overrides(
-            typed, [*size.words, *(f"{key}={value}" for key, value in keys.items())]
-        )
+        settings = [f"{key}={value}" for key, value in keys.items()]
+        words = replace_overrides(typed, [*size.words, *settings])
         if (run_dir / OVERRIDES).exists():
             check_same(folder, run_dir, words)
         if not (run_dir / OVERRIDES).exists() or not read_run(run_dir).is_done:

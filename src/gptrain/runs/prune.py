@@ -80,9 +80,8 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     n_bytes = sum(size_of(path) for surplus in chosen for path in surplus.deleted)
     n_paths = sum(len(surplus.deleted) for surplus in chosen)
     if not is_confirmed and not ask(f"delete {labels.count_text(n_paths, 'checkpoint')}? [y/N] "):
-        raise ConfigError.of(
-            "--prune", None, "nothing was deleted: not confirmed", hint="--prune FOLDER --yes"
-        )
+        message = "nothing was deleted: not confirmed"
+        raise ConfigError.of("--prune", None, message, hint="--prune FOLDER --yes")
     for surplus in chosen:
         with RunLock(surplus.run, wait_s=0.0):  # keeps the run from starting meanwhile
             for path in surplus.deleted:
