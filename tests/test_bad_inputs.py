@@ -259,6 +259,8 @@ def test_a_run_that_began_from_other_weights_may_be_evaluated_by_a_path_of_its_c
     values = resolved(compose_command([*NANO, "init_from=/weights", "ckpt_path=/a/step-00000005"]))
     assert [problem.key for problem in check_config(values).errors] == ["init_from"]
     assert check_config(values | {"from_run": "/a", "task": "test"}).errors == []
+    # Weights of `init_from` are no initial weights: an evaluation of them is no reason to warn.
+    assert check_config(values | {"ckpt_path": None, "task": "test"}).problems == []
 
 
 @pytest.mark.parametrize("devices", ["8", "[0,2]"])

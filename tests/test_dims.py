@@ -2,7 +2,14 @@
 
 import pytest
 
-from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
+from gptrain.core.strategies import (
+    ParallelDims,
+    default_options,
+    options_for,
+    parallel_dims,
+    stage_blocks,
+)
+from tests.command_line import compose_run
 
 
 def options(name, tensor, pipeline):
@@ -65,6 +72,30 @@ def test_a_replica_of_diloco_is_a_machine_or_on_one_machine_a_rank():
     given = default_options("diloco")
     assert [given.on_ranks(nodes, 8).copies for nodes in (1, 2)] == [8, 2]
     assert given.model_copy(update={"replicas": 4}).on_ranks(2, 8).copies == 4
+
+
+def test_options_that_two_strategies_share_are_taken_over_when_strategies_are_compared():
+    copies = default_options("fsdp").model_copy(update={"replicas": 2, "cpu_offload": True})
+    assert options_for("fsdp", copies) == copies
+    compared = options_for("fsdp_tensor_parallel", copies)
+    assert (compared.name, compared.cpu_offload) == ("fsdp_tensor_parallel", True)
+    # A replica of DiLoCo is no copy of HSDP.
+    replicas = default_options("diloco").model_copy(update={"replicas": 4})
+    assert options_for("fsdp", replicas) == default_options("fsdp")
+    buckets = default_options("auto").model_copy(update={"bucket_cap_mb": 3})
+    ddp = options_for("ddp", buckets)
+    assert (ddp.name, ddp.bucket_cap_mb) == ("ddp", 3)
+
+
+def test_the_first_stages_of_a_pipeline_hold_the_blocks_that_are_left_over():
+    stages = [stage_blocks(stage, 4, 6) for stage in range(4)]
+    assert [len(blocks) for blocks in stages] == [2, 1, 2, 1]
+    assert [block for blocks in stages for block in blocks] == list(range(6))
+
+
+def test_heads_of_k_and_v_are_repeated_for_the_ranks_of_a_sequence():
+    words = ("model=llama_nano", "model.n_kv_heads=2", "trainer=cpu", "trainer.devices=4")
+    assert compose_run(*words, "strategy=context_parallel").model.n_heads == 4
 
 
 def test_neighbouring_ranks_read_the_same_samples_in_every_stage_of_a_pipeline():

@@ -199,9 +199,13 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
     (tmp_path / "mirror" / "step-00000004" / "manifest.json").unlink()
     (tmp_path / "mirror" / "step-00000003" / "manifest.json").write_bytes(b"other")
     (tmp_path / "mirror" / "step-00000002" / "state.ckpt").write_bytes(b"other")
+    of_another_run = CheckpointStore(tmp_path / "another", "b")
+    save(of_another_run, b"state", 5)
+    (tmp_path / "another" / "step-00000005").rename(tmp_path / "mirror" / "step-00000005")
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
     assert again.steps() == [1]
+    assert "/step-00000005: belongs to another run (b, this is a); not used" in caplog.text
     for step, name in (2, "state.ckpt"), (3, "manifest.json"):
         assert f"/step-0000000{step}: {name} is damaged (sha256); not used" in caplog.text
     (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
