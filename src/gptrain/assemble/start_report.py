@@ -19,7 +19,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
 from gptrain.costs.machine import DamagedMeasurementError
 from gptrain.lit.lightning import strategy_of
-from gptrain.lit.module import has_own_optimizer
+from gptrain.lit.own_optimizer import has_own_optimizer
 from gptrain.lit.report import Report
 from gptrain.runtime.devices import RunDevices, native_precision
 

@@ -104,9 +104,8 @@ class CheckpointStore:
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
-        draft = CheckpointWriter(
-            self._hidden("draft", step), rank, gather, needed_bytes, self.progress
-        )
+        folder = self._hidden("draft", step)
+        draft = CheckpointWriter(folder, rank, gather, needed_bytes, self.progress)
         with draft.same_error_on_all_ranks():
             if rank == 0:
                 self.check_space(needed_bytes)

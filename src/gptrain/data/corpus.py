@@ -7,9 +7,7 @@ Parquet file. Documents follow each other in the order of the names of their fil
 import codecs
 import glob
 import hashlib
-import json
 import os
-import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from gptrain.core import shell
 from gptrain.core.errors import DataError
 from gptrain.core.small_files import open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
-from gptrain.data.json_array import Place, find_records
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
+from gptrain.data.undeclared import check_no_records
 
 BLOCK_BYTES = 2**16
 # Folders of the standard library with other packages and with tests. Some test files are
@@ -239,7 +236,7 @@ def scan_source(source: Source, text_key: str) -> SourceScan:
             if source.format != "text":
                 continue
             if is_first and not source.is_declared:
-                _check_no_records(source.path, block, text_key)
+                check_no_records(source.path, block, text_key)
             try:
                 decoder.decode(block, final=n_read == source.size_bytes)
             except UnicodeDecodeError as error:
@@ -409,7 +406,9 @@ def _check_utf8(text: bytes, part: Part) -> bytes:
 
 
 def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
-    """Yield the text of a record as one piece, or in blocks of 64 KiB if it exceeds 1 MiB.
+    """Yield the text of a record as one piece, or in several pieces if it exceeds 1 MiB.
+
+    Blocks of 64 KiB are then cut off until at most 1 MiB is left, which is the last piece.
 
     Args:
         text: Text of the record in UTF-8.
@@ -421,117 +420,6 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
         yield Piece(text[:cut], is_val, False, False, 0)
         text = text[cut:]
     yield Piece(text, is_val, True, True, n_read)
-
-
-def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
-    """Check that a file that would be read as text does not begin like a file of records.
-
-    Args:
-        path: Path of the file, for the message and its suffix.
-        head: First bytes of the file.
-        text_key: Key of the text in a record.
-
-    Raises:
-        DataError: If the file begins like a file of records. The message says how to read the
-            records.
-    """
-    head = head.removeprefix(codecs.BOM_UTF8)
-    if _is_json_lines(head, text_key):
-        format = "jsonl"
-        message = "JSON lines, whose keys and quotes would be trained on, too"
-    elif _is_array(head):
-        format = "json"
-        message = "a JSON array of records, whose keys and quotes would be trained on, too"
-    elif path.suffix.lower() == ".json" and (places := find_records(head.decode(errors="ignore"))):
-        keys, command = _extraction_command(path, places)
-        place = f"under {keys} of" if keys else "by id of"
-        message = f"records {place} a JSON object, whose keys and quotes would be trained on, too"
-        hint = f"{command}, or data.format=text"
-        raise DataError(f"{path}: {message}; try: {hint}")
-    else:
-        return
-    hint = f"data.format={format} data.text_key=<key>, or data.format=text"
-    raise DataError(f"{path}: {message}; try: {hint}")
-
-
-def _extraction_command(path: Path, places: Sequence[Place]) -> tuple[str, str]:
-    """Return the keys of a JSON object's records, and a command that writes them as JSON lines.
-
-    The records are those of the first place and all others of the same form whose keys differ from
-    its keys, such as a list of texts under each of many ids.
-
-    Args:
-        path: JSON file. The command writes to the same path with an additional `l`.
-        places: Places of records at the beginning of the file, at least one.
-
-    Returns:
-        The keys that lead to the records, joined by dots, with `*` in place of a key that differs;
-        and the shell command.
-    """
-    first_keys, records = places[0]
-    form = _form(records)
-    alike = [k for k, other in places if len(k) == len(first_keys) and _form(other) == form]
-    value = f"json.load(open({_literal(str(path))}))"
-    loops = ""
-    shown = []
-    for depth, key in enumerate(first_keys):
-        if all(keys[depth] == key for keys in alike):
-            shown.append(key)
-            value += f".get({_literal(key)}, [])" if loops else f"[{_literal(key)}]"
-            continue
-        shown.append("*")
-        kind = form[0] if depth == len(first_keys) - 1 else "dict"
-        loops += f" for v{depth} in {value}.values() if isinstance(v{depth}, {kind})"
-        value = f"v{depth}"
-    container, kind = form
-    value += ".values()" if container == "dict" else ""
-    only = f" if isinstance(r, {kind})" if loops else ""
-    line = "r" if kind == "dict" else '{"text": r}'
-    code = f"import json; [print(json.dumps({line})){loops} for r in {value}{only}]"
-    return ".".join(shown), f"{shell.command('python', '-c', code)} > {shell.command(f'{path}l')}"
-
-
-def _form(records: list | dict) -> tuple[str, str]:
-    """Return the names of the types of some records' container and of the first record."""
-    values = records.values() if isinstance(records, dict) else records
-    record = next(value for value in values if isinstance(value, dict | str))
-    return type(records).__name__, type(record).__name__
-
-
-def _literal(text: str) -> str:
-    """Return a text as a string literal of Python."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _is_json_lines(head: bytes, text_key: str) -> bool:
-    """Return whether a file begins like JSON lines: with two lines that are JSON objects.
-
-    If there is only one line, it must be an object with the key `text_key`.
-
-    Args:
-        head: First bytes of the file.
-        text_key: Key of the text in a record.
-    """
-    lines = [line for line in head.splitlines()[:8] if line.strip()][:2]
-    try:
-        records = [json.loads(line) for line in lines if line.lstrip().startswith(b"{")]
-    except (ValueError, RecursionError):
-        return False
-    return len(records) == 2 or (len(lines) == len(records) == 1 and text_key in records[0])
-
-
-def _is_array(head: bytes) -> bool:
-    """Return whether a file begins with a JSON array whose first element is a non-empty object.
-
-    Args:
-        head: First bytes of the file, which must contain the complete first element.
-    """
-    begin = re.match(rb"\s*\[\s*(?=\{)", head)
-    try:
-        text = head[begin.end() :].decode(errors="ignore") if begin else ""
-        return bool(begin) and bool(json.JSONDecoder().raw_decode(text)[0])
-    except (ValueError, RecursionError):
-        return False
 
 
 def _cut_before(source: Source, position: int) -> int:

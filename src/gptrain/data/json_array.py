@@ -1,13 +1,10 @@
 """Reader of a JSON file that is one array, or one object with an array under the key "data".
 
-Memory holds one element and one block of the file, whatever the length of the array. A file whose
-records are under other keys cannot be read; `find_records` finds them, for an error message.
+Memory holds one element and one block of the file, whatever the length of the array.
 """
 
 import codecs
 import json
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -23,10 +20,6 @@ _LONGEST_VALUE = 2**28  # characters
 # "\ud83d\ude00" with 12 characters and -Infinity with 9.
 _CUT_CHARS = 16
 _DECODER = json.JSONDecoder()
-# A string, which the end of the text may cut, or a character outside of strings.
-_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{},]', re.DOTALL)
-_MIN_TEXTS = 8  # an object of so many texts counts as texts by id, whatever its keys are
-_MAX_KEYS = 4  # records are looked for under at most this many nested keys
 
 
 class JsonText:
@@ -193,116 +186,4 @@ def _enter_array(text: JsonText) -> bool:
         text.read_value()
         if not text.skip_char(","):
             return False
-    return False
-
-
-Place = tuple[tuple[str, ...], list | dict]  # keys that lead to records, and the records
-
-
-def find_records(head: str) -> list[Place]:
-    """Find the records in a JSON object, if they make up at least half of its text.
-
-    It is used to refuse a file of records that would otherwise be trained on as one text with all
-    keys and quotes. Records are the elements of an array, or the values of an object of records by
-    id. Most of them are documents, or objects with the same keys that contain a document. A
-    document is a string with white space or with characters outside of ASCII. Therefore
-    package.json has no records: its longest arrays contain names. An object of documents by id has
-    a digit in each key or at least eight keys. Otherwise it is one document, such as a title, an
-    author and a text.
-
-    Args:
-        head: Text of a JSON file, or the beginning of the text.
-
-    Returns:
-        For each array or object of records the keys that lead to it, and its value. The longest one
-        comes first. Empty if the text is not JSON, or if records make up less than half of it.
-    """
-    try:
-        value = json.loads(_complete(head))
-        places = sorted(_record_places(value, ()), key=_length, reverse=True)
-        return places if 2 * sum(map(_length, places)) >= len(json.dumps(value)) else []
-    except (ValueError, RecursionError):
-        return []
-
-
-def _length(place: Place) -> int:
-    """Return the number of characters of the records at a place."""
-    return len(json.dumps(place[1]))
-
-
-def _complete(head: str) -> str:
-    """Turn the beginning of a JSON text, which may end anywhere, into valid JSON.
-
-    The text is cut after the last complete element, and the closing brackets and braces of all open
-    arrays and objects are added. A complete text is returned unchanged.
-    """
-    open_ends: list[str] = []
-    completed = head
-    for match in _TOKENS.finditer(head):
-        if match[0] in "{[":
-            open_ends.append("}" if match[0] == "{" else "]")
-        elif match[0] in "}]" and open_ends:
-            open_ends.pop()
-        elif match[0] == ",":
-            completed = head[: match.start()] + "".join(reversed(open_ends))
-    return completed if open_ends else head
-
-
-def _record_places(value: object, keys: tuple[str, ...]) -> Iterator[Place]:
-    """Yield each array or object of records in a JSON value, with the keys that lead to it.
-
-    Args:
-        value: JSON value that is searched, with the values in it.
-        keys: Keys that lead from the file's value to this value.
-    """
-    if isinstance(value, list) and _are_records(value):
-        yield keys, value
-    elif isinstance(value, dict):
-        objects = [child for child in value.values() if isinstance(child, dict)]
-        are_objects = 1 < len(objects) == len(value)
-        if (are_objects or _are_texts_by_id(value)) and _are_records(
-            list(value.values()), n_alike=2
-        ):
-            yield keys, value
-        elif len(keys) < _MAX_KEYS:
-            for key, child in value.items():
-                yield from _record_places(child, (*keys, key))
-
-
-def _are_texts_by_id(value: dict) -> bool:
-    """Return whether the values of a JSON object are strings and its keys are probably ids."""
-    has_ids = len(value) >= _MIN_TEXTS or all(re.search(r"\d", key) for key in value)
-    return has_ids and all(isinstance(child, str) for child in value.values())
-
-
-def _are_records(values: list, n_alike: int = 1) -> bool:
-    """Return whether at least half of the values are documents, or contain one under equal keys.
-
-    Args:
-        values: Elements of an array, or values of an object.
-        n_alike: Smallest number of such values, if half of the values are fewer.
-    """
-    forms = Counter(
-        tuple(value) if isinstance(value, dict) else type(value)
-        for value in values
-        if isinstance(value, dict | str) and _holds_document(value)
-    )
-    return max(forms.values(), default=0) >= max(n_alike, len(values) / 2)
-
-
-def _holds_document(value: object, depth: int = 0) -> bool:
-    """Return whether a value is a document or contains one. Objects within objects are left out.
-
-    A document is a string with white space or with characters outside of ASCII.
-
-    Args:
-        value: JSON value.
-        depth: 0 for a value of an array or object of records, 1 for a value inside of an object.
-    """
-    if isinstance(value, str):
-        return not value.isascii() or any(map(str.isspace, value))
-    if isinstance(value, list):
-        return any(_holds_document(element) for element in value)
-    if isinstance(value, dict) and depth == 0:
-        return any(_holds_document(element, depth=1) for element in value.values())
     return False

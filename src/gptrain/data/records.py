@@ -236,6 +236,6 @@ def _import_optional(name: str, extra: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"this file needs the package {name.split('.')[0]}: pip install 'gptrain[{extra}]'"
-        ) from None
+        package = name.split(".")[0]
+        message = f"this file needs the package {package}: pip install 'gptrain[{extra}]'"
+        raise ModuleNotFoundError(message) from None

@@ -177,9 +177,8 @@ class TextDataset(TokenDataset):
             loaded = load_tokenizer(tokenizer)
             identity = loaded.identity
             if vocab_size is not None and loaded.vocab_size > vocab_size:
-                raise DataError(
-                    f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}"
-                )
+                n_tokens = loaded.vocab_size
+                raise DataError(f"tokenizer has {n_tokens} tokens, vocab_size={vocab_size}")
             if has_end is None:
                 has_end = loaded.end_id is not None and not isinstance(loaded, ByteTokenizer)
             if has_end and loaded.end_id is None:

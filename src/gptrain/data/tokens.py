@@ -64,9 +64,8 @@ class TokenDataset(BatchDataset):
         self._maps: dict[int, np.ndarray] = {}
         if not len(self):
             n_tokens = sum(file.n_tokens for file in self.files)
-            raise DataError(
-                f"{self.files[0].path}: {n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
-            )
+            message = f"{n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
+            raise DataError(f"{self.files[0].path}: {message}")
         for file, positions, tokens in self._checked_blocks():
             file.check_tokens(tokens, positions, vocab_size)
 

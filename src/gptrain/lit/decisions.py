@@ -266,8 +266,9 @@ class StepDecisions:
             log.error("warning: %s%s", error, "; the step is skipped" if is_skipped else "")
 
     def _go_back_to(self, step: DecidedStep) -> None:
-        """Set the step counter, the options of the optimizer and the schedules back to a step.
+        """Undo what Lightning did after a refused step, as if the step had not been taken.
 
+        The step counter, the options of the optimizer and the schedules are set back, because
         Lightning has counted the step although its update was left out. Does nothing if Lightning
         has not counted the step yet.
 
@@ -277,9 +278,8 @@ class StepDecisions:
         if self.trainer.global_step == step.step:
             return
         forget_last_step(self.trainer)
-        for group, options in zip(
-            self.trainer.optimizers[0].param_groups, step.options, strict=True
-        ):
+        groups = self.trainer.optimizers[0].param_groups
+        for group, options in zip(groups, step.options, strict=True):
             group.update(options)
         for scheduled, state in zip(self.trainer.lr_scheduler_configs, step.schedules, strict=True):
             scheduled.scheduler.load_state_dict(state)

@@ -211,14 +211,12 @@ def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[st
     # A resumed run goes through the end of Lightning's loop body again for a step after which a
     # validation is due, and that code counts the step for the loggers.
     is_counted_later = is_within_epoch and (is_validated(trainer, step) or not validated)
-    n_epochs_begun = 1 if is_within_epoch else 0
+    n_begun = 1 if is_within_epoch else 0  # epochs that are not complete
     # A validation loop with a batch begun and none done starts with its first batch.
     n_val_begun = 0 if validated else 1
     names = ("ready", "started", "processed", "completed")
     state = trainer.fit_loop.state_dict()  # all counters of the new loop are 0
-    state["epoch_progress"] = _counters(
-        epoch, epoch, names, ready=n_epochs_begun, started=n_epochs_begun
-    )
+    state["epoch_progress"] = _counters(epoch, epoch, names, ready=n_begun, started=n_begun)
     n_counted = step - 1 if is_counted_later else step
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": n_counted}
     state["epoch_loop.batch_progress"] = {

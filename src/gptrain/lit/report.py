@@ -169,9 +169,8 @@ class Report:
         parts = []
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
         if first_step is not None:
-            done = (
-                f"{labels.count_text(trainer.global_step - first_step, 'step')} in {seconds:.0f} s"
-            )
+            n_steps = labels.count_text(trainer.global_step - first_step, "step")
+            done = f"{n_steps} in {seconds:.0f} s"
             if first_step:
                 done += f", from step {first_step} to {trainer.global_step}"
             parts.append(done)

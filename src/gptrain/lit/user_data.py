@@ -14,7 +14,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.data.stream import UNKNOWN_LENGTH
 
-USER_DATA = "gptrain_data"  # attribute of a user's module: its UserData
+USER_DATA = "gptrain_data"  # attribute of a LightningDataModule: its UserData
 # Method of a data module whose batches a task reads first.
 LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader"}
 
@@ -22,21 +22,22 @@ LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "tes
 class UserData(Dataset):
     """Facts about the batches of a user's LightningDataModule: batch size, epoch length, a sample.
 
-    Lightning reads the batches from the user's module itself. gptrain's callbacks use this object
+    Lightning reads the batches from the data module itself. gptrain's callbacks use this object
     in the place of a TextDataModule, because it has the attributes that they read. The checks
     before a run read it as a dataset: its length is that of an epoch, and every index gives the
     first sample.
 
     Args:
-        module: Module of the user, after its `setup`.
+        module: User's data module, after its `setup`.
         loader: Loader of the batches that the run reads first, or several in a list or a dict.
-        key: Config key of the module, for error messages.
+        key: Config key of the data module, for error messages.
         world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
 
     Attributes:
-        train: Always None, because the datasets of a user's module are not known.
+        train: Always None, because the datasets of a user's data module are unknown.
         val: Always None, for the same reason.
-        batch_size: Samples of a batch of one rank, in the first of several loaders.
+        batch_size: Samples of a batch of one rank, in the first of several loaders. If the dataset
+            makes the batches, those of the first batch count.
         epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
@@ -71,25 +72,25 @@ class UserData(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return the first sample of the first batch, whatever the index."""
-        return tree_map(
-            lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, self._first_batch()
-        )
+        batch = self._first_batch()
+        return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
     def _first_batch(self) -> Any:
         """Return the first batch as the training step gets it.
 
-        The batch goes through the hooks by which the user's module transfers a batch to the device,
-        which may change it. The device is the CPU.
+        The batch goes through the hooks by which the user's data module transfers a batch to the
+        device, which may change it. The device is the CPU. Several loaders give a list or a dict of
+        their first batches.
         """
         batch = tree_map(lambda loader: next(iter(loader)), self.loaders)
         batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
-        # torch's collation makes a list of a tuple
+        # torch's collation makes a list of a tuple.
         return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
-        """Return the text of the start line `data`: class of the module and length of an epoch.
+        """Return the text of the start line `data`: class of the user's data and epoch length.
 
         The text also warns of two things that cannot happen with gptrain's own data: a resume
         within an epoch repeats samples, and an evaluation on several ranks may count a sample
@@ -111,7 +112,7 @@ class UserData(Dataset):
     def start(self, lengths: RunLengths) -> None:
         """Store the lengths of the run, and make this object known to gptrain's callbacks.
 
-        This object becomes an attribute of the user's module, in which `lit.lightning.data_of`
+        This object becomes an attribute of the user's data module, where `lit.lightning.data_of`
         finds it.
 
         Args:
@@ -130,7 +131,7 @@ class UserData(Dataset):
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """Return an empty list, because the indices of the samples of a step are not known.
 
-        TextDataModule has a method of this name, which error messages call.
+        TextDataModule has a method of this name, whose result some error messages show.
         """
         return []
 

@@ -43,7 +43,7 @@ class RunStream:
         return len(text)
 
     def flush(self) -> None:
-        """Write the buffered text."""
+        """Write the buffered text, unless output is discarded."""
         self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:

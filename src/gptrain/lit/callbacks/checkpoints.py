@@ -27,6 +27,7 @@ from gptrain.lit.callbacks.resume import (
     warn_about_missing,
 )
 from gptrain.lit.callbacks.salvage import allow_amendment, may_save
+from gptrain.lit.callbacks.saves import amend_checkpoint, write_checkpoint
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import (
     ends_epoch,
@@ -341,88 +342,39 @@ class Checkpoints(Checkpoint):
             self.finish(trainer)
             return
         log_saved_step(trainer)
-        is_amendment = self.saved == (step, False) and all(
-            gather(strategy.is_unchanged_since_save())
-        )
+        is_saved = self.saved == (step, False)  # before its validation
+        is_amendment = is_saved and all(gather(strategy.is_unchanged_since_save()))
         is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
         self.saved = SavedStep(step, validated)
         if is_amendment:
             with blocked_by_save(trainer, self.timeline):
-                self._amend(trainer)
+                amend_checkpoint(trainer, self.store, self._metrics or {})
         else:
             self.finish(trainer)
             if not trainer.is_global_zero:
                 self._allow_long_phase("save")
+            is_large = self._needed_bytes >= BACKGROUND_BYTES
             with blocked_by_save(trainer, self.timeline):
-                self._write(trainer, in_background=self.options.background and not is_last)
+                write_checkpoint(
+                    trainer,
+                    self.store,
+                    config=self.identity,
+                    metrics=self._metrics,
+                    needed_bytes=self._needed_bytes,
+                    in_background=self.options.background and is_large and not is_last,
+                )
         self._metrics = None
         if not self.store.is_unfinished:
             self._prune(trainer)
         elif is_last:
             self.finish(trainer)
 
-    def _write(self, trainer: Trainer, in_background: bool) -> None:
-        """Write a new checkpoint of this step. All ranks must call this method.
-
-        Args:
-            trainer: Trainer of the run.
-            in_background: Whether a thread writes the files, if the checkpoint is large.
-        """
-        strategy = strategy_of(trainer)
-        is_large = self._needed_bytes >= BACKGROUND_BYTES
-        writing = self.store.writing(
-            trainer.global_step,
-            kind="sharded" if strategy.parallel.is_partitioned else "full",
-            config=self.identity | strategy.base_entries,
-            metrics=self._metrics,
-            needed_bytes=self._needed_bytes,
-            rank=trainer.global_rank,
-            gather=gather,
-            in_background=in_background and is_large,
-        )
-        with writing as writer:
-            self._save_through_lightning(trainer, writer.path, writer)
-
-    def _amend(self, trainer: Trainer) -> None:
-        """Add metrics and changed callback states to the checkpoint of the current step.
-
-        The checkpoint was saved before the validation of the step. All ranks must call this method.
-
-        Args:
-            trainer: Trainer of the run.
-        """
-        files: dict[str, bytes] = {}
-        path = self.store.folder / folder_name(trainer.global_step)
-        self._save_through_lightning(trainer, path, files)
-        strategy_of(trainer).saved = None
-        self.store.amend(
-            trainer.global_step,
-            files,
-            self._metrics or {},
-            rank=trainer.global_rank,
-            gather=gather,
-        )
-
-    def _save_through_lightning(self, trainer: Trainer, path: Path, storage: Any) -> None:
-        """Let Lightning collect the state of the run and pass it to the strategy.
-
-        All ranks must call this method.
-
-        Args:
-            trainer: Trainer of the run.
-            path: Path that Lightning passes to `SavingStrategy.save_checkpoint`.
-            storage: CheckpointWriter for a new checkpoint, or a dict that gets the files of an
-                amendment. Lightning passes it to `save_checkpoint` as `storage_options`.
-        """
-        strategy = strategy_of(trainer)
-        strategy.saves_to_store = True
-        try:
-            trainer.save_checkpoint(path, weights_only=False, storage_options=storage)
-        finally:  # after an error OnExceptionCheckpoint may write a file of its own
-            strategy.saves_to_store = False
-
     def _complete(self, trainer: Trainer) -> None:
-        """Record that all hooks after this step are done: those of the validation and the epoch."""
+        """Record that all hooks of the validation and epoch after this step are done.
+
+        The states of the random generators at this point are kept for a checkpoint that is saved
+        after an error in the next step.
+        """
         self._completed_step = trainer.global_step
         self._rng.append((trainer.global_step, capture()))
 

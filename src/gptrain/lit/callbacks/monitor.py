@@ -35,11 +35,10 @@ from gptrain.lit.lightning import (
 )
 from gptrain.lit.logged import LOGGED
 from gptrain.lit.loggers.notes import STEP, discard_after, log_note
-from gptrain.lit.module import (
-    LanguageModel,
+from gptrain.lit.module import LanguageModel, is_partial_check
+from gptrain.lit.own_optimizer import (
     describe_optimizer,
     has_own_optimizer,
-    is_partial_check,
     warn_about_ignored_options,
 )
 from gptrain.lit.perf import Speed
@@ -142,9 +141,11 @@ class TrainingMonitor(Callback):
                 raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure and to decide the steps, and make the loggers drop later points.
+        """Start to measure the steps, and to decide for each whether the optimizer takes it.
 
-        If the module has its own configure_optimizers, its optimizer is printed on rank 0.
+        The loggers drop the values of later steps, which an earlier start of the run may have
+        logged after the checkpoint from which this one resumes. If the module has its
+        own configure_optimizers, its optimizer is printed on rank 0.
 
         Raises:
             PreemptedError: If this rank was asked to stop before the first step.
@@ -359,7 +360,7 @@ class TrainingMonitor(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps were skipped in a row, and the values of earlier steps."""
+        """Return how many steps were skipped in a row, and what the rules keep of earlier steps."""
         return self.decisions.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

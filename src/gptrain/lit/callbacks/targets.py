@@ -55,9 +55,8 @@ class MissingTargets:
             raise DataError(f"{message}; {needed}")
         self.n_steps += 1
         if self.n_steps == 1 and trainer.is_global_zero:
-            log.warning(
-                "warning: %s; further steps without a target are counted and not logged", message
-            )
+            further = "further steps without a target are counted and not logged"
+            log.warning("warning: %s; %s", message, further)
 
 
 def check_evaluated(trainer: Trainer) -> None:

@@ -112,9 +112,8 @@ class LightningStrategy(SavingStrategy):
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            raise IncompatibleModelError(
-                "module._target_", f"several optimizers: {ONE_OPTIMIZER}"
-            ) from error
+            message = f"several optimizers: {ONE_OPTIMIZER}"
+            raise IncompatibleModelError("module._target_", message) from error
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
         self.parallel.accumulate = trainer.accumulate_grad_batches
@@ -212,7 +211,8 @@ class LightningStrategy(SavingStrategy):
         """
         self.micro_losses.append(closure_loss.detach())
         if closure_loss.requires_grad:
-            # This hook runs after on_before_backward of all callbacks, whose time counts.
+            # The clock stops when the backward pass begins, after on_before_backward of all
+            # callbacks, whose time counts.
             closure_loss.register_hook(self.parallel.clock.pause)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -295,6 +295,5 @@ def check_optimization(module: pl.LightningModule) -> None:
         IncompatibleModelError: If the module has automatic_optimization=False.
     """
     if not module.automatic_optimization:
-        raise IncompatibleModelError(
-            "module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}"
-        )
+        message = f"automatic_optimization=False: {ONE_OPTIMIZER}"
+        raise IncompatibleModelError("module._target_", message)

@@ -74,9 +74,10 @@ class LightningDiLoCo(LightningMultiRank):
             self._synchronize_replicas(trainer.global_step)
 
     def _synchronize_replicas(self, step: int) -> None:
-        """Synchronize the weights of the replicas, and give them the first replica's buffers.
+        """Synchronize the replicas' weights by a step of the outer optimizer, and their buffers.
 
-        All ranks must call this method after the same step.
+        Afterwards all replicas have the same weights, and the buffers of the first replica. All
+        ranks must call this method after the same step.
 
         Args:
             step: Number of optimizer steps that are complete.
