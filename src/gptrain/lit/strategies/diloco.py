@@ -136,6 +136,7 @@ class LightningDiLoCo(LightningMultiRank):
 
         If the checkpoint has another number of replicas than this run, all replicas start from its
         first replica, and rank 0 logs a warning. Outside of a fit all ranks use the first replica.
+        A checkpoint of another strategy has no replicas: all ranks use its weights.
 
         Args:
             checkpoint_path: Folder of a checkpoint, or path of a file.
