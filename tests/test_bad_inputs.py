@@ -9,7 +9,7 @@ from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
 from gptrain.config.preflight.devices import check_visible
-from gptrain.config.suggest import OPTION_ALIASES, find_alias
+from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
 from tests.command_line import accepted, answer, refused
 
@@ -58,6 +58,7 @@ ONE_LINE = {
     "data.global_batch_size=10 data.batch_size=1 trainer.devices=4": [
         "data.global_batch_size=10", "4 ranks x data.batch_size 1", "8, 12",
     ],
+    "data.global_batch_size=3 data.batch_size=1 trainer.devices=4": ["nearest: 4"],
     "data.num_samples=3": ["data.num_samples=3", "one step needs 32"],
     # No key of this choice, or no key at all -> the one that was meant.
     "model.hidden_size=3": ["unknown key of this model", "d_model"],
@@ -189,6 +190,8 @@ def test_an_option_of_another_project_names_the_override_to_type_here():
         key, _, value = typed.partition("=")
         assert find_alias(key, value) == override
     assert find_alias("data.batch_sizes", "8") is None
+    # A similar key of the same group is meant rather than the same name in another group.
+    assert nearest_key("data.max_len", ["model.max_len", "data.max_lens"]) == "data.max_lens"
 
 
 @pytest.mark.parametrize("number", range(11))

@@ -181,6 +181,13 @@ def test_of_a_json_array_memory_holds_one_record(tmp_path):
     assert peak_bytes < 2e6
 
 
+def test_a_number_at_the_end_of_a_block_of_a_json_file_is_read_to_its_last_digit(tmp_path):
+    begin, end = '{"notes": "', '", "version": 12345, "data": [{"text": "a"}]}'
+    notes = "x" * (2**16 - len(begin) - len('", "version": 12'))
+    (tmp_path / "a.json").write_text(begin + notes + end)
+    assert [text for text, _ in read_records(tmp_path / "a.json", "json", "text")] == [b"a"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

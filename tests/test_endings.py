@@ -66,6 +66,12 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert ending.rank == expected_rank
 
 
+def test_an_error_names_the_samples_of_a_step_or_says_that_there_are_more():
+    first = ", ".join(map(str, range(16)))
+    assert str(NonFiniteError(3, 1, [*range(16)])).endswith(f"; samples: {first}")
+    assert str(NonFiniteError(3, 1, [*range(17)])).endswith(f"; samples: {first}, …")
+
+
 def test_the_exit_code_table_documents_the_consequence_of_each_code():
     """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
 

@@ -253,6 +253,8 @@ def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
     (corpus / "b").symlink_to("z")
     with pytest.warns(UserWarning, match="2 paths lead by links to data that other paths name"):
         assert [source.name for source in find_sources(corpus)] == ["z/text.txt"]
+    # A pattern with a folder finds a file under each of its names.
+    assert [source.name for source in find_sources(corpus, "b/*.txt")] == ["b/text.txt"]
 
 
 def test_a_link_is_known_by_its_suffix_as_in_the_hub_cache_of_hugging_face(tmp_path):

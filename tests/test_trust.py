@@ -199,9 +199,10 @@ def test_the_key_is_made_once_and_is_readable_only_by_this_user(configuration):
 def test_a_key_that_others_could_read_or_replace_is_not_used(configuration, tmp_path):
     assert read_key(make=True)
     folder, key = configuration / "gptrain", configuration / "gptrain" / "key"
-    for path, bad, good in ((key, 0o644, 0o600), (folder, 0o777, 0o700)):
-        path.chmod(bad)
-        assert read_key(make=True) is None
+    for path, bad_modes, good in ((key, (0o644, 0o640), 0o600), (folder, (0o777, 0o720), 0o700)):
+        for bad in bad_modes:  # also only a group may not read the key, or write in its folder
+            path.chmod(bad)
+            assert read_key(make=True) is None
         path.chmod(good)
     assert read_key(make=True)
     key.rename(tmp_path / "other")
