@@ -98,7 +98,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_it_held(train, tmp_path,
     made = result(run)
     (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
     (share,) = re.findall(r" · (\d+) % of the time waited for data; try data.num_workers=2 ·", line)
-    assert 50 < int(share) <= 100
+    assert 20 < int(share) <= 100  # a loaded machine makes steps slower, but not the samples
     assert made["peak_memory_bytes"] > HELD
     assert f" · peak memory {made['peak_memory_bytes'] / 2**30:.2f} GiB · " in line
     if os.access("/proc/self/clear_refs", os.W_OK):  # each run resets the peak

@@ -18,11 +18,12 @@ from gptrain.parallel.mesh import after_rank_0, build_mesh, build_shard_mesh, wa
 
 @on_ranks(2)
 def test_compiled_blocks_equal_one_process():
-    """The blocks are traced only: torch's code generation takes ten seconds."""
-    compiled = partial(torch.compile, backend="eager")
+    """The blocks and their backward passes are traced only: code generation takes ten seconds."""
+    compiled = partial(torch.compile, backend="aot_eager")
     with warnings.catch_warnings(), patch.object(torch, "compile", compiled):
         warnings.simplefilter("ignore")  # warnings of the compiler
-        for name, packs in (("fsdp", False), ("context_parallel", True)):
+        for name in ("fsdp", "tensor_parallel", "context_parallel"):
+            packs = name == "context_parallel"
             check_equals_one_process(Parallel(name, compile="blocks"), packs)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from gptrain.core.strategies import ContextParallelOptions, ParallelDims, divisors
 from gptrain.loss import IGNORED, LossOptions, next_token_loss
@@ -258,7 +259,7 @@ class AllToAllHeads:
             k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         parts = [x.unflatten(2, (n_ranks, -1)).movedim(2, 0) for x in (q, k, v)]
         by_heads = torch.cat(parts, 3)  # (n, B, t, h + 2 g, K)
-        by_positions = _AllToAll.apply(by_heads, self.group).movedim(0, 1)  # (B, n, t, ...)
+        by_positions = exchange_rows(by_heads, self.group).movedim(0, 1)  # (B, n, t, ...)
         sizes = [part.shape[3] for part in parts]
         q, k, v = by_positions.flatten(1, 2).split(sizes, 2)  # (B, T', h, K), (B, T', g, K)
         return q, k, v
@@ -275,23 +276,19 @@ class AllToAllHeads:
             Results of all H heads for this rank's t positions, (B, t, H, d_head).
         """
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
-        by_heads = _AllToAll.apply(by_positions, self.group)
+        by_heads = exchange_rows(by_positions, self.group)
         return by_heads.movedim(0, 2).flatten(2, 3)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order."""
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order.
 
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
-        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, rows.contiguous(), group=group)
-        return received
+    All n ranks of the group must call this function. The backward pass sends the gradients back.
 
-    @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
-        return _AllToAll.apply(grad, ctx.group), None
+    The function is a functional collective of torch, as DTensor's are. torch 2.11 compiles an
+    autograd function around `dist.all_to_all_single` into code whose gradients are zero.
+    """
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), None, None, group))
 
 
 def attention_modules(net: Net) -> list[tuple[str, Any]]:

@@ -27,6 +27,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,9 +38,12 @@ from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 
-# torch 2.13 renamed these functions and warns about the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Functional collectives return a new tensor. torch 2.11 compiles an autograd function that fills a
+# given tensor by a collective into code whose gradients are zero. torch 2.13 renamed the functions.
+if hasattr(functional, "all_gather_single"):
+    all_gather, reduce_scatter = functional.all_gather_single, functional.reduce_scatter_single
+else:
+    all_gather, reduce_scatter = functional.all_gather_tensor, functional.reduce_scatter_tensor
 
 # Roles of every net: the token embedding splits the activations into shards of the sequence, a norm
 # gathers them for the layers behind it, and the head returns the full logits.
@@ -454,8 +458,7 @@ class _AlongSequence(torch.autograd.Function):
 
 def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients."""
-    full = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
-    all_gather_single(full, shard.contiguous(), group=group)
+    full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
@@ -464,6 +467,4 @@ def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients."""
     shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
-    shard = shards.new_empty(shards.shape[0] // group.size(), *shards.shape[1:])
-    reduce_scatter_single(shard, shards, group=group)
-    return shard  # (..., t, D)
+    return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
