@@ -230,8 +230,9 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
 def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, typed, tmp_path):
     words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=lr", "checkpoint.mode=max",
              "trainer.val_check_interval=1", f"checkpoint.mirror={tmp_path}/mirror")  # fmt: skip
-    line = train(*words, "checkpoint.keep=1").err
-    assert "checkpoint.keep=1: " in line and "newest is damaged" in line
+    for n_kept in (1, 0):
+        line = train(*words, f"checkpoint.keep={n_kept}").err
+        assert f"checkpoint.keep={n_kept}: must be >= 2: if the newest is damaged" in line
     run = train(*words, "checkpoint.keep=9")
     assert re.search(r"^result .* · lr 0\.", run.out, re.M)  # the monitored metric is shown
     folder = run.folder / "checkpoints"

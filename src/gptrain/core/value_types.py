@@ -115,7 +115,7 @@ def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
 
 AS_GIVEN = WrapValidator(_as_given)
 Count = Annotated[int, between(1)]
-Kept = Annotated[Count, AfterValidator(_kept)]
+Kept = Annotated[int, Field(le=INT32_MAX), AfterValidator(_kept)]
 Positive = Annotated[float, Field(gt=0, le=INT32_MAX), AS_GIVEN]
 PositiveNumber = Annotated[float, Field(gt=0), AS_GIVEN]
 NonNegative = Annotated[float, Field(ge=0), AS_GIVEN]
