@@ -147,6 +147,11 @@ def test_generation_leaves_cudnn_attention_out():
 
 @pytest.mark.parametrize(("backend", "timeout_s"), [("nccl", 3660), ("gloo", 30)])
 def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, backend, timeout_s):
+    """Ranks of one node, which connect through a file, open no port to other machines."""
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in interfaces:
+        monkeypatch.setenv(name, "eth0")
+        monkeypatch.delenv(name)
     groups = []
     # An earlier test of this process may have made a group.
     monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
@@ -156,6 +161,9 @@ def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, b
     monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
     mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0)
     assert groups[0]["timeout"].total_seconds() == timeout_s
+    assert not {*interfaces} & os.environ.keys()
+    mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0, store_path="a file")
+    assert [os.environ[name] for name in interfaces] == ["lo", "lo"]
 
 
 @pytest.mark.parametrize("typed", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
