@@ -80,7 +80,10 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
     net = small_gpt()
 
     def rates() -> dict[str, float]:
-        groups = Muon(muon_groups(net, **lrs), lr=1.0).param_groups
+        names_of = {p: name for name, p in net.named_parameters()}
+        options = {f"{kind}_lr": lr for kind, lr in lrs.items()}  # keys of the optimizer group
+        made = Muon.parameter_groups(net, net.parameters(), names_of, **options)
+        groups = Muon(made, lr=1.0).param_groups
         return {name: group["lr"] for group in groups for name in names(net, group)}
 
     assert rates()["token_embedding.weight"] == 3.0  # the tied head has the same parameter
@@ -90,6 +93,10 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
         hidden = 1.0 if name.endswith("proj.weight") else 0.5
         assert lr == kinds.get(name.partition(".")[0], hidden), name
     assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
+    # The last stage of a pipeline holds the tied table in its head, under the name of the table.
+    names_of = {net.head.weight: "token_embedding.weight"}
+    (tied,) = Muon.parameter_groups(net, names_of, names_of, embedding_lr=3.0, head_lr=2.0)
+    assert tied["lr"] == 3.0
     at_rest = Muon(muon_groups(net, vector=0.0), lr=1.0).param_groups
     assert {group["lr"] for group in at_rest} == {0.0, 1.0}
     outside = nn.Parameter(torch.ones(3))
