@@ -547,9 +547,13 @@ def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, options, m
     text = tmp_path / "text.txt"
     text.write_text("a b a\tb\n" * 40)
     prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")  # white space is no token
-    text.write_text("a b é a b\n" * 40)
-    with pytest.raises(DataError, match=rf"words\.json: {message}"):
-        prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")
+    words = load_tokenizer(tmp_path / "words.json")
+    for written in ("a b é a b\n", "éa\n", "aéb\n"):
+        text.write_text(written * 40)
+        with pytest.raises(DataError, match=rf"words\.json: {message}"):
+            prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")
+        with pytest.raises(DataError, match=message):
+            words.encode(written, special=True)
 
 
 def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):

@@ -222,8 +222,7 @@ class JsonTokenizer:
             special: Whether the names of special tokens in the text become these tokens.
 
         Raises:
-            DataError: If `special` is false, and the text has a character or word that the
-                tokenizer has no token for.
+            DataError: If the text has a character or word that the tokenizer has no token for.
         """
         if special:
             return self.encode_special(text if isinstance(text, str) else text.decode())[0]
@@ -237,12 +236,11 @@ class JsonTokenizer:
 
         Returns:
             Token ids (N,), and for each token the position of its first character in the text (N,).
+
+        Raises:
+            DataError: If the text has a character or word that the tokenizer has no token for.
         """
-        self._tokenizer.encode_special_tokens = False
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        (encoding,) = self._encode_texts([text], special=True)
         starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
         return np.array(encoding.ids, dtype=np.int64), starts
 
@@ -255,29 +253,47 @@ class JsonTokenizer:
         Raises:
             DataError: If a text has a character or word that the tokenizer has no token for.
         """
-        texts = [text if isinstance(text, str) else text.decode() for text in texts]
-        encode = self._tokenizer.encode_batch_fast
-        if self._may_drop:
-            encode = self._tokenizer.encode_batch  # returns the offsets of tokens, too
+        decoded = [text if isinstance(text, str) else text.decode() for text in texts]
+        encodings = self._encode_texts(decoded, special=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def _encode_texts(self, texts: list[str], special: bool) -> list:
+        """Return an `Encoding` of the package `tokenizers` for each text.
+
+        Args:
+            texts: Texts to encode.
+            special: Whether the names of special tokens become these tokens. The encodings have the
+                offsets of their tokens then.
+
+        Raises:
+            DataError: If a text has a character or word that the tokenizer has no token for.
+        """
+        tokenizer = self._tokenizer
+        needs_offsets = special or self._may_drop
+        encode = tokenizer.encode_batch if needs_offsets else tokenizer.encode_batch_fast
+        tokenizer.encode_special_tokens = not special
         try:
             encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # the package raises no narrower class
             hint = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
             message = f"cannot encode this text: {error}"
             raise DataError(f"{self._path}: {message}; try: {hint}") from None
+        finally:
+            tokenizer.encode_special_tokens = True
         if self._may_drop:
             for text, encoding in zip(texts, encodings, strict=True):
                 self._check_complete(text, encoding.offsets)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return encodings
 
     def _check_complete(self, text: str, offsets: Iterable[Sequence[int]]) -> None:
-        """Check that each character of a text is part of a token.
+        """Check that the tokens of a text leave out no character that the vocabulary lacks.
 
         White space, and characters that the tokenizer's normalizer removes, may be left out.
 
         Args:
             text: Text that was encoded.
-            offsets: Begin and end of each token in the text, in characters.
+            offsets: Begin and end of each token in the text, in characters. After a character that
+                was left out they are too small, until the next word begins.
 
         Raises:
             DataError: If the vocabulary has no token for a character.
@@ -286,9 +302,14 @@ class JsonTokenizer:
         for start, end in offsets:
             is_covered[start:end] = True
         normalizer = self._tokenizer.normalizer
-        for position in np.flatnonzero(~is_covered):
-            char = text[position]
-            normalized = (normalizer.normalize_str(char) if normalizer else char).strip()
+        normalize = normalizer.normalize_str if normalizer else str
+        left_out = "".join(text[position] for position in np.flatnonzero(~is_covered))
+        if not normalize(left_out).strip():
+            return
+        for name in self.control_tokens:
+            text = text.replace(name, "")
+        for char in text:
+            normalized = normalize(char).strip()
             if normalized and self.token_to_id(normalized) is None:
                 message = f"no token for the character {char!r}, and no unknown token"
                 raise DataError(f"{self._path}: {message}; try: data.tokenizer=bpe")
