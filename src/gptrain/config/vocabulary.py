@@ -39,12 +39,16 @@ def vocabulary_size(values: dict[str, Any]) -> int:
 def _find_sizes(path: Any, data: Any) -> Iterator[int]:
     """Yield the vocabulary size of a model's folder, or of each tokenizer of the data.
 
+    Tokenizers inside a node `train` or `val` are left out, because the groups of gptrain repeat
+    there the tokenizer of the group.
+
     Args:
         path: Value of `model.path`. If it is a string, the tokenizers do not count.
         data: Node `data` of the config.
 
     Raises:
-        ConfigError: If the model's or a tokenizer's file does not give its size.
+        ConfigError: If the model's or a tokenizer's file does not give its size, or if a tokenizer
+            is `bpe`, which has no size of its own.
     """
     if isinstance(path, str):
         facts = read_facts(expand_home(path) / "config.json")

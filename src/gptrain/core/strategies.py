@@ -185,7 +185,7 @@ class FSDPOptions(ShardedOptions):
 
     @property
     def copies(self) -> int:
-        """Number of copies of the net, each of which is sharded over a part of the ranks."""
+        """Number of copies of the net: `replicas`. A single copy is sharded over all ranks."""
         return self.replicas or 1
 
 

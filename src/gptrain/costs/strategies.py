@@ -468,9 +468,11 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         return min(self.microbatches, warm_up)
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield the activations for the next stage and their gradients for the previous stage.
+        """Yield what a rank sends to its neighbours, and the all-reduces of gradients.
 
-        The two ends all-reduce the gradient of the weight that they share, once a step.
+        In every microbatch a stage sends activations to the next stage and their gradients to the
+        previous one. Once a step, the first and the last rank of a pipeline all-reduce the gradient
+        of a tied token table, and equal ranks of all pipelines average their gradients.
 
         Args:
             work: Facts about the rank's optimizer step.

@@ -166,8 +166,11 @@ def find_work(
         is_cpu: True if the ranks compute on CPUs.
 
     Raises:
-        ValueError: If the numbers of ranks do not divide the heads, the batch or the copies of the
-            model, or if there are more pipeline stages than blocks.
+        ValueError: If the run cannot be divided over the ranks: the sizes of the axes do not
+            multiply to the world size; the tensor or the context axis does not divide the heads;
+            the batch cannot be divided over the data ranks or the microbatches; the copies of the
+            net do not divide the data axis; or there are more pipeline stages than blocks. Also if
+            both the global batch size and an accumulation are set.
     """
     model = run.model
     optimizer = run.optimizer

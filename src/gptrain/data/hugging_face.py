@@ -95,7 +95,10 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 
 
 def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the tokens (T,) and the shifted targets (T,) of one dict, both int64.
+    """Return the tokens (T,) and the targets (T,) of one dict, both int64.
+
+    targets[t] is labels[t + 1], and the last target is -100. A label at a position whose
+    `attention_mask` is 0 counts as -100, whatever it is.
 
     Other keys, such as `idx` or `text`, are not used. But another key with one value per position,
     such as `position_ids`, is an error, because it could change what the net should compute.
@@ -106,8 +109,8 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: If a required key is missing, if another key has a value per position, if the
-            values are not integers of one shape (T,), if a label is neither its input id nor -100,
-            or if `attention_mask` has a 0 before a 1.
+            values are not integers of one shape (T,), if a label that is not masked is neither its
+            input id nor -100, or if `attention_mask` has a 0 before a 1.
     """
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
         raise ValueError(f"{describe_sample(sample)}; needed: a dict of input_ids and labels")

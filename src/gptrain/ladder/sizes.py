@@ -34,7 +34,7 @@ FEW_STEPS = 100  # below this number of steps the loss does not follow a scaling
 
 @dataclass(frozen=True)
 class Size:
-    """One model of the sweep, or its target.
+    """One model of a scaling-law sweep, or its target, the large net whose loss is predicted.
 
     Attributes:
         words: Overrides that turn the typed command into this model.
@@ -45,8 +45,9 @@ class Size:
         epoch_tokens: Tokens of one pass over the training data.
         flops_per_token: FLOPs of a training step, per token.
         n_devices: Number of devices of all nodes.
-        row: Estimate of a step by `gptrain.costs`, such as `tokens_per_s`. None if the planner does
-            not know the net.
+        row: Estimate of a step by `gptrain.costs`, such as `tokens_per_s`. None if there is no
+            estimate: the planner has no formulas for the net, the number of tokens per sample is
+            not known, or the ranks do not divide the work.
     """
 
     words: list[str]

@@ -258,13 +258,13 @@ def compare_gradients(plain: PlainResult, net: nn.Module) -> Difference | None:
 
 
 def gradient_pairs(plain: PlainResult, net: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, this rank's gradient and the expected gradient of each parameter.
+    """Yield name, gradient and expected gradient of each parameter, as shards of this rank.
 
-    A parameter without a gradient yields zeros. Parameters that have no gradient in the plain net
-    are left out.
+    The name is that in the plain net; a tied parameter has its first name. A missing gradient
+    yields zeros. Parameters that have no gradient in the plain net are left out.
 
     Args:
-        plain: Results of the plain net, which contain the expected full gradients.
+        plain: Results of the plain net, with full gradients, from which the shards are cut.
         net: Partitioned net after its backward pass.
     """
     for name, parameter in net.named_parameters():

@@ -57,8 +57,12 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     `net.hidden(tokens)` returns the full hidden states (B, T, D); its backward pass sums their
     gradient over the ranks, so that only `vocab_parallel_loss` may be computed from them.
 
+    After the last backward pass of a step, the caller must sum the gradients of
+    `partial_parameters` over the axis.
+
     Args:
-        net: Net with `tensor_plan`, identical on all ranks or on the meta device.
+        net: Net with `tensor_plan` that `check_tensor_parallel` accepts. It is identical on all
+            ranks, or on the meta device.
         mesh: Device mesh with an axis "tensor".
     """
     group = mesh["tensor"].get_group()

@@ -52,16 +52,19 @@ class Surplus:
 def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     """Delete the surplus checkpoints of each run, and return a summary.
 
-    A run keeps its newest and its best checkpoint, and those to which other runs refer. Prints what
-    will be deleted and kept before anything is deleted. Does not touch the copies in a mirror.
+    A run keeps its newest checkpoint, the newest intact one, the best one, and those whose frozen
+    weights another run uses. Other runs are found below the default output folder and next to the
+    given runs; a run in another place is not found, and loses its frozen weights. Prints what will
+    be deleted and kept before anything is deleted. Does not touch the copies in a mirror.
 
     Args:
         runs: Runs whose checkpoints are deleted.
         is_confirmed: True if --yes was typed. Otherwise the user at the terminal is asked.
 
     Raises:
-        ConfigError: If a run is active, the folder of its checkpoints is a link, no checkpoint is
-            intact, or the deletion was not confirmed.
+        ConfigError: If a run is active, its lock or the folder of its checkpoints is a link, no
+            checkpoint of a run is intact, or the deletion was not confirmed. Nothing was deleted
+            then, unless a run was started after the confirmation.
     """
     users = find_users(runs)
     surpluses = [find_surplus(run, users) for run in runs]

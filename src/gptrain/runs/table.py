@@ -50,8 +50,9 @@ def is_same_value(value: Any, other: Any) -> bool:
 def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     """Return the name of the objective, and the runs sorted by it, the best first.
 
-    The objective and its direction are taken from the config of the last run in `runs` that has
-    one. Runs without the metric come last.
+    The last run in `runs` whose config can be read determines the objective and its direction. If
+    there is no such run, the objective is val/loss, and the smallest is the best. Runs without the
+    metric come last. Runs with equal values keep their order.
 
     Args:
         runs: Runs in any order.

@@ -74,7 +74,10 @@ def check_memory(
 ) -> Iterator[ConfigIssue]:
     """Yield a warning if weights, gradients and optimizer states need more memory than there is.
 
-    Yields nothing for a net whose sizes the planner does not know, and for an evaluation.
+    On GPUs the largest rank is compared with the smallest visible GPU. On CPUs, and with offloading
+    to the CPU, all ranks of this machine are compared with the machine's memory. Nothing is yielded
+    for other devices (`mps`), for an evaluation, and if the planner does not know the net, or
+    cannot divide the run over the ranks, which `check_world` reports.
 
     Args:
         checked: Config whose values were found valid.

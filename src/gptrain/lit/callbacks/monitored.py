@@ -39,11 +39,12 @@ class MissingMonitorError(Exception):
 
 
 class MonitoredNames:
-    """Checks after the first step that every monitored value was logged.
+    """Early check that the values which callbacks and schedules monitor are logged.
 
-    A value counts as logged if the sanity check or the first step has logged it. Lightning itself
-    would look for the value at its first use, which may be hours after the start. Without a sanity
-    check (trainer.num_sanity_val_steps=0, or a resumed run) nothing is checked.
+    `after_first_step` raises an error if a value that Lightning requires was logged neither by the
+    sanity check nor by the first step of this start, and warns if the user's code may log it later.
+    Lightning itself would look for the value at its first use, which may be hours after the start.
+    Without a sanity check (trainer.num_sanity_val_steps=0, or a resumed run) nothing is checked.
     """
 
     def __init__(self) -> None:

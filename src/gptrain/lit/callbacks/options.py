@@ -238,7 +238,8 @@ def find_options(part: object) -> Iterator[tuple[str, Any]]:
 def argument_names(part_class: type) -> dict[str, None]:
     """Return the argument names of the __init__ of a class and of its base classes.
 
-    They are the keys of a dict, in which each name appears once, in order.
+    They are the keys of a dict, each once: first those of the class, then those of its bases in the
+    order of the MRO. `self` and the names of *args and **kwargs are among them.
     """
     inits = (base.__init__ for base in part_class.__mro__[:-1] if "__init__" in vars(base))
     return {name: None for init in inits for name in inspect.signature(init).parameters}

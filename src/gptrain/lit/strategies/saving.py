@@ -48,6 +48,10 @@ class SavingStrategy(Strategy):
     own; the one file of rank 0 then holds what is left, such as counters and options. Every
     strategy can load both kinds. (A save of DiLoCo has one more file for each further replica.)
 
+    A step is saved before its validation. Afterwards the save is amended: a file with the metrics
+    and the changed states of callbacks is added, and no weights are written again, unless a tensor
+    has changed.
+
     Args:
         parallel: Object that partitions and trains the net.
         arguments: Positional arguments of Lightning's strategy.
@@ -56,9 +60,9 @@ class SavingStrategy(Strategy):
     Attributes:
         saves_to_store: True while a checkpoint of gptrain is saved. False while Lightning saves a
             file of its own, for example for ModelCheckpoint.
-        saved: Fingerprints of the tensors in rank 0's state file of the newest save, and of those
-            in the files that only this rank writes. They show later which tensors have changed.
-            None if no validation will amend the newest save.
+        saved: Fingerprints by which an amendment finds changed tensors: of the tensors in rank 0's
+            state file of the newest save (empty on other ranks), and of those in the files that
+            only this rank writes. None if there is no save that may be amended.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. Set when a checkpoint is loaded.
         base: Frozen weights that checkpoints of gptrain leave out. None if checkpoints hold all.
@@ -139,15 +143,18 @@ class SavingStrategy(Strategy):
         """Write the state that Lightning has collected into a checkpoint or a file.
 
         All ranks must call this method. Which of three saves is made depends on `storage_options`.
+        For the first two, set `saves_to_store` before Lightning collects the state.
 
         Args:
             checkpoint: State dict that Lightning has collected. It is changed in place: its tensors
                 get the names that they have in a checkpoint file.
             filepath: Path of the file, if `storage_options` is None. Otherwise ignored.
             storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
-                newest checkpoint after its validation: rank 0 puts the content of the additional
-                file `amendment.NAME` into the dict. None writes one file in Lightning's own way,
-                for example for ModelCheckpoint.
+                newest checkpoint after its validation, which is allowed if
+                `is_unchanged_since_save` has returned True on all ranks: nothing is written here,
+                but rank 0 puts the name and the content of the additional file validated.ckpt into
+                the dict. None writes one file in Lightning's own way, for example for
+                ModelCheckpoint.
         """
         is_amendment = self.saves_to_store and isinstance(storage_options, dict)
         if self._writes_shards and not is_amendment:
