@@ -85,6 +85,21 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
         IncompatibleModelError, match=r"4 ranks do not divide n_kv_heads=2; .* 1, 2"
     ):
         check_fit(llama, options, parallel_dims(options, 4), **modes)
+    llama.head = torch.nn.Linear(32, 61)
+    with pytest.raises(IncompatibleModelError, match="head is a Linear; allowed: Linear without b"):
+        check_fit(llama, options, parallel_dims(options, 2), **modes)
+
+
+def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_and_head():
+    options = default_options("pipeline").model_copy(update={"schedule": "interleaved_1f1b"})
+    modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
+    net = SimpleGPT(61, 32, n_heads=4, n_layers=4, max_seq_len=16)
+    check_fit(net, options, parallel_dims(options, 2), **modes)
+    with pytest.raises(IncompatibleModelError, match="make 6 stages, but the net has 4 blocks"):
+        check_fit(net, options, parallel_dims(options, 3), **modes)
+    net.head.weight = net.blocks[0].attention.q_proj.weight
+    with pytest.raises(IncompatibleModelError, match=r"this net shares blocks\.0.* = head\.weight"):
+        check_fit(net, options, parallel_dims(options, 2), **modes)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
