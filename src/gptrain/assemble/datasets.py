@@ -81,15 +81,17 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     """Build the dataset `data.<name>`.
 
     An iterable dataset is wrapped into one with an index: the training set is then read during the
-    run, and any other set is read into memory now. For a LanguageModel, dicts in the form of
-    Hugging Face are turned into pairs of tokens and targets.
+    run. Of any other set, all samples are read into memory now, or as many as an integer
+    `trainer.limit_<name>_batches` needs. For a LanguageModel, dicts in the form of Hugging Face are
+    turned into pairs of tokens and targets. An error of the dataset's own class passes unchanged.
 
     Args:
         cfg: Configuration of the run.
         name: Key of the dataset in the data group.
 
     Raises:
-        ConfigError: If it is no dataset, or an iterable dataset that this run cannot read.
+        ConfigError: If `data` is a LightningDataModule, if the object is no dataset, or if the
+            training set is iterable and nothing ends the run, or `trainer.overfit_batches` is set.
     """
     if isinstance(cfg.data, DataModuleConfig):
         message = "a LightningDataModule, of which only train.py knows the samples"

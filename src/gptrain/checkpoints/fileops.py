@@ -60,7 +60,9 @@ def create_once(path: Path, data: bytes) -> bool:
     """Create a file that is complete when its name appears, unless a file of this name exists.
 
     The file gets its name by a hard link, which can be made only once. So of several processes that
-    call this function for one file, exactly one succeeds.
+    call this function for one file, exactly one succeeds. On a file system without hard links (FAT,
+    some network mounts) the file is renamed instead: processes that call at the same instant may
+    all succeed, and the last content stays.
 
     Args:
         path: Path of the file. Its folder must exist.
@@ -73,13 +75,14 @@ def create_once(path: Path, data: bytes) -> bool:
         OSError: If the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_new_file(draft, data)
     try:
-        os.link(draft, path)
-    except OSError:
-        if path.exists():
-            return False
-        os.rename(draft, path)  # the file system has no hard links (FAT, some network mounts)
+        write_new_file(draft, data)
+        try:
+            os.link(draft, path)
+        except OSError:
+            if path.exists():
+                return False
+            os.rename(draft, path)  # the file system has no hard links
     finally:
         draft.unlink(missing_ok=True)
     sync_folder(path.parent)

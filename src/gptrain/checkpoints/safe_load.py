@@ -124,8 +124,10 @@ def one_line_errors(path: str | Path) -> Generator[None, None, None]:
 class SafeFileSystemReader(FileSystemReader):
     """Reader of torch.distributed.checkpoint that executes no code from the files that it reads.
 
-    The base class unpickles the index and the values that are no tensors, which may call any
-    function.
+    FileSystemReader unpickles the index and the values that are no tensors, which may call any
+    function. This reader loads an index, tensors and plain values only. For anything else it raises
+    UnsafeCheckpointError, and DamagedCheckpointError for a damaged file or an index that refers to
+    files outside the folder.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

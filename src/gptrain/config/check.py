@@ -298,11 +298,13 @@ def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
 
 def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem about the source of the first weights of a run.
+    """Yield a problem if the first weights have two sources, and a warning if they have none.
 
-    A path in `ckpt_path` and `init_from` exclude each other. `last` and `best` are checkpoints of
-    a run that has itself started from `init_from`. An evaluation without any of `ckpt_path`,
-    `init_from` and `from_run` measures the initial weights, which is a warning.
+    `init_from` excludes a path in `ckpt_path`, but not `ckpt_path=last` or `ckpt_path=best`: the
+    run that saved those checkpoints has itself started from `init_from`. With `from_run` nothing is
+    excluded, because `init_from` may be an override of the earlier run. A task other than `fit`
+    without `ckpt_path`, `init_from` and `from_run` evaluates the initial weights, which is a
+    warning, except under fast_dev_run.
     """
     run = checked.run
     is_path = run.ckpt_path not in (None, "last", "best")

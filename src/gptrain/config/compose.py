@@ -160,11 +160,15 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return a config as nested dicts with all references resolved, without Hydra's own node.
 
+    `model.vocab_size=auto` is replaced by the number that the files of the tokenizers or the model
+    give.
+
     Args:
         cfg: Composed config.
 
     Raises:
-        ConfigError: If a required key is not set or a reference cannot be resolved.
+        ConfigError: If a required key is not set, a reference cannot be resolved, or no file gives
+            the size of the vocabulary.
     """
     try:
         return plain(cfg, resolve=True)

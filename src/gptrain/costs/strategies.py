@@ -294,7 +294,11 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         return self.dims.gradient_ranks // self.dims.replicas
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
-        """Return the bytes of gathered weights, of unsharded gradients, and of their copies.
+        """Return the bytes of gathered weights and of gradients that exist only during a step.
+
+        The gradients are the stored ones (shards, or full ones if they are accumulated unsharded),
+        the full gradients of a block or of the layers outside of blocks, and the copies that FSDP
+        sends.
 
         Args:
             work: Facts about the rank's optimizer step.

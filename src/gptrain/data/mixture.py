@@ -154,10 +154,11 @@ class Mixture(BatchDataset):
         return MixtureOrder(lengths, self.weights, seed)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return the weight and the content of each part, and its epochs in a run, as one line.
+        """Return the weight, the content and the number of epochs of each part, as one line.
 
         Args:
-            n_samples: Number of samples of the mixture that the run reads.
+            n_samples: Number of samples of the mixture that the run reads, from which the epochs
+                follow. With 0, parts of text leave out their epochs.
         """
         counts = self.order(0).count_by_part(n_samples)
         words = []

@@ -60,7 +60,8 @@ def format_of(path: Path) -> str:
 def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[TextOrError, int]]:
     """Yield for each record its text in UTF-8, and the number of bytes of the file read for it.
 
-    For a record without text a DataError is yielded in place of the text, not raised.
+    For a record without text a DataError is yielded in place of the text, not raised. The bytes are
+    those of the compressed file, if it is compressed, and the mean per row for Parquet.
 
     Args:
         path: File to read.
@@ -68,7 +69,9 @@ def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[TextO
         text_key: Key or column of the text.
 
     Raises:
-        DataError: If the file is damaged or has no record.
+        DataError: If the file is damaged, has no record, or is a Parquet file without the column
+            `text_key`.
+        OSError: If the file cannot be opened.
         ModuleNotFoundError: If an optional package is missing. The message has the pip command.
     """
     is_empty = True

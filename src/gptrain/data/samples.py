@@ -117,9 +117,9 @@ class BatchReader(Dataset):
                 while other ranks have a sample.
 
         Raises:
-            DataError: If samples cannot be stacked, do not have `n_positions` positions, or have a
-                token or a target that is not below `vocab_size`. The message names the first such
-                sample.
+            DataError: If samples cannot be stacked, do not have `n_positions` positions, or have an
+                id outside of 0 to `vocab_size` - 1. A target may also be -100. Ids on a GPU are not
+                checked. The message names the first such sample.
         """
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])

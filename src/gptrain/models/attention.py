@@ -26,11 +26,17 @@ class SequenceLayout:
     A layout is an explicit argument of every function between the net and its attention, so that a
     block which runs twice under activation checkpointing gets the same layout both times.
 
+    T is the number of tokens per sequence that a rank passes to the net, S that of the full
+    sequence. They differ only under context parallelism, where a rank has a part of each sequence.
+
     Attributes:
-        positions: Position of each token of `tokens`, (T,) or (B, T), int64.
-        documents: Index of the document of each position of the sequence, (B, S), int64. A token
-            attends to the tokens of its own document only. None puts all into one document.
-        block_mask: Mask of `documents` for FlexAttention, or None.
+        positions: Position of each of the rank's tokens, for the position embedding, (T,) or
+            (B, T), int64. In packed documents the positions of each document start at 0.
+        documents: Index of the document of each token of the full sequences, (B, S), int64. A token
+            attends to itself and to the preceding tokens of its document. None if each sequence is
+            one document.
+        block_mask: The same mask for FlexAttention. None without documents, and on the CPU, where
+            attention computes the mask from `documents`.
     """
 
     positions: Tensor

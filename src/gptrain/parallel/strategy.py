@@ -64,11 +64,13 @@ class StepMean:
     targets it would depend on how the global batch is divided. Every micro-batch therefore divides
     its sum of losses by the same number:
 
-        divisor = targets of the step on all data ranks / (data ranks * micro-steps)
+        divisor = max(1, targets of the step on all data ranks) / (data ranks * micro-steps)
 
-    The targets are counted in the batches as they were loaded. If training_step passes other
-    targets to the loss, the true number is known only after the last micro-step; `reduce`
-    returns the remaining factor, the correction, which otherwise is exactly 1.
+    The targets are counted in the batches as they were loaded. The true number is known only after
+    the last micro-step. It differs if training_step passes other targets to the loss, or if a
+    user's own data loader reads the micro-batches one by one: then all are assumed to have as many
+    targets as the first. `reduce` returns the factor that remains, the correction. It is 1, up to
+    rounding, if the numbers agree.
 
     Args:
         group: Data ranks. None if there is only one.
@@ -77,9 +79,9 @@ class StepMean:
     Attributes:
         divisor: Divisor of the current step, a scalar tensor.
         n_targets: Number of targets, over all data ranks, that the losses of the last step have
-            counted, a scalar tensor. NaN if training_step does not call `self.loss`.
-        loss: Mean loss of the last step over all data ranks, corrected like the gradients. NaN if
-            `self.loss` was called, but with no target that counts.
+            counted, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
+        loss: Mean loss of the last step over all data ranks, corrected like the gradients, a scalar
+            tensor. NaN if `LanguageModel.loss` was called, but with no target that counts.
     """
 
     n_targets: Tensor

@@ -318,12 +318,12 @@ class Step:
                 parameter.register_post_accumulate_grad_hook(reduce)
 
     def trace(self) -> dict[str, Any]:
-        """Run two steps and return the size of the net and the estimate of the strategy.
+        """Run two steps, and return the size of the net and the estimate for rank 0.
 
         Returns:
-            parameters: Number of parameters.
-            strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} with
-                the name of the strategy. `wire` has the bytes that each kind of collective sends.
+            The entries `parameters` and `strategies` of the result of the function `trace`: FLOPs
+            and bytes sent in a whole optimizer step, and the peak of the memory by part and in
+            `total`.
         """
         flops, sent = self.count()
         held = self.held_bytes()

@@ -119,16 +119,17 @@ def find_users(runs: Sequence[RunRecord]) -> dict[Path, Path]:
 def find_surplus(run: RunRecord, users: Mapping[Path, Path]) -> Surplus:
     """Return the checkpoints of a run that `prune` deletes, and those that it keeps.
 
-    Reads every byte of the kept checkpoints to verify them. If the newest checkpoint is damaged,
-    the newest intact one is kept as well.
+    The newest checkpoint, the newest intact one, and the intact one with the best metric are kept.
+    Every byte of the last two is read to verify them. Checkpoints in `users` are not deleted
+    either; the result lists them apart. The result is empty if the run has no checkpoint.
 
     Args:
         run: Run, whose config names the metric of the best checkpoint.
-        users: Result of `find_users`.
+        users: Result of `find_users`: checkpoints to which other runs refer.
 
     Raises:
         ConfigError: If the run is active, its lock or the folder of its checkpoints is a link, or
-            no checkpoint is intact.
+            there are checkpoints and none is intact.
     """
     folder = run.path / CHECKPOINTS_NAME
     if run.ended == "running":

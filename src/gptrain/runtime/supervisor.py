@@ -282,8 +282,9 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
     """Return the exit code of a job whose ranks have all ended: 0 if all ranks ended with 0.
 
-    Otherwise it is the code in status.json, which the first failed rank has written. Without a
-    status it is the code of the lowest rank that ended with a code of gptrain, or else FAILED (70).
+    Otherwise it is the code in status.json, which the first failed rank has written, or the
+    supervisor if a rank was killed or hung. Without the status of a failure it is the first code
+    above 1 in rank order (1 is Python's own, a negative code is a signal), or else FAILED (70).
 
     Args:
         cfg: Configuration of the run.
