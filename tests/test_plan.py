@@ -127,7 +127,7 @@ def test_a_hook_of_16_bit_sends_half():
 
 
 def test_the_bucket_of_a_tied_table_has_nothing_to_hide_behind():
-    """Its gradient is complete at the very end of the backward pass, unlike that of a head."""
+    """The gradient of a tied table is complete at the end of the backward pass."""
     for shape, last in ((GPT2, GPT2.table), (replace(GPT2, is_tied=False), 25 * 2**20 / 4)):
         work = Work(shape, default_options("ddp"), ParallelDims(data=4), 4, 512)
         (entry,) = find_traffic(work)
@@ -145,7 +145,7 @@ def test_several_micro_steps_of_fsdp_keep_full_gradients_or_shards():
 
 
 def test_options_of_a_strategy_change_what_a_rank_stores():
-    """Without momentum diloco keeps the last weights only. Own buckets are a second gradient."""
+    """Diloco keeps the last weights and a momentum. Buckets of DDP are a second gradient."""
     dims, n_bytes = ParallelDims(data=2), 4 * GPT2.n_parameters
     for momentum, n_states in ((0.9, 4), (0.0, 3)):
         options = default_options("diloco").model_copy(update={"outer_momentum": momentum})
@@ -183,7 +183,7 @@ def test_stages_exchange_the_residual_stream_in_the_type_of_the_weights():
 
 
 def test_the_plan_of_a_pipeline_is_that_of_its_fullest_rank():
-    """Under GPipe the last rank holds as many microbatches as the first, and the logits."""
+    """The last rank of GPipe holds as many microbatches as the first, and the logits."""
     options = default_options("pipeline").model_copy(update={"schedule": "gpipe"})
     work = Work(GPT2, options, ParallelDims(pipeline=4), 8, 512)
     totals = [estimate_memory(replace(work, rank=rank))["total"] for rank in range(4)]
@@ -290,7 +290,7 @@ def test_of_traffic_that_computation_hides_the_exposed_part_remains():
 
 
 def test_a_ring_over_nodes_has_the_latency_of_a_tree_over_them():
-    """Of 16 GPUs on four nodes: log2(4) messages between nodes, and one per GPU of a node."""
+    """A ring of 16 GPUs on four nodes has log2(4) messages between nodes, one per local GPU."""
     link, network = Link("", 1e12, latency_s=1e-6, wait_s=5e-6), Link("", 1e9, latency_s=1e-3)
     machine = replace(machine_of(DEVICES["h100_sxm"], 4), link=link, network=network)
     route = find_link(Traffic("", "data", 1e6, 1), ParallelDims(data=16), machine)
@@ -299,7 +299,7 @@ def test_a_ring_over_nodes_has_the_latency_of_a_tree_over_them():
 
 
 def test_full_recomputation_repeats_the_forward_pass_but_for_the_last_matrix_and_the_head():
-    """Of 336 weights of a block 48 are in `down`. Attention is repeated, at its own speed."""
+    """`down` has 48 of the 336 weights of a block. Attention is repeated, at its own speed."""
     work = Work(SMALL, default_options("single"), ParallelDims(), 3, 5, checkpointing="full")
     forward = 15 * (2 * 2 * (336 - 48) + 4 * 2 * 8 * 5)
     flops = 15 * (6 * (2 * 336 + 80) + 12 * 2 * 8 * 5) + forward
@@ -316,7 +316,7 @@ def test_the_last_stage_has_the_head_and_the_calls_of_a_cpu_add_to_the_step():
     # The average of the ranks has half of the head, the last has all of it.
     stage = 30 * (6 * (336 + 80) + 12 * 8 * 5) + 30 * 6 * 80 * (1 / 2 - 1 / 2)
     assert in_seconds(work, is_cpu=True) == pytest.approx((1 + 1 / 3) * stage / 1e6)
-    calls = 2 * 3 * (450 + 100)  # of two micro-steps with three microbatches of one block each
+    calls = 2 * 3 * (450 + 100)  # two micro-steps have three microbatches of one block
     seconds = in_seconds(work, is_cpu=True, op_s=1e-3)
     assert seconds == pytest.approx((1 + 1 / 3) * (stage / 1e6 + calls * 1e-3))
 
