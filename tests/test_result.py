@@ -183,6 +183,7 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     assert shown.startswith("goodput 0.50 (10.0 s steps, ") and "0.1 s redone, " in shown
     assert "saves" not in shown
     assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
+    assert measure([{"phase": "steps", "step": 1, "begin": 0.5, "time": 10**400}]) == {}
 
 
 def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_recorded(

@@ -333,7 +333,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Return the sum of the losses, or their mean over the targets that count.
+    """Return the sum of the losses, or their mean over the targets that are not -100.
+
+    The mean is 0 without such a target.
 
     Args:
         total: Sum of the losses, a scalar.

@@ -179,9 +179,11 @@ def rename_package(text: str, old: str, new: str) -> str:
 
 
 def fill_template(text: str, name: str, needed: str | None) -> str:
-    """Return the text of a template in files/ for a new project.
+    """Return the text of a template in files/ for a new project: its name and library filled in.
 
-    Lines marked `<vendored>` or `<required>` are kept only if the project has its library that way.
+    The word `my_project` becomes `name`, and `<needed>` becomes `needed`. A line with the mark
+    `<vendored>` is kept only if the library is copied into the project, one with `<required>` only
+    if it is a requirement for pip. The marks are removed.
 
     Args:
         text: Text of the template.

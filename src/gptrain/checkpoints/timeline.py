@@ -49,11 +49,11 @@ def add_start(run_dir: str | Path, step: int) -> None:
     """Append the line of a new start to the timeline of a run.
 
     Call it under the run lock, before ranks start. The recorded time is the beginning of the
-    command, or for a restart by the supervisor the time of this call.
+    command, or of the job in a sweep. For a restart by the supervisor it is the time of this call.
 
     Args:
         run_dir: Folder of the run.
-        step: Step of the checkpoint from which the run starts.
+        step: Step of the checkpoint from which the run starts. 0 without a checkpoint.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -150,7 +150,7 @@ class Timeline:
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the goodput of a run and its times, or an empty dict if no step is recorded.
+    """Return the goodput of a run and its times, or an empty dict if they cannot be computed.
 
     Goodput is the fraction of the wall-clock time, over all starts, in which the run did optimizer
     steps whose result was kept.
@@ -160,6 +160,7 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         `goodput`, and the seconds of each kind of time in TIMES, under names such as `steps_s`.
+        Empty if no time of steps was kept, or if any line is malformed.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
@@ -180,7 +181,7 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             last_s = None if "end" in row else row["time"]
         seconds["steps"] = sum(s for _, s in kept)
         total_s = sum(seconds.values())
-    except (LookupError, TypeError):
+    except (LookupError, TypeError, ArithmeticError):  # a line of an untrusted file
         return {}
     if not seconds["steps"] or not math.isfinite(total_s):
         return {}

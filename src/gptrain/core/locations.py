@@ -46,7 +46,11 @@ def find_conf() -> Path | None:
 
 
 def find_project() -> Path | None:
-    """Return the folder of the project, which holds conf/, or None without a project."""
+    """Return the folder of the project, which holds conf/, or None without a project.
+
+    This is the parent of the folder that `find_conf` finds: that of GPTRAIN_CONF, or else the
+    nearest conf/ from the working directory upwards.
+    """
     conf = find_conf()
     return conf.parent if conf else None
 

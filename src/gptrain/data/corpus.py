@@ -303,8 +303,10 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yield the text of a corpus in pieces, document by document, each marked by its split.
 
-    Text files are split by bytes, in sections of about 16 KiB. Records are split by their number in
-    the corpus, so that the validation records are evenly spread. Empty records are left out.
+    A text file is one document. It is divided into sections of 16 KiB, or more in a corpus above
+    1 GiB, each of which belongs to training or to validation, so both may have parts of one file. A
+    record is one document and belongs to one of them as a whole. Its number in the corpus decides,
+    so that the validation records are evenly spread. Empty records are left out.
 
     Args:
         sources: Files of the corpus.
@@ -316,8 +318,8 @@ def read_pieces(
             record without text raises a DataError.
 
     Raises:
-        DataError: If a file is damaged or has changed since it was hashed, or if a record has no
-            text and `bad_records` is None.
+        DataError: If a file of records is damaged or has no record, if a text file is no longer
+            UTF-8, or if a record has no text and `bad_records` is None.
         ValueError: If `val_fraction` is not between 0 and 1.
         ModuleNotFoundError: If a format needs an optional package that is missing.
     """

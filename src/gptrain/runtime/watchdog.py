@@ -50,8 +50,8 @@ class Progress:
     Attributes:
         rank: Global rank.
         n_beats: Number of heartbeats so far.
-        phase: Phase of the run that began with the heartbeat, for example "train" or "save".
-        step: Optimizer step.
+        phase: Phase in which the rank was at this heartbeat, for example "train" or "save".
+        step: Optimizer step at the heartbeat.
         allow_s: Longest time until the next heartbeat, in seconds, if the phase may take longer
             than the timeout. 0 otherwise.
     """

@@ -106,10 +106,11 @@ def generate(
 
 
 def terminal_text(text: str) -> str:
-    """Return a text without characters that could control a terminal.
+    """Return a text in which a middle dot replaces each character that could confuse a terminal.
 
-    A middle dot replaces each control character except newline and tab, and each U+FFFD, which
-    stands for bytes that are not UTF-8.
+    These are the characters for which `str.isprintable` is False, except newline and tab: control
+    and format characters, and spaces other than " ". A dot also replaces U+FFFD, which stands for
+    bytes that are not UTF-8.
     """
     kept = (char if char.isprintable() or char in "\n\t" else "·" for char in text)
     return "".join(kept).replace("\N{REPLACEMENT CHARACTER}", "·")

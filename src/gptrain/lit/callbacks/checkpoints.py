@@ -65,8 +65,8 @@ class Checkpoints(Checkpoint):
     A step with a validation is saved before its validation, so that a validation that fails costs
     no training. Afterwards the checkpoint is amended: the metrics and the states of callbacks that
     the validation has changed are added to it. Until then the checkpoint has no metric and cannot
-    be the best one. A step that ends an epoch and has no validation is saved after the hooks of the
-    epoch's end.
+    be the best one. A step that ends an epoch and has no validation is saved, if it is due, after
+    the hooks of the epoch's end.
 
     Lightning calls this callback after all other callbacks, so that a save contains their state
     after this step. If training fails between two saves, the newest complete step is saved,
@@ -203,9 +203,10 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save a step if it is due, unless a validation or the end of an epoch follows it.
+        """Save a step if it is due, and complete a background save that all ranks have written.
 
-        A step that is followed by a validation or the end of an epoch is saved by a later hook.
+        A step that is followed by a validation, or that ends an epoch, is left to a later hook.
+        That hook always saves a step with a validation, and the last step of an epoch if it is due.
         """
         if not ends_step(trainer, batch_idx):
             return
