@@ -30,7 +30,8 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
         module: The module, or a net on the meta device.
 
     Raises:
-        ConfigError: If the optimizer cannot take the parameters.
+        ConfigError: If the optimizer does not take an option or its value, or cannot train this
+            net, such as Muon a net without `blocks`.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)

@@ -224,13 +224,13 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 
 def all_reduce_by_center(buffer: Tensor) -> int:
-    """Sum a buffer over the ranks in place, through rank 0, and return the bytes that were sent.
+    """Sum a buffer over all n ranks in place, through rank 0, and return the bytes that were sent.
 
     Rank 0 receives n - 1 buffers and then sends n - 1 buffers, one after another. The time
     therefore grows with the number of ranks, while all wait for the link of rank 0.
 
     Args:
-        buffer: Buffer of this rank, (n, any).
+        buffer: Buffer of this rank, of one shape on all ranks.
 
     Returns:
         Bytes that this rank sent.

@@ -184,7 +184,11 @@ def find_sources(
 def _find_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], pattern: str, skipped: SkippedPaths
 ) -> Iterator[FoundFile]:
-    """Yield the files that a path, a glob pattern or a list of these names, also below folders.
+    """Yield the files at a path, at the matches of a glob pattern, or at each entry of a list.
+
+    For a folder, the files below it at any depth are yielded, if they match `pattern`. The entries
+    of a list come in their order, the matches of a glob pattern in sorted order. Pipes and devices
+    are left out.
 
     Args:
         path: File, folder, glob pattern or a list of these.

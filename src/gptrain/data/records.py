@@ -32,9 +32,11 @@ TextOrError = bytes | DataError  # text of a record, or the reason why the recor
 def format_of(path: Path) -> str:
     """Return the format of a file: "text", "jsonl", "json" or "parquet".
 
-    The suffix of the name decides, and for .json, .json.gz and .json.zst also the beginning of the
-    content: an array of records is "json". A plain .json file that is not such an array is "text":
-    package.json, for example, is one document. A compressed one is "jsonl".
+    The suffix of the name decides; any unknown suffix is "text". For .json, .json.gz and .json.zst
+    the beginning of the content decides, too. "json" is an array that begins with an object or a
+    string, or an object whose key "data" holds an array that begins with an object. Any other plain
+    .json file is "text": package.json, for example, is one document. Any other compressed one is
+    "jsonl".
 
     Args:
         path: Path of an existing file.

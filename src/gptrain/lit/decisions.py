@@ -188,9 +188,11 @@ class StepDecisions:
                 attribute `found_inf` or because its gradients are removed here.
 
         Raises:
-            RefusedStepError: If the decision that was read has refused a step, and the run ends
-                because of it.
-            DataError: If this decision is about step 0 of the run, and the step has no target.
+            RefusedStepError: If a decision that was read here has refused its step, and the run
+                ends because of it. This is the decision about the step before, or about this step
+                if it does not stay on the device.
+            DataError: If a decision that was read here is about step 0 of the run, and step 0 has
+                no target.
         """
         trainer = self.trainer
         strategy = strategy_of(trainer)

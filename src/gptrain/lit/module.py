@@ -31,8 +31,9 @@ class LanguageModel(pl.LightningModule):
 
     A subclass may override any of Lightning's hooks. `self.loss(tokens, targets)` works under every
     strategy. `self.net(tokens)` works under every strategy except `pipeline` and `ddp_pipeline`,
-    where no rank holds all layers. The keys of the config's `module` group are passed to the
-    subclass as keyword arguments:
+    where no rank holds all layers. A batch has tokens (B, T), targets (B, T) and, with
+    `data.documents=masked`, the index of each token's document (B, T). The keys of the config's
+    `module` group are passed to the subclass as keyword arguments:
 
         class WithPenalty(LanguageModel):
             def __init__(self, *args, weight=0.1, **kwargs):
@@ -61,11 +62,15 @@ class LanguageModel(pl.LightningModule):
             `val/bits_per_byte` and `test/bits_per_byte` are logged.
 
     Attributes:
-        groups_read: Names of the config groups, "optimizer" and "scheduler", from which this module
-            has built something. An override of another group has no effect, and the run warns.
+        groups_read: Those of the config groups "optimizer" and "scheduler" that this module has
+            used. If a subclass builds its own optimizer and does not use one of the two, the
+            overrides of that group have no effect, and the run warns.
         eval_sums: Sums over the batches that this rank has evaluated: nats, number of targets and,
-            with `token_bytes`, number of bytes. None if `evaluate` was not called.
-        part_sums: Name of a part -> sums like `eval_sums`, if the data are a mixture of parts.
+            with `token_bytes`, number of bytes. None if there was no batch since the last
+            `take_evaluation`, and so in the module's own `on_validation_epoch_end`, before which
+            the sums are taken.
+        part_sums: Name of a part -> sums like `eval_sums`, if the data are a mixture of parts. Else
+            empty.
     """
 
     def __init__(

@@ -137,7 +137,11 @@ class UserData(Dataset):
 
 
 def find_batch_size(loader: DataLoader) -> int | None:
-    """Return the number of samples of a full batch, or None if the dataset makes the batches."""
+    """Return the number of samples of a full batch, or None if the loader does not say it.
+
+    None means that the dataset makes the batches, or that the loader has a batch sampler without an
+    attribute `batch_size`.
+    """
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
 
 

@@ -36,21 +36,23 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
     """Run one job to its end, as the only run in its folder, and return its metrics.
 
     With several local devices and without a launcher, this process starts one process for each
-    device and watches them. Otherwise it runs `train` itself. If a launcher such as torchrun or
-    srun has started the ranks, each of them calls this function.
+    device, watches them, and restarts them after a failure, at most `launcher.max_restarts` times.
+    Otherwise it runs `train` itself. If a launcher such as torchrun or srun has started the ranks,
+    each of them calls this function.
 
     Args:
-        train: Function (cfg, guard) -> metrics, which runs in every rank.
+        train: Function (cfg, guard) -> metrics, which runs in every rank. `guard` is the rank's
+            `watchdog.Guard`, to which `train` must send heartbeats.
         cfg: Configuration of the run.
         find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
-            resume from, or None. The process that locks the run folder calls it before any rank
-            starts, and again before a restart.
+            resume from, or None. `lock` is the RunLock of the run folder. The process that holds it
+            calls the function before any rank starts, and again before a restart.
 
     Raises:
-        JobFailedError: If the job fails, after the reason has been printed. It has the exit code.
-            A rank of a launcher ends its process with this code instead.
-        ConfigError: If the config does not fit the content of its folder, another run holds the
-            folder, or restarts made no progress. No ranks were started in this case.
+        JobFailedError: If the job fails or was asked to stop, after the reason has been printed. It
+            has the exit code. A rank of a launcher ends its process with this code instead.
+        ConfigError: If the config does not fit the content of its folder, or another run holds the
+            folder: no training has begun then. Also if restarts made no progress.
     """
     process = this_process()
     with StopFlag() as stop:

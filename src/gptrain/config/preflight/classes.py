@@ -51,8 +51,10 @@ BASE_CLASSES = {
 def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each `_target_` that cannot be used in its group with its keys.
 
-    Each class is imported, except those of gptrain whose keys are all typed. It must be a subclass
-    of the base class of its group, and take the keys of its node as keyword arguments.
+    Each class or function is imported, except those of gptrain all of whose keys the schema checks.
+    It must take the keys of its node as keyword arguments. The class that a group itself names must
+    also fit the group: it is a subclass of the group's base class, or for `data` a dataset. A
+    function of the user fits every group, because its return type is unknown.
 
     Args:
         checked: Config without errors.

@@ -45,7 +45,9 @@ class ProgressBar(TQDMProgressBar):
     def total_train_batches(self) -> int | float:
         """Number of micro-batches of this epoch, which Lightning shows as the length of the bar.
 
-        If the run ends within the epoch, only the micro-batches up to its end count.
+        If the run ends within the epoch, only the micro-batches up to its end count. If the length
+        of an epoch is unknown, it is the number of micro-batches of the whole run, or inf if that
+        is unknown, too.
         """
         trainer = self.trainer
         epoch_batches = trainer.num_training_batches
