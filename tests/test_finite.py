@@ -152,6 +152,7 @@ def state_leaves(run) -> list[object]:
 
 
 BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, layer: %s, at: %s}"
+BREAKS_ON_RANK = BREAKS.replace("}", ", rank: %s}")
 
 
 TWO = "trainer.devices=2"
@@ -159,15 +160,26 @@ TWO = "trainer.devices=2"
 
 @pytest.mark.parametrize("ranks", [(), (TWO,), (TWO, "strategy=fsdp")], ids=["one", "ddp", "fsdp"])
 def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
-    run = train(*ranks, "trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", "output"))
+    """With two ranks only the second one has such a layer, and the samples are its own."""
+    last = 1 if ranks else 0
+    breaks = BREAKS_ON_RANK % ("blocks.1.mlp.down_proj", "output", last)
+    run = train(*ranks, "trainer.max_steps=4", breaks)
     assert run.code == 79, run.err
-    # The step has more samples under ddp and fsdp: those of rank 0 are four of eight.
+    # The step has more samples under ddp and fsdp: those of a rank are four of eight.
     assert re.search(
-        r"the loss of rank 0 at step 2 is not finite; samples: (\d+, ){3}\d+;", run.err
+        rf"the loss of rank {last} at step 2 is not finite; samples: (\d+, ){{3}}\d+;", run.err
     )
-    where = " (rank 0)" if ranks else "\n"
+    where = " (rank 1)" if ranks else "\n"
     assert f"first not finite in blocks.1.mlp.down_proj{where}" in run.err
     assert (run.folder / "checkpoints/step-00000002").is_dir()  # the steps before are kept
+
+
+def test_a_layer_of_a_later_stage_comes_before_the_loss_of_the_first_rank(train):
+    """Both ranks of a pipeline see that the loss is not finite."""
+    words = (TWO, "strategy=pipeline", "trainer.max_steps=4")
+    run = train(*words, BREAKS_ON_RANK % ("blocks.1.mlp.down_proj", "output", 1))
+    assert run.code == 79, run.err
+    assert "first not finite in blocks.1.mlp.down_proj (rank 1)" in run.err
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ A value is called finite if it is neither NaN nor infinite.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,8 @@ from gptrain.parallel.mesh import gather
 
 # Prefixes that compile, activation checkpointing and FSDP add to the names of modules.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-GRADIENT = "the gradient"
+LOSS = "first not finite in the loss"
+NOT_REPEATED = "not repeated"
 NOT_REPRODUCED = (
     "the step was finite when it was repeated: it uses random numbers of another generator, or the "
     "hardware is faulty"
@@ -115,7 +117,8 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
     checked first, then the inputs and outputs of modules in the order of the forward pass, then the
     loss, then the gradients in the order of the backward pass. Parameters, gradients, random
     generators and logged values are left unchanged: the next step may have computed its gradients
-    already. An error of the repetition is not raised but described.
+    already. An error of the repetition is not raised but described. The ranks agree after each of
+    these parts, and leave out the following ones if any rank has found something.
 
     All ranks that take the step together must call this function. In a pipeline each rank checks
     its own stages.
@@ -133,77 +136,122 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
     args, kwargs, rng_state = step.micro_steps[micro_step]
     rng_state_now = capture()
     gradients = [(p, p.grad) for p in trainer.lightning_module.parameters()]
-    finding = ""
+    repetition = _Repetition(trainer.lightning_module, strategy)
+    parts = (
+        repetition.check_parameters,
+        partial(repetition.run_forward, args, kwargs),
+        repetition.run_backward,
+    )
     try:
         restore(rng_state)
-        finding = _repeat(trainer.lightning_module, strategy, args, kwargs)
-    except Exception as error:  # the non-finite step is reported, not an error of its repetition
-        finding = f"not repeated: {type(error).__name__}"
+        for part in parts:
+            # A rank that alone has found something must not leave the others in the next part,
+            # which may communicate, as the backward pass under FSDP does.
+            finding = _first_of_ranks(_find_in(part), trainer.global_rank, strategy)
+            if finding:
+                return finding
+        return ""
     finally:
         restore(rng_state_now)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    ranks = gather((trainer.global_rank, finding), strategy.parallel.step_group)
+
+
+def _find_in(part: Callable[[], str]) -> str:
+    """Return what a part of the repetition has found, or the name of its error."""
+    try:
+        return part()
+    except Exception as error:  # the non-finite step is reported, not an error of its repetition
+        return f"{NOT_REPEATED}: {type(error).__name__}"
+
+
+def _first_of_ranks(finding: str, global_rank: int, strategy: LightningStrategy) -> str:
+    """Return the first finding of all ranks in the order of a step, or "" if there is none.
+
+    All ranks that take the step together must call this function. A layer comes before the loss,
+    and then the lowest rank counts. The rank is named if there are several.
+
+    Args:
+        finding: Finding of this rank, or "".
+        global_rank: Rank of this process.
+        strategy: Strategy of the run.
+    """
+    ranks = gather((global_rank, finding), strategy.parallel.step_group)
     findings = [(rank, text) for rank, text in ranks if text]
     if not findings:
         return ""
-    # A forward pass comes before every backward pass, so gradients come last.
-    rank, text = min(findings, key=lambda item: (item[1].startswith(GRADIENT), item[0]))
+    last = (LOSS, NOT_REPEATED)
+    rank, text = min(findings, key=lambda item: (item[1].startswith(last), item[0]))
     return text if len(ranks) == 1 else f"{text} (rank {rank})"
 
 
-def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwargs: Any) -> str:
-    """Run training_step and the backward pass again, and describe which value is first not finite.
+class _Repetition:
+    """Repetition of a micro-step in three parts, each of which checks values of this rank.
 
-    All ranks that take the step together must call this function. The gradients of the parameters
-    are replaced, and the caller restores them.
+    All ranks that take the step together must call the methods in their order. The gradients of the
+    parameters are replaced, and the caller restores them. Each method returns a phrase about the
+    first value that is not finite, or an empty string.
 
     Args:
         module: LightningModule of the run.
         strategy: Strategy of the run.
-        args: Arguments of training_step.
-        kwargs: Keyword arguments of training_step.
-
-    Returns:
-        A phrase about this rank, or an empty string if all values are finite.
     """
-    net = getattr(module, "net", None)
-    watched: nn.Module = net if isinstance(net, nn.Module) else module
-    for name, parameter in watched.named_parameters():
-        if not _is_finite([parameter]):
-            return f"first not finite in the parameter {_without_wrappers(name)}"
-    findings: list[str] = []
-    forward_order: dict[nn.Module, int] = {}
-    for optimizer in strategy.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code skips hooks
-        stack.enter_context(without_logging(module))
-        stack.enter_context(strategy.precision_plugin.train_step_context())
-        for name, part in watched.named_modules():
-            if part is watched and name == "":
-                continue
-            for handle in _watch(part, _without_wrappers(name), findings, forward_order):
-                stack.callback(handle.remove)
-        output: Any = module.training_step(*args, **kwargs)
-        loss = output["loss"] if isinstance(output, dict) else output
-        if findings:
-            return f"first not finite in {findings[0]}"
-        if not _is_finite([loss]):
-            return "first not finite in the loss; all layers are finite"
-    loss.backward()
-    nonfinite = [name for name, p in watched.named_parameters() if not _is_finite([p.grad])]
-    if not nonfinite:
+
+    def __init__(self, module: LightningModule, strategy: LightningStrategy):
+        self.module = module
+        self.strategy = strategy
+        net = getattr(module, "net", None)
+        self.watched: nn.Module = net if isinstance(net, nn.Module) else module
+        self.forward_order: dict[nn.Module, int] = {}
+        self.loss: Any = None
+
+    def check_parameters(self) -> str:
+        """Check the parameters before the step."""
+        for name, parameter in self.watched.named_parameters():
+            if not _is_finite([parameter]):
+                return f"first not finite in the parameter {_without_wrappers(name)}"
         return ""
 
-    def position(name: str) -> int:
-        """Return when a parameter's module ran in the forward pass, or -1 if it did not run."""
-        owner = watched.get_submodule(name.rpartition(".")[0])
-        return forward_order.get(owner, -1)
+    def run_forward(self, args: Any, kwargs: Any) -> str:
+        """Run training_step, and check the inputs and outputs of all modules, and the loss.
 
-    # The backward pass begins with the module that came last in the forward pass.
-    name = max(nonfinite, key=position)
-    return f"{GRADIENT} is first not finite in {_without_wrappers(name)}"
+        Args:
+            args: Arguments of training_step.
+            kwargs: Keyword arguments of training_step.
+        """
+        findings: list[str] = []
+        for optimizer in self.strategy.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled: no hooks
+            stack.enter_context(without_logging(self.module))
+            stack.enter_context(self.strategy.precision_plugin.train_step_context())
+            for name, part in self.watched.named_modules():
+                if part is self.watched and name == "":
+                    continue
+                for handle in _watch(part, _without_wrappers(name), findings, self.forward_order):
+                    stack.callback(handle.remove)
+            output: Any = self.module.training_step(*args, **kwargs)
+        self.loss = output["loss"] if isinstance(output, dict) else output
+        if findings:
+            return f"first not finite in {findings[0]}"
+        return "" if _is_finite([self.loss]) else f"{LOSS}; all layers are finite"
+
+    def run_backward(self) -> str:
+        """Run the backward pass, and check the gradients of the parameters."""
+        self.loss.backward()
+        parameters = self.watched.named_parameters()
+        nonfinite = [name for name, p in parameters if not _is_finite([p.grad])]
+        if not nonfinite:
+            return ""
+        # The backward pass begins with the module that came last in the forward pass.
+        name = max(nonfinite, key=self.forward_position)
+        return f"the gradient is first not finite in {_without_wrappers(name)}"
+
+    def forward_position(self, name: str) -> int:
+        """Return when the module of a parameter ran in the forward pass, or -1 if it did not."""
+        owner = self.watched.get_submodule(name.rpartition(".")[0])
+        return self.forward_order.get(owner, -1)
 
 
 def _watch(

@@ -195,13 +195,16 @@ class Counts(Callback):
 
 
 class BreaksLayer(Callback):
-    """Makes a layer's weight, output or output's gradient non-finite from step 2 on."""
+    """Makes a layer's weight, output or output's gradient non-finite from step 2 on.
 
-    def __init__(self, layer, at):
-        self.layer, self.at = layer, at
+    With `rank`, only that rank has non-finite values of its own.
+    """
+
+    def __init__(self, layer, at, rank=None):
+        self.layer, self.at, self.rank = layer, at, rank
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step != 2:
+        if trainer.global_step != 2 or self.rank not in (None, trainer.global_rank):
             return
         part = pl_module.net.get_submodule(self.layer)
         if self.at == "weight":
