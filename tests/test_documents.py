@@ -460,6 +460,9 @@ def test_separate_samples_hold_one_document_each_and_every_token_once(split, tok
     assert list(chain(*documents)) == stream(dataset, split)[1:].tolist()
     counted = (targets != -100).sum() / targets.numel()
     assert f" · {counted:.0%} of the positions count" in dataset.describe()
+    n_tokens = len(stream(dataset, split))  # a sample may be longer than the whole split
+    long = read(jsonl, split, tokenizer=tokenizer, documents="separate", seq_len=n_tokens)
+    assert len(long) == len(expected)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -345,6 +345,9 @@ def test_the_states_of_muon_are_divided_with_the_layers():
         for facts in (OptimizerFacts(), MuonFacts())
     )
     assert adam - muon == 4 * 2 * 336 / 2
+    traffic = find_traffic(replace(work, optimizer=MuonFacts()))
+    (updates,) = (entry for entry in traffic if entry.what == "updates of Muon")
+    assert updates.axis == "tensor"  # the ranks that divide the updates exchange them
 
 
 def test_a_run_is_planned_with_all_of_its_options():

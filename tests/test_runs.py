@@ -93,6 +93,11 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
     head, *rows = show("--diff", four / "sweep" / "1", four / "a")[1]
     assert head.split() == ["sweep/1", "a"]
     assert ["ended", "nonfinite", "early", "stop"] in [row.split() for row in rows]
+    # Most runs that have the metric took 10 steps, though more runs failed at step 7.
+    for name in ("2", "3"):
+        make_run(four / "sweep" / name, status={"cause": "nonfinite", "exit_code": 79, "step": 7})
+    lines = show(four)[1]
+    assert sum("nonfinite" in line for line in lines) == 3 and "*" not in "".join(lines)
 
 
 def test_help_describes_every_option(show):

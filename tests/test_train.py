@@ -392,17 +392,19 @@ def test_a_prompt_without_a_token_gives_no_sample_and_ends_no_run(train, tmp_pat
 def test_without_a_terminal_progress_is_a_line_at_a_time(train, monkeypatch):
     read = Speed.read
     monkeypatch.setattr(Speed, "read", lambda speed: read(speed) | {"perf/step_s": 60.0})
-    run = train("trainer.enable_progress_bar=true", "trainer.max_steps=50", "data.num_samples=200")
+    run = train("trainer.enable_progress_bar=true", "trainer.max_steps=60", "data.num_samples=200")
     assert run.code == 0, run.err
     for text in (run.out, (run.folder / "train.log").read_text()):
         assert "\r" not in text and "\x1b" not in text
-        shown = r"epoch 0 +(\d+)/50 · (train/loss \d\.\d+ · lr .+ · tokens/s .+ · left .*)"
+        shown = r"epoch (\d) +(\d+)/(\d+) · (train/loss \d\.\d+ · lr .+ · tokens/s .+ · left .*)"
         lines = re.findall(shown, text)
         # At most 20 lines: every third step may have one. Steps 1, 10, 20, ... log new values.
-        assert [int(n) for n, _ in lines] == [3, 12, 21, 30, 42, 50]
-        assert len({values for _, values in lines}) == len(lines)
-        left = [values.rpartition(" left ")[2] for _, values in lines]
-        assert left == [f"0:{50 - n:02d}:00" for n in (1, 10, 20, 30, 40, 50)]
+        # The run ends after 10 batches of its second epoch.
+        first = [("0", str(n), "50") for n in (3, 12, 21, 30, 42, 50)]
+        assert [line[:3] for line in lines] == [*first, ("1", "10", "10")]
+        assert len({values for *_, values in lines}) == len(lines)
+        left = [values.rpartition(" left ")[2] for *_, values in lines]
+        assert left == ["0:59:00", *(f"0:{n}0:00" for n in range(5, 0, -1)), "0:00:00"]
 
 
 def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -62,8 +63,10 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
     run = fit(*words, "checkpoint.every_minutes=1.6", "checkpoint.keep=9", "data.num_samples=64")
     # Several ranks learn rank 0's decision one step later. The last step is always saved.
     assert run.steps() == list(range(first, 7))
-    rarely = fit(*words, "checkpoint.every_minutes=5", "checkpoint.keep=9", name="rarely")
-    assert rarely.steps() == [first + 2, 6]
+    words = (*words, "checkpoint.every_minutes=3.3", "checkpoint.every_n_steps=4")
+    rarely = fit(*words, "checkpoint.keep=9", name="rarely")
+    # The save of step 4 restarts the interval: with one rank, step 5 is not saved.
+    assert rarely.steps() == [first + 1, 4, 6]
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 
@@ -102,6 +105,9 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert failed.steps() == saved
     assert "ckpt_path=last" in failed.status["resume"]
     assert "RuntimeError: the callback is broken" in failed.status["traceback"]
+    if hook == "on_before_backward":  # two of the step's four samples, if there are two ranks
+        samples = r"0: \d+, \d+\n|1: \d+, \d+\n" if ranks else r"0: (\d+, ){3}\d+\n"
+        assert re.search(rf"at step 3, samples of rank ({samples})", failed.out), failed.out
     if hook == "on_validation_batch_end":  # the first batch of the second validation
         # The first rank that fails is reported.
         samples = ("0: 0, 1\n", "1: 2, 3\n") if ranks else ("0: 0, 1, 2, 3\n",)
