@@ -7,11 +7,14 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import forked_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptrain.collectives import operations
 from gptrain.collectives.command import DEFAULTS, CollectivesRun, default_devices, start
 from gptrain.config.cli import run_command
+from gptrain.plan import measure as measurement
 from gptrain.plan.__main__ import measure
 from tests.command_line import compose_run
 
@@ -136,6 +139,21 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_pat
     for link in facts["links"]["gloo"].values():
         assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
         assert 0 <= link["wait_s"] < 1
+
+
+def test_the_bandwidth_of_the_memory_is_that_of_all_ranks_together(tmp_path, monkeypatch):
+    """Each of two ranks reads and writes 2^18 fp32 values in a pass, which takes 1 ms here."""
+    monkeypatch.setattr(measurement, "time_calls", lambda *_: 1e-3)
+    monkeypatch.setattr(measurement, "measure_matmul", lambda *_: 1e9)
+    monkeypatch.setattr(measurement, "gather", lambda value: [value] * 2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        times = [(4096, 1e-5), (65536, 2e-5)]
+        measurement.write_speeds(times, torch.device("cpu"), tmp_path / "machine.json")
+    finally:
+        dist.destroy_process_group()
+    facts = json.loads((tmp_path / "machine.json").read_text())
+    assert facts["memory_bytes_per_s"] == pytest.approx(2 * 2 * 4 * 2**18 / 1e-3)
 
 
 @pytest.mark.gpu
