@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 
 from gptrain.checkpoints.fileops import remove_tree
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, write_status
@@ -88,7 +88,7 @@ def run_rank(
 
 
 def rank_process(
-    script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
+    script: str, name: str, cfg: RunConfig, hydra: dict, environment: dict, parent_pid: int
 ) -> NoReturn:
     """Run one rank in a process that the supervisor has started, and end the process.
 
@@ -97,16 +97,17 @@ def rank_process(
             job of submitit `__main__` is another file.
         name: Name of the training function.
         cfg: Configuration of the run.
-        hydra: Content of the parent's HydraConfig.
+        hydra: Content of the parent's HydraConfig as nested dicts.
         environment: Variables that a launcher would set: RANK, WORLD_SIZE and so on.
         parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
     """
     die_with_parent(parent_pid)
     prepare_streams(is_run=True)
     os.environ.update(environment)
-    HydraConfig.instance().cfg = cast(Any, hydra)
+    HydraConfig.instance().cfg = cast(Any, OmegaConf.create(hydra))
     if this_process().rank == 0:
-        configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
+        node: Any = HydraConfig.get()
+        configure_log(node.job_logging, node.verbose)
         start_log()
     else:
         logging.getLogger().setLevel(logging.ERROR)

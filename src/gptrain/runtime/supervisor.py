@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import RunLock
@@ -207,8 +207,8 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
     return job_code(cfg, ranks)
 
 
-def picklable_hydra() -> DictConfig:
-    """Return Hydra's own config in a form that can be sent to the process of a rank.
+def picklable_hydra() -> dict[str, Any]:
+    """Return Hydra's own config as nested dicts, which can be sent to the process of a rank.
 
     Classes of plugins, which cannot be pickled, become plain values. Interpolations in the log's
     config and in the overrides are resolved here, where all keys and resolvers are known.
@@ -217,7 +217,7 @@ def picklable_hydra() -> DictConfig:
     plain = cast(dict, OmegaConf.to_container(node))
     for key in ("job_logging", "overrides"):
         plain[key] = OmegaConf.to_container(node[key], resolve=True)
-    return OmegaConf.create({"hydra": plain})
+    return {"hydra": plain}
 
 
 def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
