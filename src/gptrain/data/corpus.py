@@ -66,6 +66,10 @@ class Source:
             file: File of a corpus.
             format: Format of the file: text, jsonl, json or parquet. None finds the format by the
                 suffix and the beginning of the file.
+
+        Raises:
+            OSError: If the file is missing, or the beginning of a .json file cannot be read.
+            ModuleNotFoundError: If a .json.zst file needs the missing package `zstandard`.
         """
         path = file.path if file.path.suffix else Path(file.real_path)
         status = path.stat()
@@ -127,7 +131,7 @@ class SourceScan(NamedTuple):
 
 
 def default_corpus() -> list[Source]:
-    """Return the sources of Python's standard library without its tests, about 12 MB of text."""
+    """Return the .py files of Python's standard library without its tests, about 12 MB of text."""
     root = Path(sysconfig.get_path("stdlib"))
     files = walk_files(root, SkippedPaths(), _EXCLUDED_FOLDERS)
     return [Source.from_file(file, "text") for file in files if _matches(file.name, "*.py")]
@@ -155,8 +159,11 @@ def find_sources(
         cache_dir: Folder of the tokenized data, whose files are left out.
 
     Raises:
-        FileNotFoundError: If a path or the target of a link does not exist.
-        DataError: If no file matches.
+        FileNotFoundError: If a given path does not exist or is a link without a target, or if a
+            glob pattern matches nothing. Links without a target in a folder are skipped.
+        OSError: If a given folder, or the beginning of a .json file, cannot be read.
+        ModuleNotFoundError: If a .json.zst file needs the missing package `zstandard`.
+        DataError: If no file is left.
     """
     if path is None:
         sources = [source for source in default_corpus() if _matches(source.name, pattern)]
@@ -199,6 +206,7 @@ def _find_files(
     Raises:
         FileNotFoundError: If a path or the target of a link in `path` does not exist, or if a glob
             pattern matches nothing.
+        OSError: If a folder in `path` cannot be read.
     """
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
@@ -225,8 +233,9 @@ def scan_source(source: Source, text_key: str) -> SourceScan:
         text_key: Key of the text in a record.
 
     Raises:
-        DataError: If the config does not say that the file is text, and the file begins like a file
-            of records.
+        DataError: If the path is no regular file by now, or if neither the config nor the suffix
+            declares the format and the file begins like a file of records.
+        OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -269,6 +278,7 @@ def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
 
     Raises:
         ValueError: If `val_fraction` is not between 0 and 1.
+        OSError: If a file cannot be read. It is read where it is cut, to find a line end.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
@@ -324,6 +334,7 @@ def read_pieces(
     Raises:
         DataError: If a file of records is damaged or has no record, if a text file is no longer
             UTF-8, or if a record has no text and `bad_records` is None.
+        OSError: If a file cannot be read.
         ValueError: If `val_fraction` is not between 0 and 1.
         ModuleNotFoundError: If a format needs an optional package that is missing.
     """
@@ -368,12 +379,15 @@ def cut_at(block: bytes) -> int:
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
     """Yield the text of a part in pieces that end with a line or, in a long line, with a character.
 
+    A file that has become shorter gives less text, without an error.
+
     Args:
         part: Part of a text file.
         newline: Whether to append a newline to the end of a file that does not end with one.
 
     Raises:
         DataError: If the text is not UTF-8: the file has changed since it was hashed.
+        OSError: If the file cannot be read.
     """
     n_left = part.stop - part.start
     rest = b""
@@ -414,12 +428,14 @@ def _check_utf8(text: bytes, part: Part) -> bytes:
 def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
     """Yield the text of a record as one piece, or in several pieces if it exceeds 1 MiB.
 
-    Blocks of 64 KiB are then cut off until at most 1 MiB is left, which is the last piece.
+    Pieces of at most 64 KiB, which end with a line or a character, are then cut off until at most
+    1 MiB is left, which is the last piece.
 
     Args:
         text: Text of the record in UTF-8.
         is_val: Whether the record belongs to the validation set.
-        n_read: Bytes of the file that were read for the record. The last piece carries this number.
+        n_read: Bytes of the file that were read for the record. The last piece carries this number,
+            the others carry 0.
     """
     while len(text) > 16 * BLOCK_BYTES:
         cut = cut_at(text[:BLOCK_BYTES])
@@ -438,6 +454,9 @@ def _cut_before(source: Source, position: int) -> int:
     Args:
         source: Text file.
         position: Byte offset in the file.
+
+    Raises:
+        OSError: If the file cannot be read.
     """
     if position in (0, source.size_bytes):
         return position

@@ -46,7 +46,8 @@ class DummyTextDataset(BatchDataset):
         """Return a batch: tokens and targets, both (B, seq_len - 1) and int64.
 
         Args:
-            indices: Indices of the samples, (B,).
+            indices: Indices of the samples, (B,), from 0 on. An index of `num_samples` or more is
+                not refused.
         """
         # Each sample is a SplitMix64 stream that starts at a hash of the seed and the sample index.
         samples = np.asarray(indices, dtype=np.uint64)  # (B,)

@@ -44,7 +44,7 @@ class SkippedPaths:
         self.repeated: list[str] = []
 
     def warn(self) -> None:
-        """Issue one warning for each reason with at least one path, with the number of paths."""
+        """Issue one warning for each reason that has paths, with their number and one of them."""
         reasons = [  # paths, the reason for one path, the reason for several paths
             (
                 self.loops,
@@ -80,7 +80,7 @@ def walk_files(
     excluded: Collection[str] = (),
     enter_once: bool = True,
 ) -> Iterator[FoundFile]:
-    """Yield all files below a folder, at any depth, except hidden ones.
+    """Yield all regular files below a folder, at any depth, except hidden ones.
 
     Files in hidden folders are left out, too. Links to files and folders are followed. Folders are
     entered before links to folders. A folder that a link leads to is therefore known by its own
@@ -94,7 +94,7 @@ def walk_files(
             it by each of these paths, except by a link inside of the folder itself.
 
     Raises:
-        OSError: If `root` cannot be read.
+        OSError: If `root` cannot be read. A folder below it without permission is skipped instead.
     """
     root_path = Path(root).resolve()
     # Entries: (folder, its name below the root with a final slash, real paths of its ancestors and

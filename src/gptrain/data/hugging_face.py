@@ -27,7 +27,7 @@ class HuggingFacePairs(Dataset):
     Labels of Hugging Face are not shifted: labels[t] is input_ids[t], or -100, and the models of
     transformers predict labels[t + 1] from input_ids[:t + 1]. The pairs are shifted: targets[t] is
     labels[t + 1], and the last target is -100. Both losses are then the mean over the same T - 1
-    predictions.
+    predictions. Reading a sample that cannot be converted raises a DataError (see `pair_of`).
 
     Args:
         dataset: Dataset whose samples are dicts of `input_ids`, `labels` and, optionally,

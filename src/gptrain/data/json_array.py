@@ -71,8 +71,8 @@ class JsonText:
         """Return the next JSON value, and move past it.
 
         Raises:
-            DataError: If the text is not JSON, is nested too deeply, or if the value is incomplete
-                after more than `_LONGEST_VALUE` characters.
+            DataError: If no JSON value follows, for example because the file has ended, if it is
+                nested too deeply, or if it is incomplete after `_LONGEST_VALUE` characters.
         """
         self.peek_char()  # passes white space
         while True:
@@ -143,7 +143,8 @@ def read_array(path: Path, stream: BinaryIO) -> Iterator[object]:
         stream: Decompressed bytes of the file.
 
     Raises:
-        DataError: If there is no such array, or if the file is damaged.
+        DataError: If there is no such array, if the file is damaged, or if more text follows the
+            array.
     """
     text = JsonText(path, stream)
     is_object = text.peek_char() == "{"
@@ -166,12 +167,15 @@ def read_array(path: Path, stream: BinaryIO) -> Iterator[object]:
 
 
 def _enter_array(text: JsonText) -> bool:
-    """Move to the first element of the file's array, and return whether the file has an array.
+    """Move past the opening bracket of the file's array, and return whether there is an array.
 
     The array is the value of the file, or the value of the key "data" of the file's object.
 
     Args:
         text: Text of the file, at its beginning.
+
+    Raises:
+        DataError: If the text before the array is not UTF-8 or not JSON.
     """
     if text.skip_char("["):
         return True

@@ -58,8 +58,9 @@ class Mixture(BatchDataset):
             otherwise.
 
     Raises:
-        DataError: If there is no part, or if parts differ in the length of their samples or in
-            their tokenizers.
+        DataError: If there is no part, if the first sample of a part has another form or not
+            `seq_len` positions, or if two parts have different tokenizers.
+        KeyError: If a part has no weight.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Mixture(BatchDataset):
             document of each token, (B, T).
 
         Raises:
-            DataError: If a sample of a part cannot be read or stacked.
+            DataError: If the samples of a part cannot be stacked or do not have T positions.
         """
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1

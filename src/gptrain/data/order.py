@@ -280,11 +280,16 @@ class EvalBatches:
 
         Args:
             number: Number of the batch, from 0.
+
+        Raises:
+            IndexError: If this rank has no such batch.
         """
         return self._batches[number][1]
 
     def samples_of(self, number: int) -> list[int]:
         """Return the sample indices of a batch of this rank, or [] if there is no such batch.
+
+        A batch without a sample is [-1 - i], as described at `short_parts`.
 
         Args:
             number: Number of the batch, from 0.

@@ -121,6 +121,8 @@ def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
     At most three batches are in work at a time, so that batches are read and written while another
     batch is encoded. The package `tokenizers` releases the global interpreter lock.
 
+    An exception of `encode` or of `batches` is raised here, after the batches in work have ended.
+
     Args:
         encode: Function of one batch that may run in any thread.
         batches: Batches, which are read in the calling thread.

@@ -97,6 +97,8 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Raises:
         DataError: If the compressed file is damaged.
+        OSError: If the file cannot be opened.
+        ModuleNotFoundError: If a .zst file needs the package `zstandard`, which is missing.
     """
     before = 0
     with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as lines:
@@ -122,6 +124,8 @@ def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Raises:
         DataError: If the file is damaged or has no array.
+        OSError: If the file cannot be opened.
+        ModuleNotFoundError: If a .zst file needs the package `zstandard`, which is missing.
     """
     before = 0
     with open_regular(path) as file, _as_data_errors(path), _decompressed(path, file) as stream:
@@ -139,6 +143,8 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
 
     Raises:
         DataError: If the file is damaged or has no such column.
+        OSError: If the file cannot be opened.
+        ModuleNotFoundError: If the package `pyarrow` is missing. The message has the pip command.
     """
     parquet = _import_optional("pyarrow.parquet", "parquet")
     with open_regular(path) as raw, _as_data_errors(path):

@@ -192,7 +192,9 @@ class BatchReader(Dataset):
 def describe_sample(sample: Any) -> str:
     """Return the types and shapes of a sample, for an error message.
 
-    For example "(int64 (128,), int64 (128,))" for a pair of tensors.
+    For example "(int64 (128,), int64 (128,))" for a pair of tensors. Of a dict, a tuple or a list
+    only the first 8 items are described. A list without tensors gives its length, and any other
+    value the name of its type.
 
     Args:
         sample: Value of any type.

@@ -99,7 +99,7 @@ class StreamDataset(Dataset):
             indices: Sequence of the wanted length. Its values are not used.
 
         Raises:
-            DataError: If a new pass over the stream has no sample.
+            DataError: If the stream is empty, or a complete pass has no sample for this part.
         """
         if self._samples is None:
             return [self[0] for _ in indices]
@@ -135,7 +135,8 @@ class StreamDataset(Dataset):
     def start(self, number: int, position: dict[str, Any] | None) -> None:
         """Choose the part that `__getitems__` reads from now on, and the position in it.
 
-        Call this method once, in the process that reads the part.
+        Call this method once, in the process that reads the part. `get_worker_info` of torch then
+        returns None in this process.
 
         Args:
             number: Number of the part.
@@ -301,7 +302,8 @@ class StreamPositions:
                 may have been loaded already.
 
         Raises:
-            KeyError: If more than two later steps were loaded, so that the position is forgotten.
+            KeyError: If `n_batches` is not the end of a step, or if more than two later steps were
+                loaded, so that the position is forgotten.
         """
         return dict(self._after_steps)[n_batches]
 

@@ -60,7 +60,8 @@ class TextDataset(TokenDataset):
             parts counts as a document.
 
     Raises:
-        DataError: If the files of the folder are missing, damaged or links.
+        DataError: If the files of the folder are missing, damaged or links, or hold no window.
+        ModuleNotFoundError: If the tokenizer needs the package `tokenizers`, which is missing.
     """
 
     def __init__(self, folder: Path, split: str, seq_len: int, documents: str = "packed") -> None:
@@ -161,11 +162,13 @@ class TextDataset(TokenDataset):
         Raises:
             FileNotFoundError: If a path or the tokenizer does not exist.
             ModuleNotFoundError: If an optional package is missing.
-            DataError: If there is no text, if a file is damaged, if the tokenizer has more tokens
-                than the model or lacks a needed one, or if the cache was modified.
+            DataError: If there is too little text or none, if a file is damaged or holds records
+                although no format is declared, if the tokenizer has more tokens than the model or
+                lacks a needed one, or if the cache was modified.
             ValueError: If `val_fraction` is not between 0 and 1, or if the `vocab_size` of a new
                 `bpe` is too small.
-            OSError: If the disk is full or not writable. Incomplete files are removed.
+            OSError: If a file cannot be read, or the disk is full or not writable. Incomplete files
+                are removed.
         """
         cache_dir = Path(cache_dir).resolve()
         loaded = None
@@ -253,6 +256,7 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     Raises:
         DataError: If no file can be used, if a file has records and no declared format, or if the
             index is a symbolic link.
+        OSError: If a file of the corpus cannot be read, or the index cannot be written.
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()

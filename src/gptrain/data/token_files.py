@@ -92,7 +92,8 @@ def find_token_files(
     """Return the token files that a path, a glob pattern or a list of these names.
 
     The files of a glob pattern and of a folder are sorted by name. Index files of Megatron (.idx)
-    are left out. Links to files and folders are followed.
+    are left out. Links to files and folders are followed. Warns about paths in folders that are
+    skipped, such as links without a target.
 
     Args:
         path: File, folder, glob pattern or a list of these. Of a folder, the .bin files at any
@@ -102,7 +103,9 @@ def find_token_files(
             takes all files.
 
     Raises:
-        FileNotFoundError: If a path, a pattern or a folder gives no file.
+        FileNotFoundError: If a path, a pattern or a folder gives no file. An empty list gives an
+            empty result instead.
+        OSError: If a folder cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
         return [file for item in path for file in find_token_files(item, split)]

@@ -127,7 +127,8 @@ class ByteTokenizer:
         """Write a tokenizer.json that `load_tokenizer` recognizes, and return its path.
 
         Args:
-            folder: Existing folder. The chat template, if any, is written to the same folder.
+            folder: Existing folder. The chat template, if any, is written to the same folder. Files
+                of these names are replaced.
         """
         _write_template(folder, self.chat_template)
         return _write(folder, _BYTES_JSON)
@@ -152,6 +153,7 @@ class JsonTokenizer:
     Raises:
         FileNotFoundError: If the file does not exist.
         DataError: If the file is not a tokenizer.
+        UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is missing.
     """
 
@@ -327,11 +329,11 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
-        """Write a copy of the tokenizer.json that was read, and return its path.
+        """Write a copy of the tokenizer.json that was read, and return the path of the copy.
 
         Args:
             folder: Existing folder. The tokenizer_config.json and the chat template, if any, are
-                written to the same folder.
+                written to the same folder. Files of these names are replaced.
         """
         if self._config:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
@@ -426,6 +428,7 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     Raises:
         FileNotFoundError: If the file does not exist.
         DataError: If the file is not a tokenizer.
+        UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is needed and missing.
     """
     if spec == "bytes":
@@ -448,6 +451,10 @@ def read_chat_template(folder: Path) -> str | None:
 
     Args:
         folder: Folder of a tokenizer, a run or an export.
+
+    Raises:
+        OSError: If chat_template.jinja cannot be read.
+        UnicodeDecodeError: If chat_template.jinja is not UTF-8.
     """
     file = folder / TEMPLATE_NAME
     if file.is_file() and not file.is_symlink():
@@ -496,7 +503,9 @@ def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:
 
 
 def _import_tokenizers() -> ModuleType:
-    """Import and return the package `tokenizers`.
+    """Import and return the package `tokenizers`, and let it use several threads.
+
+    Sets the environment variable TOKENIZERS_PARALLELISM, unless it is set.
 
     Raises:
         ModuleNotFoundError: If it is missing. The message has the pip command.

@@ -91,7 +91,10 @@ def _extraction_command(path: Path, places: Sequence[Place]) -> tuple[str, str]:
 
 
 def _form(records: list | dict) -> tuple[str, str]:
-    """Return the names of the types of some records' container and of the first record."""
+    """Return the names of the types of some records' container and of the first record.
+
+    The first record is the first value that is an object or a string. There must be one.
+    """
     values = records.values() if isinstance(records, dict) else records
     record = next(value for value in values if isinstance(value, dict | str))
     return type(records).__name__, type(record).__name__
