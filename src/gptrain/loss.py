@@ -62,6 +62,9 @@ def next_token_loss(
             not NaN.
         label_smoothing: Fraction of the target probability that is spread over the vocabulary.
         z_loss: Factor of the added term logsumexp(logits)^2 of each position.
+
+    Raises:
+        KeyError: If `reduction` has another value.
     """
     targets = targets.flatten()  # (N,)
     losses = token_losses(logits.flatten(0, -2), targets, label_smoothing, z_loss)
@@ -69,7 +72,7 @@ def next_token_loss(
 
 
 def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
-    """Compute the loss of each token, (N,), in nats; 0 if the target is -100.
+    """Compute the loss of each token, (N,), in nats, in fp32 or fp64; 0 if the target is -100.
 
     Args:
         logits: Logits, (N, V).
@@ -106,11 +109,12 @@ def cross_entropy_in_place(
     loss 0 and gradient 0.
 
     Under tensor parallelism each rank has some columns of the logits. `start`, `vocab_size` and
-    `all_reduce` describe the split, and all ranks get the losses of the full vocabulary.
+    `all_reduce` describe the split. All ranks must then call the function, and all get the losses
+    of the full vocabulary.
 
     Args:
-        logits: Logits, (C, W), overwritten. Columns from `n_columns` on are padding and are not
-            changed.
+        logits: Logits, (C, W). Their values are lost, except that 16-bit logits stay as they are
+            without `wants_gradient`. Columns from `n_columns` on are padding and are not changed.
         targets: Target token ids, (C,).
         n_columns: Number of columns of this rank that are tokens.
         wants_gradient: True if the gradient is needed.
@@ -122,8 +126,8 @@ def cross_entropy_in_place(
             its second argument. None if this rank has all columns.
 
     Returns:
-        The losses (C, 1), and the gradient (C, W) in the memory and dtype of `logits`. The gradient
-        is None unless `wants_gradient` is True.
+        The losses (C, 1) in fp32 or fp64, and the gradient (C, W) in the memory and dtype of
+        `logits`. The gradient is None unless `wants_gradient` is True.
     """
     padded_logits = logits
     # For fp32 and fp64 logits this is no copy: the operations in place then change the argument.
@@ -186,9 +190,9 @@ def chunked_next_token_loss(
     The forward pass applies the head to `chunk_tokens` rows at a time and computes the gradients of
     each chunk at once. Only a few (C, V) tensors exist at any time, and no matrix multiplication of
     the head is repeated. Under autocast the multiplications use autocast's dtype. The softmax, the
-    sum over tokens and the gradient of the head are accumulated in fp32; `next_token_loss` rounds
-    the gradient of the head to autocast's dtype once. Second derivatives are not supported. In
-    no_grad mode no gradient is computed.
+    sum over tokens and the gradient of the head are accumulated in fp32 (fp64 for fp64 inputs);
+    `next_token_loss` rounds the gradient of the head to autocast's dtype once. In no_grad mode no
+    gradient is computed.
 
     Args:
         hidden: Hidden states, (..., D).
@@ -202,6 +206,11 @@ def chunked_next_token_loss(
         z_loss: Factor of the added term logsumexp(logits)^2 of each position.
         cross_entropy: Function that computes losses and gradient of a chunk. Tensor parallelism
             passes a function for logits that are split over the ranks.
+
+    Raises:
+        KeyError: If `reduction` has another value.
+        RuntimeError: In the backward pass of the result, if it runs a second time or computes
+            second derivatives.
 
     Time relative to the first row and peak memory beyond the inputs, for forward and backward with
     508 tokens, D = 512 and V = 50257 in fp32, on one thread of an AMD EPYC (AVX2), torch 2.13.0,
@@ -291,8 +300,8 @@ def logits_in_chunks(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits and targets of up to `chunk_tokens` positions at a time, for metrics.
 
-    Positions with target -100 are left out. No gradient is computed. The logits of the full batch
-    are never in memory.
+    Positions with target -100 are left out; nothing is yielded if all have it. No gradient is
+    computed. The logits of the full batch are never in memory.
 
     Args:
         hidden: Hidden states, (..., D).
@@ -318,7 +327,8 @@ def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
     A 16-bit result is (W, D), where W is V rounded up to `VOCAB_MULTIPLE`, because 16-bit kernels
     are fast for such sizes. The logits of padding rows are 0. A result in fp32 or fp64 is not
-    padded, because padding would need a copy of the weight.
+    padded, because padding would need a copy of the weight. It is the weight itself if that has
+    this dtype.
     """
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
@@ -335,12 +345,15 @@ def round_up(number: int, multiple: int) -> int:
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """Return the sum of the losses, or their mean over the targets that are not -100.
 
-    The mean is 0 without such a target.
+    Without such a target the divisor of the mean is 1.
 
     Args:
         total: Sum of the losses, a scalar.
         targets: Target token ids of any shape.
         reduction: "sum" or "mean".
+
+    Raises:
+        KeyError: If `reduction` has another value.
     """
     return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 

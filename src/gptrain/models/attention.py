@@ -71,7 +71,8 @@ class HeadExchange(Protocol):
     """Exchange, between ranks, of positions of all heads for all positions of some heads.
 
     Context parallelism sets an object of this kind on each attention module of a net. A rank then
-    has t positions of a sequence of S positions, and computes attention for h of the H heads.
+    has t positions of a sequence of S positions, and computes attention for h of the H heads. All
+    ranks that share the sequence must call both methods.
     """
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +110,7 @@ class CausalSelfAttention(nn.Module):
         n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
-        d_head: Width K of a head. None for `d_model / n_heads`.
+        d_head: Width K of a head. None for `d_model // n_heads`.
 
     Attributes:
         exchange: Exchange with the ranks that have other positions of the same sequence. None if
@@ -144,7 +145,8 @@ class CausalSelfAttention(nn.Module):
             x: Input, (B, T, D). With a cache, it holds the new positions only.
             cache: Keys and values of the preceding positions, to which new ones are appended.
             layout: Positions and documents of the tokens. By default the positions follow those of
-                the cache. A layout with documents cannot be combined with a cache.
+                the cache. A layout with documents must not be combined with a cache, which is not
+                checked.
         """
         # H and G follow from the width: under tensor parallelism a rank has only some heads.
         q = self.q_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, H, K)

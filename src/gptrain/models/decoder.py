@@ -19,13 +19,16 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm and head: the base class of the nets of gptrain.
 
     It fulfils the contract of `gptrain.models` except for the conversions `from_hugging_face`,
-    `to_hugging_face` and `to_peft`, which a subclass has.
+    `to_hugging_face` and `to_peft`, which a subclass may have.
 
     The constructor of a subclass creates `token_embedding`, `blocks`, `norm` and `head` on the meta
     device and then calls `initialize`. On the meta device PyTorch's own initialization, which would
     be overwritten, costs nothing. `init_parameter` and `tensor_plan` recognize layers by name: the
     two projections of a block that write into the residual stream must be called
     `attention.out_proj` and `mlp.down_proj`, and names of norms must begin with `norm`.
+
+    This class's own constructor draws one number, the seed of all initial weights, from torch's
+    global CPU generator.
 
     Args:
         vocab_size: Number of token ids V.
@@ -84,6 +87,10 @@ class Decoder(nn.Module):
                 are appended to the cache. None if `tokens` are full sequences.
             layout: Positions and documents of the tokens. By default all tokens of a sequence
                 belong to one document, and their positions follow those of the cache.
+
+        Raises:
+            ValueError: If the sequences, with the cached positions, are longer than `max_seq_len`,
+                and there is no layout.
         """
         return self.head(self.hidden(tokens, cache, layout=layout))
 
@@ -98,6 +105,10 @@ class Decoder(nn.Module):
                 are appended to the cache. None if `tokens` are full sequences.
             layout: Positions and documents of the tokens. By default all tokens of a sequence
                 belong to one document, and their positions follow those of the cache.
+
+        Raises:
+            ValueError: If the sequences, with the cached positions, are longer than `max_seq_len`,
+                and there is no layout.
         """
         x = self.embed(tokens, 0 if cache is None else cache.length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage

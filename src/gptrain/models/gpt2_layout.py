@@ -43,10 +43,10 @@ _FIXED_CONFIG = {  # defaults of GPT2Config to which SimpleGPT has no alternativ
 def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of the GPT2LMHeadModel that computes the same as `net`.
 
-    The tensors do not contain the head, which is tied to the token embedding.
+    The tensors are copies. The head, which is tied to the token embedding, is not among them.
 
     Args:
-        net: A SimpleGPT.
+        net: A SimpleGPT, not partitioned.
     """
     dropout = net.get_submodule("dropout").p
     config = {
@@ -71,12 +71,13 @@ def from_gpt2(
     """Return a state dict for `net` from the config and the tensors of a GPT2LMHeadModel.
 
     The tensors of the state dict are views of `tensors`. A tensor with an unknown name keeps its
-    name, so that the caller can report it.
+    name, and a missing tensor is missing in the result, too, so that the caller can report both.
+    Only the head and the attention masks of old files are left out.
 
     Args:
         net: A SimpleGPT.
         config: Content of config.json. The tensors do not show the number of heads and the
-            activation.
+            activation. `n_positions` may differ from the net.
         tensors: Tensors by name, with or without the prefix `transformer.`.
 
     Raises:

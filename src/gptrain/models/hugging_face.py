@@ -21,10 +21,12 @@ _IGNORED_KEYS = {"auto_map", "quantization_config", "dtype", "torch_dtype"}
 class HuggingFace(nn.Module):
     """A causal language model of transformers as a net that gptrain trains.
 
-    It has the optional attributes of `gptrain.models` that the model allows.
+    It has the optional attributes of `gptrain.models` that the model allows. The weights are newly
+    initialized. To find out whether it can have `head`, the constructor runs the model once on one
+    token.
 
     Args:
-        vocab_size: Number of token ids, which must be that of the config.
+        vocab_size: Number of token ids, which must be that of the config if the config has it.
         config: Keys of the model's config, with `model_type`. They override those of `path`.
         path: Folder with a config.json.
 
@@ -37,7 +39,10 @@ class HuggingFace(nn.Module):
         hidden: Function that computes the input of the head. Missing if `head` is missing.
 
     Raises:
-        ValueError: If transformers does not know the `model_type`, or if sizes contradict.
+        ModuleNotFoundError: If transformers is not installed.
+        ValueError: If `path` has no usable config.json, if transformers does not know the
+            `model_type` or cannot build the model, or if `vocab_size` differs from the config. On
+            the meta device a RuntimeError or TypeError of the model is passed on.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class HuggingFace(nn.Module):
 
         Some models scale or bound their logits, and no config key shows that. The check runs the
         model on one token and compares the identity of tensors and of their storage, not values,
-        so that it works on the meta device.
+        so that it works on the meta device. The model is in training mode afterwards.
 
         Args:
             head: Output embedding of the model.
@@ -126,8 +131,9 @@ class HuggingFace(nn.Module):
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the model's config and its tensors; a tied tensor has the first of its names.
 
-        The id of a special token that is outside the vocabulary becomes None: it is a default of
-        transformers for its own tokenizer, such as 50256 for GPT-2.
+        The tensors are those of the model, not copies. The id of a special token that is outside
+        the vocabulary becomes None: it is a default of transformers for its own tokenizer, such as
+        50256 for GPT-2.
         """
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -142,7 +148,9 @@ class HuggingFace(nn.Module):
     ) -> dict[str, Tensor]:
         """Return a state dict for this net from the tensors of a model of the same type.
 
-        The state dict holds the given tensors, not copies.
+        The state dict holds the given tensors, not copies. A tensor with an unknown name is in it,
+        too, unless transformers ignores that name, and a missing tensor is missing, so that the
+        caller can report both.
 
         Args:
             config: Content of the folder's config.json. Only `model_type` is compared.

@@ -23,7 +23,9 @@ from gptrain.models.rms_norm import RMSNorm
 
 
 class Llama(Decoder):
-    """Llama's architecture.
+    """Llama: a decoder with rotary positions, grouped heads of k and v, RMSNorm and SwiGLU.
+
+    No layer has a bias.
 
     Args:
         vocab_size: Number of token ids V.

@@ -76,11 +76,12 @@ def from_llama(
     """Return a state dict for `net` from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
     The state dict holds the given tensors, not copies. A tensor with an unknown name keeps its
-    name, so that the caller can report it.
+    name, and a missing tensor is missing in the result, too, so that the caller can report both.
+    Only the rotary constants of old files are left out.
 
     Args:
         net: A Llama.
-        config: Content of config.json.
+        config: Content of config.json. `max_position_embeddings` may differ from the net.
         tensors: Tensors by name.
 
     Raises:

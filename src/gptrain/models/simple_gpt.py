@@ -21,7 +21,7 @@ GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # GPT-2 was trained 
 
 
 class SimpleGPT(Decoder):
-    """GPT-2's architecture.
+    """GPT-2: a decoder with learned positions, LayerNorm, a GELU MLP and a tied head.
 
     Unlike GPT-2, the projections of q, k and v are separate layers, so that tensor parallelism can
     split them by heads.

@@ -10,7 +10,7 @@ def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict]:
 
     Matrices get the weight decay of the optimizer. Vectors and scalars, such as biases and the
     scales of norms, get none, because pulling them towards zero does not regularize. Parameters
-    without `requires_grad` are in no group, and no group is empty.
+    without `requires_grad` are in no group. No group is empty, so there may be no group at all.
 
     Args:
         parameters: Parameters of a module, in any order.
@@ -33,7 +33,8 @@ def muon_groups(
 
     The groups of all other parameters have `use_muon=False`, and Muon updates them by AdamW: an
     update whose singular values are equal suits only a matrix that maps hidden states to hidden
-    states (kellerjordan.github.io/posts/muon). Weight decay is that of `decay_groups`.
+    states (kellerjordan.github.io/posts/muon). As in `decay_groups`, vectors have no weight decay,
+    and parameters without `requires_grad` are in no group.
 
     Args:
         net: Net whose attribute `blocks` contains the hidden matrices.
@@ -41,8 +42,9 @@ def muon_groups(
         names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
             tied head counts as embedding if it has the embedding's name. Defaults to
             `net.named_parameters()`.
-        **lrs: Learning rates of the kinds `embedding`, `head` and `vector` (norms and biases). None
-            is that of the optimizer.
+        **lrs: Learning rates of the kinds `head`, `vector` (norms and biases) and `embedding` (all
+            other tensors of `net` that are not hidden matrices). A kind without a learning rate has
+            that of the optimizer, as all parameters outside `net` have.
 
     Raises:
         ValueError: If `net` has no attribute `blocks`.
@@ -88,6 +90,9 @@ def scaled_lr(lr: float, rule: str, global_batch_size: int, reference_batch_size
             (Malladi et al. 2022, arXiv:2205.10287). "none" changes nothing.
         global_batch_size: Sequences per optimizer step of the run.
         reference_batch_size: Sequences per optimizer step for which `lr` was chosen.
+
+    Raises:
+        KeyError: If `rule` is none of the three.
     """
     ratio = global_batch_size / reference_batch_size
     return lr * ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]

@@ -55,6 +55,10 @@ class Muon(torch.optim.Optimizer):
             parameters nor state. None if the optimizer is not asked to skip steps. AdamW must be
             fused.
         skips_on_device: True. gptrain then knows that this class reads `found_inf`.
+
+    Raises:
+        ValueError: If a group with `use_muon=True` has a parameter that is not a matrix, or if
+            torch.optim.AdamW refuses an option.
     """
 
     replicas: DeviceMesh | None = None
@@ -129,7 +133,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient, unless `found_inf` is 1.
 
         All ranks that share weights, in `replicas` or in the mesh of a DTensor, must call this
         method, because they divide the orthogonalization among themselves.
@@ -157,6 +161,9 @@ class Muon(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         """Update the matrices of a group: weight decay, then the orthogonalized momentum.
+
+        If `found_inf` is 1, the values of the matrices and of their momentum stay. All ranks that
+        share the matrices must call this method.
 
         Args:
             group: Parameter group with `use_muon=True`. Matrices without a gradient are left out.
@@ -188,8 +195,11 @@ class Muon(torch.optim.Optimizer):
     ) -> list[Tensor]:
         """Update the momentum buffers, and return (1 - momentum) * gradient + momentum * buffer.
 
+        The buffer of a matrix is in the optimizer's `state`, and begins with zeros. The result has
+        one tensor for each matrix, which is sharded like the matrix.
+
         Args:
-            parameters: Matrices of one shape and one sharding.
+            parameters: Matrices of one shape and one sharding, with gradients.
             momentum: Momentum of their group.
             is_skipped: Scalar that is True if the buffers keep their values. None for False.
         """
@@ -240,8 +250,8 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
         replicas: Mesh of the ranks that divide the work for plain tensors. None: no other rank.
 
     Returns:
-        The stack (N, rows, columns) of the local shards of the orthogonalized matrices. The local
-        shard of a plain tensor is the full matrix.
+        The stack (N, rows, columns) of the local shards of the orthogonalized matrices, in the
+        dtype that `native_dtype` gives. The local shard of a plain tensor is the full matrix.
     """
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
@@ -302,7 +312,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 def native_dtype(device: torch.device) -> torch.dtype:
     """Return bf16 if the device has bf16 instructions, and fp32 otherwise.
 
-    GPUs older than Ampere, such as V100 and T4, emulate bf16 slowly. AMD GPUs count as having it.
+    A CPU must have AVX512-BF16. GPUs older than Ampere, such as V100 and T4, emulate bf16 slowly.
+    AMD GPUs and devices that are neither CPU nor GPU, such as MPS, count as having it.
     """
     has_bf16 = True
     if device.type == "cpu":

@@ -2,7 +2,8 @@
 
 The factor rises linearly from `start_factor` at step 0 to 1 at step `warmup_steps`. The decay, if
 the schedule has one, reaches `min_factor` at the last step, `total_steps - 1`, and later steps keep
-`min_factor`. If the warm-up leaves no step for the decay, the last step has `min_factor` at once.
+`min_factor`. If the warm-up leaves no step for the decay, the factor is `min_factor` from the end
+of the warm-up on.
 
 A schedule may have the keyword arguments `warmup_steps`, `total_steps`, `start_factor` and
 `min_factor`. gptrain passes only those that the function has, so that a config can change to
@@ -24,7 +25,8 @@ def warmup_cosine(
         warmup_steps: Number of steps of the warm-up.
         total_steps: Number of steps of the run.
         start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from the last step on.
+        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
+            Otherwise the factor from the end of the warm-up on.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -42,7 +44,8 @@ def warmup_linear(
         warmup_steps: Number of steps of the warm-up.
         total_steps: Number of steps of the run.
         start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from the last step on.
+        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
+            Otherwise the factor from the end of the warm-up on.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -69,8 +72,10 @@ def warmup_stable_decay(
         warmup_steps: Number of steps of the warm-up.
         total_steps: Number of steps of the run.
         start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from the last step on.
-        decay_steps: Number of steps of the decay at the end of the run.
+        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
+            Otherwise the factor from the end of the warm-up on.
+        decay_steps: Number of steps of the decay at the end of the run. The decay begins after the
+            warm-up even if that leaves it fewer steps.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
