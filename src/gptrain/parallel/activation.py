@@ -25,7 +25,7 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
     The losses and the gradients stay the same, also with dropout. Does nothing if mode is "none".
 
     Args:
-        net: Net whose blocks are changed in place.
+        net: Net with an attribute `blocks`. The blocks are changed in place.
         mode: "none" keeps all activations. "full" keeps only the input of a block and runs the
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
@@ -101,7 +101,7 @@ def apply_compile(net: nn.Module, mode: str) -> None:
         net: Net that is changed in place.
         mode: "none" compiles nothing. "blocks" compiles one of `net.blocks` and reuses the code for
             all equal blocks, which takes a fraction of the compile time of "model". "model"
-            compiles the entire forward pass.
+            compiles all of `forward` and, if the net has it, `hidden`.
     """
     if mode == "blocks":
         for block in net.get_submodule("blocks").children():

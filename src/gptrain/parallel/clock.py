@@ -39,7 +39,10 @@ class ComputeClock:
         self._marks: list[Any] = []  # begin and end of each counted interval, alternating
 
     def start_step(self) -> None:
-        """Discard the measurements of the previous step, and begin to measure a new step."""
+        """Discard the measurements of the previous step, and begin to measure a new step.
+
+        The clock counts from now on, or where gradients are disabled from the next `resume` on.
+        """
         self._marks.clear()
         self.resume()
 
@@ -64,7 +67,10 @@ class ComputeClock:
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Pause the clock inside the `with` block, for example around a collective."""
+        """Pause the clock inside the `with` block, for example around a collective.
+
+        The end of the block is a call of `resume`, also if the clock was paused before the block.
+        """
         self.pause()
         try:
             yield
@@ -74,7 +80,7 @@ class ComputeClock:
     def read(self) -> float:
         """Pause the clock, and return the seconds that were counted since `start_step`.
 
-        On a GPU this call waits until the GPU is idle.
+        On a GPU this call waits until the GPU is idle. The result is 0 before any `start_step`.
         """
         self.pause()
         begins, ends = self._marks[::2], self._marks[1::2]

@@ -148,7 +148,8 @@ class Comparison:
 
         Raises:
             IncompatibleModelError: If the nets differ, or if the partitioned net fails. The message
-                names the first module that differs.
+                names the first module that differs. Errors of torch about memory or communication
+                are passed on if the partitioned net raises them.
         """
         batch = make_batch(from_rank_0(sample), self.parallel)
         reason = ""
@@ -182,6 +183,7 @@ class Comparison:
             IncomparableError: If the free memory is too small, if the logits of a sample depend on
                 the other samples or on chance, or if the logits are not finite. An exception of the
                 net itself is passed on.
+            IncompatibleModelError: If `forward` does not return logits (B, T, V).
         """
         device = self.parallel.device
 
@@ -276,9 +278,10 @@ class Comparison:
 def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) for a comparison, made from one sample.
 
-    No second sample is read, because reading may advance the random generators of a dataset. T and
-    the length of the sample leave the same remainder when divided by the world size, so that the
-    strategy pads this batch if it would pad the sample.
+    No second sample is read, because reading may advance the random generators of a dataset. The
+    rows of the batch are the beginnings of rotated copies of the sample. T is at most N_TOKENS +
+    world size. T and the length of the sample leave the same remainder when divided by the world
+    size, so that the strategy pads this batch if it would pad the sample.
 
     Args:
         sample: Tokens of one sample, (T,).

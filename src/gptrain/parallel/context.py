@@ -67,7 +67,8 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place.
 
         The modules that `net.context_plan` names get an `exchange`, through which attention sees
-        the positions of all ranks. Callers still pass full sequences and get full outputs.
+        the positions of all ranks. Callers still pass full sequences and get full outputs, but all
+        ranks of the group must now call `forward` and `hidden` together, and without a cache.
         """
         exchange = AllToAllHeads(self.group)
         for _, attention in attention_modules(net):
@@ -294,7 +295,8 @@ def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 def attention_modules(net: Net) -> list[tuple[str, Any]]:
     """Return (name, module) for each module whose name matches a pattern of `net.context_plan`.
 
-    The patterns are those of fnmatch, for example `blocks.*.attention`.
+    The patterns are those of fnmatch, for example `blocks.*.attention`. The list is empty if no
+    name matches.
     """
     return [
         (name, module)

@@ -26,7 +26,10 @@ OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unu
 
 
 class Replicated(ParallelStrategy[DDPOptions]):
-    """Train a copy of the net on every rank; DistributedDataParallel averages the gradients."""
+    """Train a copy of the net on every rank; DistributedDataParallel averages the gradients.
+
+    All ranks must call the constructor, which creates the device mesh.
+    """
 
     def __post_init__(self):
         self.data_group = dist.group.WORLD
@@ -37,7 +40,10 @@ class Replicated(ParallelStrategy[DDPOptions]):
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
-        """Type in which DDP sends gradients. None for the type of the gradients."""
+        """Type in which DDP sends gradients. None for the type of the gradients.
+
+        It is None for PowerSGD, too, although PowerSGD sends factors of the gradients.
+        """
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.options.comm_hook)
 
 
@@ -52,6 +58,9 @@ def build_comm_hook(name: str) -> tuple[object, Callable] | None:
 
     Returns:
         State and hook, or None for "none".
+
+    Raises:
+        KeyError: If the name is none of these.
     """
     if name == "none":
         return None
@@ -61,7 +70,7 @@ def build_comm_hook(name: str) -> tuple[object, Callable] | None:
 
 
 def _bf16_compress(group, bucket):
-    """Call torch's bf16_compress_hook under another name.
+    """Return the result of torch's bf16_compress_hook, as a hook with another name.
 
     DDP with gloo refuses the hook by its name, although gloo supports bf16 now.
     """

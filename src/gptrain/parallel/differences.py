@@ -119,7 +119,9 @@ def compare_forward(
             it.
 
     Returns:
-        Position and description of the difference. None if this rank finds none.
+        Position of the difference, where a lower one is earlier in the plain net's forward pass,
+        and its description. If the logits of this rank differ but no module does, the description
+        names the net's own `forward`. None if this rank finds no difference.
     """
     differs = False
     if chunks:
@@ -236,13 +238,15 @@ def compare_gradients(plain: PlainResult, net: nn.Module) -> Difference | None:
     """Find the last parameter of this rank whose gradient differs.
 
     Errors propagate backwards from the logits to the embedding, so the last parameter is the cause.
+    There is no communication.
 
     Args:
-        plain: Results of the plain net.
+        plain: Results of the plain net, with at least one gradient.
         net: Partitioned net after its backward pass.
 
     Returns:
-        Position and description of the difference. None if this rank finds none.
+        Position of the difference, where a lower one belongs to a later parameter of the plain net,
+        and its description. None if this rank finds none.
     """
     largest = max(gradient.abs().max().item() for gradient in plain.gradients.values())
     positions = {name: -index for index, name in enumerate(plain.gradients)}

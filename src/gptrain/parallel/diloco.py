@@ -30,7 +30,7 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
 
     Between two synchronizations a replica has its own loss, clipping and optimizer steps. A replica
     is one rank, or several neighbouring ranks, usually those of a node, that average their
-    gradients in each step.
+    gradients in each step. All ranks must call the constructor, which creates the process groups.
 
     Attributes:
         sync_group: Ranks with the same index in their replicas, one of each replica.
@@ -123,7 +123,8 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
     def extra_state(self) -> list[Tensor]:
         """Return the weights at the last synchronization and the outer momentum, for the planner.
 
-        The planner counts their memory. There is no momentum before the first synchronization.
+        The planner counts their memory. There is no momentum before the first synchronization, or
+        if the option `outer_momentum` is 0.
         """
         saved = self.state()
         return [*saved["anchors"].values(), *saved["momentum"].values()]
@@ -141,7 +142,8 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
 
         Returns:
             `step` (step of the last synchronization), `number` (number of replicas), `anchors` and
-            `momentum` (name -> tensor). `momentum` is empty before the first synchronization.
+            `momentum` (name -> tensor). `momentum` is empty before the first synchronization, and
+            if the outer optimizer has no momentum. The tensors are not copies.
         """
         momentum = {}
         for name, anchor in self.anchors.items():
@@ -163,7 +165,10 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
 
         Args:
             state: Dict that the method `state` returned: step of the last synchronization, anchors,
-                and momentum of the outer optimizer.
+                and momentum of the outer optimizer. Its number of replicas is not compared.
+
+        Raises:
+            KeyError: If the state has no anchor for a trained parameter.
         """
         self.synced_step = state["step"]
         for name, anchor in self.anchors.items():

@@ -61,7 +61,8 @@ def clip_grad_norm(
     norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
     first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
     per group, and no synchronization with the host. It is computed in fp32, for fp64 parameters
-    in fp64. All ranks of the mesh and of `groups` must call this function.
+    in fp64. All ranks of the mesh and of `groups` must call this function. A norm that is NaN or
+    infinite raises no error, but clipping by it makes gradients NaN or 0.
 
     Args:
         parameters: Parameters that this rank trains.

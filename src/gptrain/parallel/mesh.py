@@ -30,7 +30,8 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
 
     Args:
         device_type: Type of the ranks' devices, for example "cuda".
-        dims: Number of ranks along each axis.
+        dims: Number of ranks along each axis. Their product is the world size, without `context`,
+            which this mesh does not have.
     """
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
@@ -82,8 +83,10 @@ def start_group(
     """Create the process group of the job. Does nothing if a process group exists.
 
     The ranks of one node connect through a file, and gloo and NCCL use the loopback interface, so
-    that no port can be reached from other machines. The ranks of several nodes connect through
-    MASTER_ADDR and MASTER_PORT. Lightning finds the process group and creates no other.
+    that no port can be reached from other machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
+    set in the environment, if they are not. The ranks of several nodes connect through MASTER_ADDR
+    and MASTER_PORT. Lightning finds the process group and creates no other. The group is destroyed
+    when the process exits.
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".
@@ -142,12 +145,13 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
     not wait in a second call. Without a process group the function is just called.
 
     Args:
-        function: Function without arguments.
+        function: Function without arguments. Its exceptions are passed on.
         rank: Global rank of this process.
         timeout_s: Time for which the other ranks wait, in seconds.
 
     Raises:
-        RuntimeError: On the other ranks, if rank 0 takes longer than `timeout_s`.
+        RuntimeError: On the other ranks, if the function does not return on rank 0 within
+            `timeout_s`, for example because it raised an exception there.
     """
     if not dist.is_initialized():
         return function()

@@ -53,6 +53,8 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     reach the gradients. The first step therefore checks that training_step returns the loss
     unscaled, alone or as a term of a sum.
 
+    All ranks must call the constructor, which creates the process groups.
+
     Attributes:
         mesh: Device mesh with the axes "pipeline", "data" and "tensor".
         schedule: Name of the schedule, `strategy.schedule`.
@@ -140,8 +142,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         All ranks of the pipeline must call this method. With gradients enabled, it also runs the
         backward pass: the gradients of loss / accumulate are added to the parameters' gradients.
-        The backward pass of the returned loss then computes nothing. As under the other strategies,
-        the divisor in training is `StepMean.divisor`, otherwise the number of targets.
+        The backward pass of the returned loss then computes nothing. Until the first
+        `finish_gradients` it raises an IncompatibleModelError if training_step has multiplied the
+        loss by a factor. As under the other strategies, the divisor in training is
+        `StepMean.divisor`, otherwise the number of targets.
 
         Args:
             net: Net as `split` has left it.
@@ -274,6 +278,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     ) -> Tensor:
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
 
+        All ranks of the pipeline must call this method. In training, the gradients are added to
+        those of the parameters.
+
         Args:
             training: Whether to run backward passes after the forward passes.
             microbatches: Number of microbatches. It divides B.
@@ -304,7 +311,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
-        """Build a schedule of torch.distributed.pipelining for the stages of this rank.
+        """Build and return a schedule of torch.distributed.pipelining for the stages of this rank.
+
+        The schedule calls the loss function that `self._loss` is when it runs.
 
         Args:
             training: Whether the schedule runs backward passes, too.
@@ -336,8 +345,9 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 class _LossWithGradients(torch.autograd.Function):
     """Return a loss whose gradients the schedule has already computed.
 
-    The backward pass computes no gradients. If `scale` is a number, the backward pass checks that
-    the gradient of the loss equals `scale`, by which the schedule has multiplied the loss.
+    The backward pass computes no gradients. If `scale` is a number, the backward pass raises an
+    IncompatibleModelError unless the gradient of the loss equals `scale`, by which the schedule has
+    multiplied the loss.
     """
 
     @staticmethod
@@ -403,10 +413,11 @@ class Stage(nn.Module):
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
     """Remove from a net, in place, all layers that do not belong to the given stages.
 
-    The remaining parameters keep their names. The last stage keeps `norm` and `head`. The first
-    stage keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may
-    use. A removed module outside of `blocks` becomes None. A net on the meta device never allocates
-    the memory of removed layers.
+    The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
+    indices of the blocks in the full net. The last stage keeps `norm` and `head`. The first stage
+    keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may use.
+    A removed module or parameter outside of `blocks` becomes None. A net on the meta device never
+    allocates the memory of removed layers.
 
     Args:
         net: Net that is changed in place.

@@ -17,7 +17,10 @@ from gptrain.parallel.requirements import tied_names
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
     """Build the net on the meta device, or on the CPU if its constructor needs real values.
 
-    Tensors on the meta device have a shape, but no memory and no values.
+    Tensors on the meta device have a shape, but no memory and no values. If `make_net` raises a
+    RuntimeError or a TypeError there, it is called again without the meta device, with the state of
+    the global CPU generator from before. Any other exception, and one of the second call, is
+    passed on.
 
     Args:
         make_net: Function without arguments that builds the net.
@@ -43,11 +46,11 @@ def make_net_on(
     and one full parameter. Any other net is built in full on the CPU, and then partitioned.
 
     In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
-    that a seed gives the weights that a single process would have.
+    that a seed gives the weights that a single process would have. There is no communication.
 
     Args:
         device: Device of the weights.
-        make_net: Function without arguments that builds the net.
+        make_net: Function without arguments that builds the net. It may be called several times.
         partition: Function that partitions the net in place.
     """
     rng_state = torch.random.get_rng_state()

@@ -15,9 +15,11 @@ TABLE = "position_embedding"  # role in tensor_plan
 def find_tables(net: nn.Module, net_shapes: Shapes, saved_shapes: Shapes) -> dict[str, int | None]:
     """Find the tensors whose shapes in net and checkpoint differ only in the number of positions.
 
-    A net with `tensor_plan` names these tables by their role. In another net with `max_seq_len`, a
-    tensor is a table if it differs only in dimensions of the size `max_seq_len`, and if all tensors
-    that differ have the same old size in these dimensions.
+    The shape of such a tensor differs only in dimensions of the size `net.max_seq_len`: in one of a
+    parameter, in one or more of a buffer. A parameter must also have the role of a position table
+    in `net.tensor_plan`. In a net without `tensor_plan`, all shapes that differ must have the same
+    old size in the dimensions that differ. If `max_seq_len` is then also the size of the
+    vocabulary, no parameter is returned.
 
     Args:
         net: Net to be loaded.
@@ -26,7 +28,7 @@ def find_tables(net: nn.Module, net_shapes: Shapes, saved_shapes: Shapes) -> dic
 
     Returns:
         Name -> dimension of the positions. The dimension is None for a buffer: the net computes its
-        values, nothing is loaded.
+        values, nothing is loaded. The dict is empty if there is no such tensor.
     """
     length = getattr(net, "max_seq_len", None)
     buffers = dict(net.named_buffers())

@@ -42,6 +42,9 @@ def open_store(
 ) -> dist.Store:
     """Open the store of the job, and return it when all ranks have opened it.
 
+    All ranks must call this function. A rank that has waited for REMINDER_S seconds warns once,
+    with the numbers of the missing ranks.
+
     Args:
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
@@ -51,7 +54,8 @@ def open_store(
         variables: Names of the environment variables that number the ranks, for error messages.
 
     Raises:
-        MissingRanksError: If a rank does not connect in time, or if the address cannot be used.
+        MissingRanksError: If a rank does not connect in time, or if the address cannot be used. An
+            error of torch about the store that torchrun serves is passed on.
     """
     end_s = time.monotonic() + timeout_s
     names = (*variables, *(() if store_path else _ADDRESS))

@@ -104,8 +104,8 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
 
     Args:
         net: Net, which is not called.
-        n_positions: Number of positions of a sample. The net itself does not check the positions of
-            packed documents.
+        n_positions: Number of positions of a sample, which the net itself does not check for packed
+            documents. 0 checks the arguments of `forward` only.
 
     Raises:
         IncompatibleModelError: If `forward` has no argument `layout`, or a sample has more
@@ -126,7 +126,7 @@ def tied_names(net: nn.Module) -> dict[str, str]:
     """Return the further names of tied parameters, each with the parameter's first name.
 
     For example `{"head.weight": "token_embedding.weight"}`. A tied parameter is one nn.Parameter
-    that several modules share.
+    that several modules share. The dict is empty without tied parameters.
     """
     first: dict[nn.Parameter, str] = {}
     return {

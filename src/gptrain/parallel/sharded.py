@@ -37,6 +37,8 @@ from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters, v
 class Sharded(ParallelStrategy[OptionsT]):
     """Shard every parameter over the data axis with FSDP2, if the strategy includes FSDP.
 
+    All ranks must call the constructor, which creates the device meshes.
+
     Attributes:
         mesh: Device mesh with the axes "pipeline", "data" and "tensor".
         shard_mesh: Device mesh over which FSDP2 shards the parameters.
@@ -53,7 +55,7 @@ class Sharded(ParallelStrategy[OptionsT]):
     def shard(self, net: Net) -> None:
         """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
 
-        Does nothing under `strategy=tensor_parallel`, which has no FSDP.
+        Under `strategy=tensor_parallel`, which has no FSDP, it only records the net.
         """
         self.net = net
         if not isinstance(self.options, ShardedOptions):

@@ -151,6 +151,8 @@ def sharded_state(
 ) -> State:
     """Return this rank's part of a state for torch.distributed.checkpoint.save.
 
+    There is no communication. The tensors are those of net and optimizer, not copies.
+
     Args:
         net: Net as the strategy has partitioned it.
         parameters: Name in a checkpoint -> parameter of this rank. Parameters outside of the net
@@ -206,7 +208,7 @@ def load_net_state(
 
     Raises:
         ValueError: If `strict` is true and names or shapes differ. The message names the first of
-            them.
+            them. An error of reading a sharded checkpoint on any rank is raised on all ranks.
     """
     if isinstance(source, dcp.StorageReader):
         shapes = {
@@ -237,7 +239,8 @@ def load_optimizer_state(
 ) -> None:
     """Load this rank's part of an optimizer state.
 
-    All ranks must call this function if `source` is a sharded checkpoint.
+    All ranks must call this function if `source` is a sharded checkpoint. A parameter for which
+    `source` has no values has no state afterwards, as before the first step.
 
     Args:
         parameters: Name in a checkpoint -> parameter of this rank.
@@ -249,7 +252,7 @@ def load_optimizer_state(
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters
             that are in one group now were not in groups with the same options in the saved
-            optimizer.
+            optimizer. An error of reading a sharded checkpoint on any rank is raised on all ranks.
     """
     if isinstance(source, dcp.StorageReader):
         values = _read_optimizer_state(parameters, source)
@@ -385,6 +388,7 @@ def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> 
     Returns:
         Name -> kind, for example `exp_avg` -> value. A tensor of the parameter's shape is sharded
         like the parameter. A tensor of another shape is read in full. All other values are plain.
+        A parameter without state in the checkpoint has an empty dict.
     """
     values: dict[str, State] = {name: {} for name in parameters}
     for key, entry in _entries(reader, "optimizer").items():
@@ -556,13 +560,15 @@ def _gather_objects(value: Any, stages: Stages) -> list[Any]:
 def _read(state: State, reader: dcp.StorageReader) -> None:
     """Read a sharded checkpoint into the tensors of a state, in place.
 
-    All ranks must call this function, if there is a process group. If reading fails on any rank,
-    the first failure is raised on all ranks.
+    All ranks must call this function, if there is a process group.
 
     Args:
         state: Nested dict of tensors and plain values under the names of the checkpoint. Names that
             it lacks are not read.
         reader: Reader of the checkpoint.
+
+    Raises:
+        Exception: If reading fails on any rank: the first failure, on all ranks.
     """
     with warnings.catch_warnings():
         # A single process may read a sharded checkpoint without a process group.

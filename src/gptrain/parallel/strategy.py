@@ -315,7 +315,8 @@ class ParallelStrategy(Generic[OptionsT]):
         micro-batch's own number of targets. The mean of the returned values over the micro-steps
         and the data ranks of a step is then the mean over all targets of the step. Under
         torch.no_grad, and outside of a training_step, the divisor is the number of targets in this
-        batch.
+        batch; the mean of no target is 0. All ranks between which the net or a sequence is divided
+        must call this method.
 
         Args:
             net: Net as `split` and `shard` have left it.
@@ -324,6 +325,10 @@ class ParallelStrategy(Generic[OptionsT]):
             options: Label smoothing and z-loss.
             documents: Index of the document of each token, (B, T), int64, if documents are packed
                 that must not see each other.
+
+        Raises:
+            IncompatibleModelError: If the net is called for its logits, and does not return logits
+                (B, T, V).
         """
         divisor = self.count_and_get_divisor(targets)
         total = self.loss_sum(net, tokens, targets, options, documents)
@@ -364,6 +369,10 @@ class ParallelStrategy(Generic[OptionsT]):
             options: Label smoothing and z-loss.
             documents: Index of the document of each token, (B, T), if documents are packed that
                 must not see each other; otherwise None.
+
+        Raises:
+            IncompatibleModelError: If the net is called for its logits, and does not return logits
+                (B, T, V).
         """
         if supports_chunked_loss(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
@@ -401,6 +410,10 @@ class ParallelStrategy(Generic[OptionsT]):
             tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64.
             documents: Index of the document of each token, (B, T), or None.
+
+        Raises:
+            IncompatibleModelError: If the net is called for its logits, and does not return logits
+                (B, T, V).
         """
         if supports_chunked_loss(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
@@ -497,7 +510,8 @@ def net_logits(
         documents: Index of the document of each token, (B, T), or None.
 
     Raises:
-        IncompatibleModelError: If the net returns anything else, such as a tuple.
+        IncompatibleModelError: If the net returns no tensor, for example a tuple, or a tensor whose
+            shape is not that of `targets` and one more dimension.
     """
     logits = net(tokens, **layout_argument(documents))
     is_tensor = isinstance(logits, Tensor)

@@ -92,8 +92,8 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
         dims: Number of ranks along each axis.
 
     Raises:
-        IncompatibleModelError: If the ranks do not divide the heads, if no layer has a role that
-            every net needs, or if a layer does not fit its role in `net.tensor_plan`.
+        IncompatibleModelError: If the ranks do not divide the heads, if `net.tensor_plan` has an
+            unknown role or gives no layer one of NEEDED_ROLES, or if a layer does not fit its role.
     """
     for name in ("n_kv_heads", "n_heads"):  # k and v may have fewer heads than q
         heads = getattr(net, name, net.n_heads)
@@ -461,14 +461,20 @@ class _AlongSequence(torch.autograd.Function):
 
 
 def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients."""
+    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients.
+
+    All ranks of the group must call this function.
+    """
     full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
 
 def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients."""
+    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients.
+
+    All ranks of the group must call this function.
+    """
     shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
     return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
