@@ -95,6 +95,7 @@ def load_state(folder: Path, *, mmap: bool = False) -> Any:
         DamagedCheckpointError: If a file is damaged, or the manifest is missing or damaged.
         UnsafeCheckpointError: If a file contains anything but tensors and plain values.
         FileNotFoundError: If a file of the state is missing.
+        OSError: If the network file system does not answer.
     """
     state = load_file(folder / STATE_NAME, mmap=mmap)
     if NAME in read_manifest(folder)["files"]:
@@ -126,7 +127,8 @@ def _map_tensors(
     """Return nested dicts, lists and tuples with function(path, tensor) in place of each tensor.
 
     Args:
-        tree: Nested dicts, lists and tuples. Other values are kept.
+        tree: Nested dicts, lists and tuples. Other values are kept as they are, also named tuples
+            and other subclasses of list and tuple with all that they hold.
         function: Function of the path and the tensor.
         path: Keys and indices that lead to `tree` itself.
     """

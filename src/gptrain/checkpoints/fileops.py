@@ -20,6 +20,9 @@ def sync_folder(folder: Path) -> None:
 
     Args:
         folder: Existing folder, in which a file was made, renamed or removed.
+
+    Raises:
+        OSError: If the folder does not exist, or its names cannot be written.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -120,6 +123,9 @@ def remove_tree(path: Path) -> None:
 
     Args:
         path: Folder, file or link.
+
+    Raises:
+        OSError: If something cannot be removed. A part of the folder may be gone then.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

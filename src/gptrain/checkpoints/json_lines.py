@@ -17,7 +17,7 @@ class LineFile:
     """Base class of files with one line per row, which grow and whose last line can be replaced.
 
     Every write is passed to the operating system at once, so that a process that is killed loses no
-    complete line.
+    complete line. The constructor and the methods that write raise an OSError if that fails.
 
     Args:
         path: Path of the file. Its folder must exist. A file or a link of this name is replaced.
@@ -56,7 +56,11 @@ class JsonLines(LineFile):
     """File of JSON objects, one per line. NaN and infinity are written as null."""
 
     def encode(self, row: Row) -> bytes:
-        """Return an object as one line of JSON."""
+        """Return an object as one line of JSON.
+
+        Raises:
+            TypeError: If JSON has no form for a value, for example for a tensor.
+        """
         return json.dumps(finite_values(row), allow_nan=False).encode() + b"\n"
 
 
@@ -71,6 +75,7 @@ def read_json_lines(path: str | os.PathLike) -> list[Row]:
 
     Raises:
         UnreadableFileError: If the path is not a regular file.
+        OSError: If the file exists and cannot be read.
     """
     if os.path.islink(path):
         return []

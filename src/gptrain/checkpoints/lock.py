@@ -58,7 +58,8 @@ class RunLock:
     def acquire(self) -> RunLock:
         """Lock the folder and return this lock. Create the folder if it does not exist.
 
-        Call it before any file of the run is opened, also before the log file.
+        Waits for about `wait_s` seconds while another process holds the folder. Call it before any
+        file of the run is opened, also before the log file.
 
         Raises:
             ConfigError: If another live process holds the folder, if a link or a file of another
@@ -88,6 +89,9 @@ class RunLock:
 
         Args:
             run_id: Identity of the run, which becomes the attribute `run_id`.
+
+        Raises:
+            OSError: If the file cannot be written, also if this object does not hold the folder.
         """
         self.run_id = run_id
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -133,6 +137,7 @@ class RunLock:
 
         Raises:
             ConfigError: If another process still holds the lock. The message names its holder.
+            OSError: If the file system cannot lock files.
         """
         end_s = time.monotonic() + self.wait_s
         while True:

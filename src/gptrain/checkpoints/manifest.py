@@ -169,6 +169,8 @@ def verify(path: Path, run_id: str | None = None) -> dict:
 def difference(path: Path, expected: dict, on_piece: Callable[[int], object]) -> str | None:
     """Return how a file differs from its entry in a manifest, or None if it is equal.
 
+    A file that is missing or cannot be read counts as different.
+
     Args:
         path: File.
         expected: Entry of the manifest: `bytes` (size) and `sha256`.

@@ -91,7 +91,8 @@ class Mirror:
         """Start to bring the mirror up to date in a thread, and return at once.
 
         New checkpoints are copied, and copies of checkpoints that the run has pruned are removed.
-        An error of the copy is logged as a warning. Call it on rank 0 only.
+        An error of the copy is logged as a warning. An earlier update that has not begun is left
+        out. Call it on rank 0 only.
 
         Args:
             store: Store of the run's checkpoints.

@@ -246,6 +246,9 @@ class _PlainValues:
         Args:
             read_item: Item of the load plan.
             value: Pickled value.
+
+        Raises:
+            UnpicklingError: If the value is anything but a tensor or a plain value.
         """
         safe_value = io.BytesIO()
         torch.save(_load(value), safe_value)
@@ -259,6 +262,10 @@ def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
     Args:
         file: Path, or open file.
         mmap: Whether tensors stay in the file, which must then be a path.
+
+    Raises:
+        UnpicklingError: If the file contains anything but tensors and plain values. A damaged file
+            may raise any of `_UNPICKLING_ERRORS`.
     """
     with warnings.catch_warnings():  # a pickle that torch.save did not write raises an error anyway
         warnings.filterwarnings("ignore", "Detected pickle protocol")

@@ -36,7 +36,8 @@ def sign_record(run_dir: str | Path) -> None:
         run_dir: Run folder with its records and its lock file.
 
     Raises:
-        OSError: If the run's folder cannot be read or written.
+        OSError: If a record is missing, or the run's folder cannot be read or written.
+        UnreadableFileError: If a record is no regular file.
     """
     file = Path(run_dir) / ".hydra" / SIGNATURE_NAME
     key = read_key(make=True)
@@ -207,8 +208,11 @@ def _sign(key: bytes, run_dir: str | Path, records: Mapping[str, bytes]) -> byte
 
     Args:
         key: Key of this user.
-        run_dir: Run folder, whose lock file has the id of the run.
+        run_dir: Run folder, whose lock file has the id of the run. The id is empty without one.
         records: Content of each file in RECORDS, by file name.
+
+    Raises:
+        OSError: If the lock file exists and cannot be read.
     """
     run_id = str(read_holder(run_dir).get("run_id", "")).encode()
     digest = hmac.new(key, digestmod=hashlib.sha256)

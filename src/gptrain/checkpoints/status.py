@@ -143,6 +143,9 @@ def clear_status(run_dir: str | Path) -> None:
 
     Args:
         run_dir: Run folder.
+
+    Raises:
+        OSError: If the file cannot be removed.
     """
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
@@ -154,6 +157,9 @@ def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -
         path: File, usually result.json in the run folder. An existing file is replaced.
         metrics: Final metrics under their logged names. A metric that is not finite becomes null.
         facts: Other entries of the file.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 

@@ -176,6 +176,7 @@ class CheckpointStore:
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error,
                 and a checkpoint that was complete before is unchanged.
+            DamagedCheckpointError: On rank 0 only, if the step has no valid manifest.
         """
         is_in_background = self._unfinished is not None
         if self._unfinished is not None:
@@ -231,6 +232,9 @@ class CheckpointStore:
         """Return the folder of the checkpoint with the highest step, or None if there is none.
 
         The checkpoint is not verified. Use the result for messages only.
+
+        Raises:
+            OSError: If the folder of the checkpoints exists and cannot be read.
         """
         steps = self.steps()
         return self.folder / folder_name(steps[-1]) if steps else None
@@ -251,9 +255,9 @@ class CheckpointStore:
     def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
-        Every byte of it is verified. If the store has a `run_id`, newer damaged checkpoints are
-        renamed to `*.corrupt` once an intact one was found. Call it on one rank, and with a
-        `run_id` under the run lock.
+        Every byte of it is verified. Newer damaged checkpoints are logged as warnings and, if the
+        store has a `run_id`, renamed to `*.corrupt` once an intact one was found. Call it on one
+        rank, and with a `run_id` under the run lock.
 
         Raises:
             AllDamagedError: If there are checkpoints, but all are damaged or were found damaged by
@@ -285,6 +289,9 @@ class CheckpointStore:
         Args:
             monitor: Name of the metric.
             mode: "min" if the lowest value is the best, "max" if the highest is.
+
+        Raises:
+            OSError: If the folder cannot be read, or the network file system does not answer.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -305,6 +312,9 @@ class CheckpointStore:
         Args:
             monitor: Name of the metric.
             mode: "min" if the lowest value is the best, "max" if the highest is.
+
+        Raises:
+            OSError: If the folder cannot be read, or the network file system does not answer.
         """
         for path in self.ranking(monitor, mode):
             try:
@@ -318,7 +328,8 @@ class CheckpointStore:
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
         """Remove all checkpoints except the newest `keep` and the protected ones.
 
-        Call it on one rank only.
+        A checkpoint that cannot be renamed for its removal stays, with a warning in the log. Call
+        it on one rank only.
 
         Args:
             keep: Number of newest checkpoints that stay, at least 1.
@@ -337,6 +348,9 @@ class CheckpointStore:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
 
         A checkpoint that was being replaced is restored if its replacement was not completed.
+
+        Raises:
+            OSError: If a folder cannot be removed or renamed.
         """
         for path in sorted(self.folder.glob(".*-step-*")):
             kind, _, name = path.name.removeprefix(".").partition("-")
@@ -348,12 +362,15 @@ class CheckpointStore:
     def _commit(self, draft: Path, entries: dict, files_of_ranks: list[dict[str, dict]]) -> None:
         """Turn the hidden folder of a save into a checkpoint: write the manifest, then rename it.
 
-        A checkpoint of the same step is replaced.
+        A checkpoint of the same step is replaced. Changes `entries`.
 
         Args:
             draft: Hidden folder with all files.
             entries: Entries of the manifest; `run_id`, `world_size` and `files` are added.
             files_of_ranks: For each rank, the entries of its files by name.
+
+        Raises:
+            OSError: If the manifest cannot be written, or a folder cannot be renamed.
         """
         files = dict(sorted(item for part in files_of_ranks for item in part.items()))
         entries |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": files}
@@ -379,6 +396,10 @@ class CheckpointStore:
             step: Step of the checkpoint.
             metrics: Metrics that replace those in the manifest.
             files_of_ranks: For each rank, the entries of its files by name.
+
+        Raises:
+            DamagedCheckpointError: If the manifest of the checkpoint is missing or damaged.
+            OSError: If a file cannot be moved or written.
         """
         target = self.folder / folder_name(step)
         entries = manifest.read_manifest(target)

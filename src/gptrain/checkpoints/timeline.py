@@ -54,6 +54,9 @@ def add_start(run_dir: str | Path, step: int) -> None:
     Args:
         run_dir: Folder of the run.
         step: Step of the checkpoint from which the run starts. 0 without a checkpoint.
+
+    Raises:
+        OSError: If the file cannot be read or written.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -63,12 +66,16 @@ def add_start(run_dir: str | Path, step: int) -> None:
 
 
 class Timeline:
-    """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
+    """Records the phases of one start of a run in timeline.jsonl.
 
-    Every method does nothing if `folder` is None, and after `end`.
+    The constructor appends the line of the first phase, "starting". Every method does nothing if
+    `folder` is None, and after `end`.
 
     Args:
         folder: Folder of the run. None on ranks other than 0, and for a run that is not recorded.
+
+    Raises:
+        OSError: If the file cannot be read or written. The methods raise it, too.
     """
 
     def __init__(self, folder: Path | None):

@@ -223,6 +223,9 @@ def free_bytes(folder: Path) -> int:
 
     Args:
         folder: Folder. If it does not exist, its parent must exist, and counts instead.
+
+    Raises:
+        OSError: If neither exists.
     """
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free
 
