@@ -24,7 +24,8 @@ NEVER_COMPARED = {"overrides", "command", "started", "goodput", *(f"{name}_s" fo
 def main() -> NoReturn:
     """Run the command `python -m gptrain.runs` with the words in `sys.argv`, and exit.
 
-    The command prints a table of runs, compares two runs, or deletes checkpoints.
+    The command prints a table of runs, compares two runs, or deletes checkpoints. A ConfigError is
+    printed on stderr, and its code is the exit code.
     """
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}

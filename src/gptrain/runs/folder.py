@@ -62,12 +62,12 @@ class RunRecord:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Values of the composed config by dotted key."""
+        """Values of the composed config by dotted key. Empty if config.yaml cannot be read."""
         return flatten(read_facts(self.path / CONFIG, read_yaml))
 
     @property
     def result(self) -> dict[str, Any]:
-        """Values of result.json by dotted key."""
+        """Values of result.json by dotted key. Empty if the file is missing or damaged."""
         return flatten(read_facts(self.path / RESULT_NAME))
 
 
@@ -77,7 +77,8 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     A run that cannot be read is left out, and a warning is printed on stderr.
 
     Args:
-        folders: Run folders, or folders that contain run folders at any depth.
+        folders: Run folders, or folders that contain run folders at any depth. A folder that does
+            not exist has no runs.
     """
     runs = []
     files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
@@ -132,10 +133,14 @@ def read_run(folder: Path) -> RunRecord:
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
     """Return `steps` and `metrics` of the newest checkpoint from its manifest.
 
-    The result is empty if there is no checkpoint or its manifest is damaged.
+    The result is empty if there is no checkpoint or its manifest is damaged. `metrics` has the
+    entry None under the name `step`, in place of a metric of this name.
 
     Args:
         folder: Run folder.
+
+    Raises:
+        OSError: If the folder of the checkpoints, or its network file system, cannot be read.
     """
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpointError):

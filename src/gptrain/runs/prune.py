@@ -65,6 +65,7 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
         ConfigError: If a run is active, its lock or the folder of its checkpoints is a link, no
             checkpoint of a run is intact, or the deletion was not confirmed. Nothing was deleted
             then, unless a run was started after the confirmation.
+        OSError: If a checkpoint cannot be read or deleted. Those before it are deleted.
     """
     users = find_users(runs)
     surpluses = [find_surplus(run, users) for run in runs]
@@ -104,6 +105,9 @@ def find_users(runs: Sequence[RunRecord]) -> dict[Path, Path]:
 
     Returns:
         Folder of a run by the path of the checkpoint that has its frozen weights, without links.
+
+    Raises:
+        OSError: If the network file system does not answer.
     """
     users = {}
     roots = dict.fromkeys([Path(default_output_dir()), *(run.path.parent for run in runs)])
@@ -130,6 +134,7 @@ def find_surplus(run: RunRecord, users: Mapping[Path, Path]) -> Surplus:
     Raises:
         ConfigError: If the run is active, its lock or the folder of its checkpoints is a link, or
             there are checkpoints and none is intact.
+        OSError: If the folder cannot be read, or the network file system does not answer.
     """
     folder = run.path / CHECKPOINTS_NAME
     if run.ended == "running":
@@ -166,6 +171,9 @@ def ask(question: str, read: Callable[[str], str] = input) -> bool:
     Args:
         question: Text that is printed.
         read: Function that prints the question and returns the answer.
+
+    Raises:
+        EOFError: If the user ends the input (Ctrl-D) without an answer.
     """
     return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
 

@@ -38,7 +38,7 @@ def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
 def is_same_value(value: Any, other: Any) -> bool:
     """Return whether two values are equal as numbers, or else as text.
 
-    1e-3 equals "0.001", and None equals "null".
+    1e-3 equals "0.001", and None equals "null". NaN equals no value.
     """
     try:
         return float(value) == float(other)
@@ -119,7 +119,8 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
 def steps_differ(run: RunRecord, runs: Sequence[RunRecord], metric: str) -> bool:
     """Return whether a run has another number of steps than most runs that have the metric.
 
-    Returns False for a run that does not have the metric.
+    Of equally frequent numbers the smallest counts. Returns False for a run that does not have the
+    metric, and if none of the runs with the metric has a known number of steps.
 
     Args:
         run: Run in question.

@@ -106,6 +106,9 @@ def keep_config(cfg: RunConfig) -> None:
 
     Args:
         cfg: Configuration of the run.
+
+    Raises:
+        OSError: If a file cannot be written.
     """
     # Imported late, so that `gptrain.runs` starts fast.
     from hydra.core.hydra_config import HydraConfig

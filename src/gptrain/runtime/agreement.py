@@ -30,6 +30,9 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
         world_size: Number of ranks.
         value: Value of this rank, which JSON can hold. It must not be None.
         wait_s: Longest time to wait for the other ranks, in seconds.
+
+    Raises:
+        OSError: If the folder cannot be read or written.
     """
     if world_size == 1:
         return True

@@ -67,6 +67,9 @@ def find_devices(cfg: RunConfig) -> RunDevices:
 
     Args:
         cfg: Configuration of the run.
+
+    Raises:
+        ConfigError: If the launcher's environment variables are wrong (see `this_process`).
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices = cfg.trainer.devices
@@ -142,6 +145,10 @@ def cores_per_rank(n_local: int) -> int:
 
     Args:
         n_local: Number of ranks on this node.
+
+    Raises:
+        ConfigError: If SLURM_CPUS_PER_TASK is no whole number from 1 on, or the launcher's other
+            environment variables are wrong (see `this_process`).
     """
     names = this_process().variables
     n_cores = read_number(names.cores, least=1) if names is not None else None
@@ -156,6 +163,10 @@ def count_local(devices: object, accelerator: str) -> int:
             that the launcher has started on this node. Without a launcher they stand for all
             visible GPUs, or for one rank on any other accelerator.
         accelerator: Lightning's name of the accelerator.
+
+    Raises:
+        ValueError: If `devices` is a text that is no number, list or "auto".
+        ConfigError: If the launcher's environment variables are wrong (see `this_process`).
     """
     requested = count_devices(devices)
     if requested is not None:

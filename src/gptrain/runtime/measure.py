@@ -86,7 +86,7 @@ def measure_matmul(
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished all queued work. Does nothing for a CPU."""
+    """Wait until a CUDA or MPS device has finished all queued work. Does nothing for any other."""
     if device.type in ("cuda", "mps"):
         torch.accelerator.synchronize(device)
 

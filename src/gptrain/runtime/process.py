@@ -192,6 +192,9 @@ def rank_variables() -> tuple[str, ...]:
     """Return the names of the environment variables with the rank and the world size, for errors.
 
     The launcher of this process decides. The result is empty without a launcher.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     names = this_process().variables
     return (names.rank, names.world_size) if names else ()
@@ -235,6 +238,9 @@ def count_nodes(num_nodes: int | str) -> int:
     Args:
         num_nodes: Value of the key. "auto" stands for the nodes on which the launcher has started
             ranks, 1 without a launcher.
+
+    Raises:
+        ConfigError: If it is "auto" and the launcher's variables are wrong (see `this_process`).
     """
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
 
@@ -256,7 +262,8 @@ def expand_gpu_segments() -> None:
     """Let torch's CUDA allocator grow its segments of memory, so that less memory stays unused.
 
     Sets PYTORCH_ALLOC_CONF; call it before torch is imported. Does nothing if the user has set the
-    allocator's options, or if the GPU driver has no virtual memory management.
+    allocator's options, or if the GPU driver has no virtual memory management. Without a driver the
+    variable is set and has no effect.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         return
@@ -380,7 +387,9 @@ def interface_towards(host: str) -> str | None:
 
     gloo would use the interface of the node's own name. Many hosts files map this name to
     127.0.1.1, where other nodes cannot connect. Of several routes to the host the most specific one
-    counts. A loopback address of this node gives the default route.
+    counts. If no route leads to the host, the most specific one of all routes counts. A loopback
+    address of this node gives the interface of the default route. The interface is unknown if the
+    host's name is, or if /proc/net/route is missing or lists no route.
 
     Args:
         host: Name or address of the host, usually MASTER_ADDR.

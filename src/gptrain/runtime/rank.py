@@ -92,6 +92,9 @@ def rank_process(
 ) -> NoReturn:
     """Run one rank in a process that the supervisor has started, and end the process.
 
+    The process ends with the exit code of the rank. Rank 0 writes the log of the run. The other
+    ranks log errors only, and hide the warnings of Python.
+
     Args:
         script: File that defines the training function. It is run to get the function, because in a
             job of submitit `__main__` is another file.
@@ -219,18 +222,24 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
 
     Args:
         run_dir: Run folder, which need not exist.
+
+    Raises:
+        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the entries of status.json that tell the user how to resume the run.
+    """Return the entries of status.json from which the user learns how to resume the run.
 
     They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the command.
     The checkpoint is not verified.
 
     Args:
         cfg: Configuration of the run.
+
+    Raises:
+        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
@@ -244,6 +253,9 @@ def resume_command(cfg: RunConfig) -> str:
 
     Args:
         cfg: Configuration of the run. The typed overrides are read from Hydra.
+
+    Raises:
+        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     typed = HydraConfig.get().overrides
     added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
@@ -279,7 +291,8 @@ def ways_to_save_memory(cfg: RunConfig) -> str:
 def remove_old_starts(run_dir: str | Path) -> None:
     """Remove the folders with heartbeats and rendezvous files of earlier starts of a run.
 
-    The folder of this start is kept. Call it under the run lock, before any rank starts.
+    The folder of this start is kept, and one that cannot be removed stays without an error. Call it
+    under the run lock, before any rank starts.
 
     Args:
         run_dir: Run folder.

@@ -153,6 +153,7 @@ def kill_workers() -> None:
     """Kill the data workers of this process when it ends. Register this function with atexit.
 
     multiprocessing itself would end the workers by SIGTERM, which they ignore, and wait forever.
+    Only daemonic child processes count as workers. Also removes the handler of SIGCHLD.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for child in multiprocessing.active_children():

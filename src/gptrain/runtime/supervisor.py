@@ -80,6 +80,9 @@ def supervise(
             resume from.
         stop: Flag that is true once the run was asked to stop.
 
+    Returns:
+        The metrics in result.json. Empty if rank 0 has written no such file.
+
     Raises:
         JobFailedError: If the job fails, or if it was asked to stop. It has the exit code.
         ConfigError: If a restart is impossible, for example because restarts made no progress.
@@ -134,7 +137,11 @@ def prepare_start(
 
 
 def is_restart() -> bool:
-    """Return whether torchrun or SLURM has restarted this job, by their environment variables."""
+    """Return whether torchrun or SLURM has restarted this job, by their environment variables.
+
+    Raises:
+        ConfigError: If one of these variables is not a whole number.
+    """
     return any(read_number(name) for name in RESTART_COUNTS)
 
 
@@ -149,6 +156,9 @@ def record_start(run_dir: str | Path, step: int, again: bool) -> int:
         step: Step of the checkpoint from which the run starts.
         again: Whether a launcher or the supervisor restarts the run. A start by a person sets the
             count back to 0.
+
+    Raises:
+        OSError: If the file cannot be read or written.
     """
     path = Path(run_dir) / RESTARTS_NAME
     last = (read_status(run_dir) or {}).get("cause")

@@ -74,6 +74,9 @@ class Heartbeat:
 
     Attributes:
         progress: The last heartbeat.
+
+    Raises:
+        OSError: If the file cannot be created.
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:

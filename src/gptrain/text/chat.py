@@ -56,7 +56,8 @@ class ChatFormat:
         end_id: Id of `end_token`.
 
     Raises:
-        DataError: If the template is not valid or writes no token that ends an answer.
+        DataError: If the template is not valid or writes no token that ends an answer, or if there
+            is no template and the tokenizer has no token that can end a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None):
@@ -90,7 +91,8 @@ class ChatFormat:
                 appended.
 
         Raises:
-            DataError: If a message is no mapping, or the template refuses the messages.
+            DataError: If a message is no mapping, if the template refuses the messages, or if a
+                text has a character that the tokenizer has no token for.
         """
         safe = []
         for message in messages:
@@ -133,6 +135,9 @@ class ChatFormat:
 
         Returns:
             Positions in `text` of the first character of the message and of the character after it.
+
+        Raises:
+            DataError: If the template refuses the messages with the other content.
         """
         probed = [*messages[:number], {**messages[number], "content": PROBE}]
         other = self._render([*probed, *messages[number + 1 :]], add_generation_prompt)
@@ -185,7 +190,7 @@ class ChatFormat:
 
 
 def _search(names: Sequence[str], text: str, start: int) -> re.Match[str] | None:
-    """Return the first of some names that a text contains from a position on, or None."""
+    """Return the match of the name that comes first in a text from a position on, or None."""
     return re.compile("|".join(map(re.escape, names))).search(text, start) if names else None
 
 

@@ -73,7 +73,7 @@ def generate(
     """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
     The net reads the last `max_seq_len` tokens, or all if it has no such attribute. It is in
-    evaluation mode until the iterator ends.
+    evaluation mode until the iterator ends, and then in its former mode again.
 
     Args:
         net: Net with the contract of `gptrain.models`.

@@ -54,6 +54,8 @@ def score(
 ) -> list[Score]:
     """Compute how probable each text is under a net, on the net's device, in evaluation mode.
 
+    The net is in its former mode afterwards, also after an error.
+
     A text with more tokens than T, the `max_seq_len` of the net, is read in overlapping windows of
     T tokens. Each token is scored in the first window in which at least `context` tokens come
     before it.
@@ -71,6 +73,7 @@ def score(
 
     Raises:
         ValueError: If `context` is not from 1 to T.
+        DataError: If a text has a character that the tokenizer has no token for.
     """
     device = next(net.parameters()).device
     was_training = net.training
@@ -102,9 +105,9 @@ def score_continuations(
 
     Args:
         net: Net with the contract of `gptrain.models`, in evaluation mode.
-        pairs: Token ids of a context and of its continuation, at least one each. If both together
-            are longer than the net can read, the beginning is left out: first of the context, then
-            of the continuation.
+        pairs: Token ids of a context and of its continuation, at least one each, for at least one
+            pair. If both together are longer than the net can read, the beginning is left out:
+            first of the context, then of the continuation, whose scores then lack that beginning.
 
     Returns:
         For each pair the log probability in nats, and whether each token of the continuation is
@@ -139,6 +142,9 @@ def encode_pair(
         tokenizer: Tokenizer of the net.
         context: Text before the continuation.
         continuation: Text that follows, usually with a space at its beginning.
+
+    Raises:
+        DataError: If the text has a character that the tokenizer has no token for.
     """
     together = tokenizer.encode(context + continuation).tolist()
     n_context = len(tokenizer.encode(context))
@@ -147,6 +153,8 @@ def encode_pair(
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
     """Return the log probabilities (N - 1,) of all tokens but the first, on the CPU.
+
+    The result is empty for a text of one token or none.
 
     Args:
         net: Net in evaluation mode.

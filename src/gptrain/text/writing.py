@@ -54,6 +54,7 @@ def generate(
 
     Raises:
         ValueError: If a prompt has no token.
+        DataError: If a prompt has a character that the tokenizer has no token for.
     """
     generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
     settings = Sampling(temperature, top_k, top_p)
@@ -108,6 +109,10 @@ class Writer:
         net: Net with the contract of `gptrain.models`, on `device`.
         tokenizer: Tokenizer of the net. None reads and prints token ids.
         device: Device of the net.
+
+    Raises:
+        ConfigError: If `cfg.chat` is true and the tokenizer has no chat template.
+        DataError: If the chat template is to be used and is not valid.
     """
 
     def __init__(
@@ -138,6 +143,8 @@ class Writer:
 
         Raises:
             ConfigError: If the prompt has no token, or a token that the net does not know.
+            DataError: If the prompt has a character without a token, or the chat template refuses
+                the conversation.
         """
         start_s = time.perf_counter()
         if self.format:
@@ -174,7 +181,10 @@ class Writer:
     def run_interactively(self) -> None:
         """Print the continuation of each line of stdin until its end or Ctrl-D.
 
-        Ctrl-C ends the current continuation. An invalid prompt prints its error.
+        Ctrl-C ends the current continuation. The ConfigError of an invalid prompt is printed.
+
+        Raises:
+            DataError: As in `write`.
         """
         is_terminal = sys.stdin.isatty()
         while True:
