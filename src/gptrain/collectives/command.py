@@ -37,9 +37,10 @@ class CollectivesRun(RunConfig):
 
 
 def main() -> None:
-    """Run `python -m gptrain.collectives` with the words of the command line.
+    """Run `python -m gptrain.collectives` with the words of `sys.argv`, and exit with its code.
 
     The word `--explain` is accepted and has no effect, because explaining is the only mode.
+    `sys.argv` is changed: the defaults of the command are put in front of the words.
     """
     words = [word for word in sys.argv[1:] if word != "--explain"]
     sys.argv[1:] = ["name=collectives", default_devices(), *words]
@@ -56,6 +57,10 @@ def start(cfg: CollectivesRun) -> None:
 
     Args:
         cfg: Options of the command.
+
+    Raises:
+        JobFailedError: If a rank fails, after its error has been printed.
+        ConfigError: If another run holds the run folder of the command.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain import runtime
@@ -74,6 +79,10 @@ def run_rank(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
 
     Returns:
         An empty dict, in place of the metrics that a training returns.
+
+    Raises:
+        RuntimeError: If an all-reduce has a wrong result on this rank.
+        MissingRanksError: If not all ranks start in time.
     """
     from gptrain.collectives import operations
 

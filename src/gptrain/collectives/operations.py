@@ -25,7 +25,7 @@ TIMED_BATCHES = 5  # number of batches of calls that are timed, after one batch 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of torch.distributed.
+    """A collective of torch.distributed on a buffer that has one row for each of the n ranks.
 
     Attributes:
         rows_sent: Two letters for the rows that the root and that each other rank passes: `n` for
@@ -77,6 +77,9 @@ def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
     Args:
         cfg: Options of the command. The keys of `trainer`, `strategy.backend` and
             `strategy.timeout_s` are used.
+
+    Raises:
+        MissingRanksError: If not all ranks start in time, or if their address cannot be used.
     """
     devices = find_devices(cfg)
     process = this_process()
@@ -103,7 +106,7 @@ def rows_on_root(rows: Tensor) -> list[Tensor] | None:
     `dist.scatter` and `dist.gather` expect this as the argument that only the root passes.
 
     Args:
-        rows: Buffer of this rank, (n, any).
+        rows: Buffer of this rank, with one row for each of the n ranks, (n, any).
     """
     return list(rows) if dist.get_rank() == 0 else None
 
@@ -227,7 +230,8 @@ def all_reduce_by_center(buffer: Tensor) -> int:
     """Sum a buffer over all n ranks in place, through rank 0, and return the bytes that were sent.
 
     Rank 0 receives n - 1 buffers and then sends n - 1 buffers, one after another. The time
-    therefore grows with the number of ranks, while all wait for the link of rank 0.
+    therefore grows with the number of ranks, while all wait for the link of rank 0. All ranks must
+    call this function.
 
     Args:
         buffer: Buffer of this rank, of one shape on all ranks.
@@ -250,15 +254,16 @@ def all_reduce_by_center(buffer: Tensor) -> int:
 
 
 def all_reduce_by_ring(buffer: Tensor) -> int:
-    """Sum a buffer over the ranks in place, around a ring, and return the bytes that were sent.
+    """Sum a buffer over all n ranks in place, around a ring, and return the bytes that were sent.
 
     In each of 2(n - 1) steps, every rank sends one row to its right neighbour and receives one row
     from its left neighbour, all ranks at once. After n - 1 steps, each row is summed on one rank
     (reduce-scatter). After n - 1 more steps, each row is on all ranks (all-gather). A rank sends
-    2(n - 1)/n buffers, which hardly depends on the number of ranks.
+    2(n - 1)/n buffers, which hardly depends on the number of ranks. All ranks must call this
+    function.
 
     Args:
-        buffer: Buffer of this rank, (n, any).
+        buffer: Buffer of this rank, (n, any): one row for each rank.
 
     Returns:
         Bytes that this rank sent.

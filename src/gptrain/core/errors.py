@@ -178,7 +178,11 @@ def show(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Return a text on one line: each control character is replaced by its escape sequence."""
+    """Return a text on one line, with the escape sequence of each character that is not printable.
+
+    These are all characters for which `str.isprintable` is False: control characters such as line
+    feeds, but also spaces other than " ", such as a no-break space.
+    """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
@@ -214,7 +218,8 @@ class ConfigError(Exception):
     """Raised for wrong input, before anything was started or written.
 
     Attributes:
-        problems: All problems, in the order in which they were found. Warnings may be among them.
+        problems: All problems, in the order in which they were found. Warnings may be among them,
+            but at least one is an error.
         code: Exit code: 2 if one of the problems has it, else that of the first error.
     """
 
@@ -287,7 +292,12 @@ class Ending:
 
 
 def ending_of(error: BaseException, doing: str = "") -> Ending:
-    """Decide how a command or a rank ends after an exception: exit code, cause and message.
+    """Return how a command or a rank ends after an exception: exit code, cause and message.
+
+    The class attribute `cause` of the exception decides, if CAUSES has an exit code for it.
+    Otherwise the type and the text of the exception decide: a ConfigError, an OSError of the disk,
+    a missing package, an interrupt, an error of a collective, or memory that ran out. Any other
+    exception ends with code FAILED (70), and its traceback is part of the result.
 
     Args:
         error: Exception that ended the command or the rank.

@@ -160,10 +160,11 @@ def warmup_steps(length: float | None, total_steps: int | None) -> int:
     Args:
         length: Number of steps, or a fraction of the run below 1. None stands for 100 steps or a
             tenth of the run, whichever is less.
-        total_steps: Steps of the run, or None if only a time limit ends the run.
+        total_steps: Steps of the run, or None if only a time limit ends the run. A `length` of None
+            is then 100 steps.
 
     Raises:
-        ValueError: If `length` is neither an integer number of steps nor a fraction from 0 to 1, or
+        ValueError: If `length` is neither an integer number of steps nor a fraction of the run, or
             is a fraction and `total_steps` is None.
     """
     if length is not None:
@@ -174,10 +175,11 @@ def warmup_steps(length: float | None, total_steps: int | None) -> int:
 
 
 def phase_steps(length: float, total_steps: int | None) -> int:
-    """Return the number of steps of one phase of the schedule.
+    """Return the number of steps of one phase of the schedule. A fraction is rounded to a step.
 
     Args:
-        length: Integer number of steps, or a fraction of the run between 0 and 1.
+        length: Integer number of steps, or a fraction of the run between 0 and 1. The number 1 is
+            one step.
         total_steps: Steps of the run, or None if only a time limit ends the run.
 
     Raises:

@@ -36,7 +36,9 @@ def enter(conf: str | Path | None = None) -> None:
 def find_conf() -> Path | None:
     """Return the absolute path of the conf/ folder of the project, or None without a project.
 
-    The path in GPTRAIN_CONF is returned without a check that the folder exists.
+    This is the path in the environment variable GPTRAIN_CONF, without a check that the folder
+    exists. If the variable is not set, it is the conf/ of the nearest folder, from the working
+    directory upwards, that has both a train.py and a conf/.
     """
     if named := os.environ.get(VARIABLE):
         return Path(named).absolute()
@@ -48,8 +50,9 @@ def find_conf() -> Path | None:
 def find_project() -> Path | None:
     """Return the folder of the project, which holds conf/, or None without a project.
 
-    This is the parent of the folder that `find_conf` finds: that of GPTRAIN_CONF, or else the
-    nearest conf/ from the working directory upwards.
+    This is the parent of the path in the environment variable GPTRAIN_CONF, which need not exist.
+    If the variable is not set, it is the nearest folder, from the working directory upwards, that
+    has both a train.py and a conf/.
     """
     conf = find_conf()
     return conf.parent if conf else None
@@ -72,7 +75,7 @@ def expand_home(path: str | os.PathLike) -> Path:
 def default_output_dir() -> str:
     """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, else outputs/ of the project.
 
-    Without a project it is outputs/ of the working directory.
+    Without a project it is outputs/ of the working directory. The folder is not created.
     """
     project = find_project() or Path.cwd()
     return str(expand_home(os.environ.get("GPTRAIN_OUTPUT_DIR") or project / "outputs"))
@@ -81,11 +84,16 @@ def default_output_dir() -> str:
 def report_to_fit(**facts: object) -> None:
     """Write the facts as JSON to the file that `gptrain.fit` reads.
 
-    Does nothing in a process that `gptrain.fit` did not start, and on a second call.
+    The path of the file is in the environment variable GPTRAIN_REPORT, which is removed here. Does
+    nothing if the variable is not set: in a process that `gptrain.fit` did not start, and on a
+    second call.
 
     Args:
         facts: Either `folder`, the run folder of a run that starts, or `lines`, the error messages
             of a run that is refused.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     if path := os.environ.pop(REPORT_VARIABLE, None):
         Path(path).write_text(json.dumps(facts))
@@ -96,7 +104,8 @@ def train_script() -> str:
 
     The path is `sys.argv[0]` if the user started a script. A command of the library
     (`python -m gptrain.X`) and a job that submitit started have no script of the user: then the
-    path is that of train.py in the project, relative to the working directory if that is shorter.
+    path is that of train.py in the project, relative to the working directory if that is shorter,
+    or "train.py" if there is no such file.
     """
     script = Path(sys.argv[0])
     project = find_project()

@@ -14,11 +14,15 @@ def progress_bar(what: str, n_bytes: int) -> tqdm:
     """Return a progress bar that counts bytes on stderr.
 
     The bar appears after two seconds, and only if stderr is a terminal and the environment variable
-    RANK is 0 or not set. `close` removes the bar from the screen.
+    RANK is 0 or not set. `close` removes the bar from the screen. The lock of all bars of tqdm in
+    this process is replaced by one for threads only.
 
     Args:
         what: Label in front of the bar.
         n_bytes: Total number of bytes. Report finished bytes with `update(n)`.
+
+    Raises:
+        ModuleNotFoundError: If tqdm is not installed.
     """
     from tqdm import tqdm  # imported late: `gptrain.plan` runs without tqdm installed
 

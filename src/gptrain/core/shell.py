@@ -51,8 +51,8 @@ def quoted(text: str) -> str:
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
     """Return the value of each override by its key, without the `+` of a new key.
 
-    The last override of a key counts. `~key`, which has no value, gets "" as its value, and its key
-    keeps the `~`.
+    The last override of a key counts. `~key`, like any word without `=`, gets "" as its value, and
+    its key keeps the `~`.
 
     Args:
         overrides: Words of a command line, such as `+trainer.max_steps=10`.
@@ -82,7 +82,7 @@ def option(key: str, value: object) -> str:
 
 
 def folder_argument(path: str | os.PathLike) -> str:
-    """Return a path that a command line cannot mistake for an option or for a home folder.
+    """Return a path as a text that a command cannot mistake for an option or for a home folder.
 
     A path that begins with `-` or `~` gets a `./` in front. The result is not yet quoted for the
     shell.

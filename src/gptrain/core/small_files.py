@@ -121,12 +121,12 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Return a flat dict from dotted key to value, for nested dicts.
 
-    An empty dict counts as a value. A value that is not a dict gives an empty result without a
-    prefix.
+    An empty dict within `values` counts as a value. Without a prefix, the result is empty if
+    `values` itself is empty or is not a dict.
 
     Args:
         values: Nested dicts.
-        prefix: Dotted key of `values` itself.
+        prefix: Dotted key of `values` itself, with which all keys of the result begin.
     """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}

@@ -397,8 +397,13 @@ def options_type(name: object) -> type[StrategyOptions]:
 def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file.
 
+    All calls with the same name return the same object, which must not be changed.
+
     Args:
         name: Key of STRATEGIES, or "auto".
+
+    Raises:
+        FileNotFoundError: If the name is neither.
     """
     folder = STRATEGIES[name].defaults if name in STRATEGIES else DEFAULTS
     content = yaml.safe_load((folder / f"{name}.yaml").read_text())
@@ -408,12 +413,13 @@ def default_options(name: str) -> StrategyOptions:
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
     """Return the options of a strategy, with the values of another strategy where both have a key.
 
-    The planner compares strategies in this way. An option that is not set in `given`, and
-    `replicas`, have the default of the strategy's yaml file.
+    The planner compares strategies in this way. If both strategies have the same type of options,
+    the result is a copy of `given` with another name. Otherwise an option that is not set in
+    `given`, and `replicas`, have the default of the strategy's yaml file.
 
     Args:
         name: Key of STRATEGIES.
-        given: Options of any strategy.
+        given: Options of any strategy. They do not change.
     """
     kind = options_type(name)
     if type(given) is kind:
@@ -474,7 +480,8 @@ def strategy_name(name: str, world_size: int) -> str:
     """Return the key of STRATEGIES for a `strategy.name`.
 
     Args:
-        name: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`.
+        name: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`. Any
+            other value is returned unchanged.
         world_size: Number of ranks of the job.
     """
     if name == "auto":
@@ -496,6 +503,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
     Raises:
         ValueError: If the sizes do not multiply to the world size. The message has the equation.
+            Whether the replicas divide the data axis is not checked.
     """
     name = strategy_name(options.name, world_size)
     axes = STRATEGIES[name].axes

@@ -48,7 +48,7 @@ def _below(value: str) -> str:
     Returns the name.
 
     Raises:
-        ValueError: If it begins with `/` or `~`, or contains `..`.
+        ValueError: If it begins with `/` or `~`, or if one of its folders is `..`.
     """
     if value.startswith(("/", "~")) or ".." in value.split("/"):
         raise ValueError("leaves the output folder")
@@ -82,10 +82,11 @@ def _devices(value: Any) -> Any:
     """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it.
 
     The forms are a number, a list of device indices, a string with a number or a list such as
-    "0,2", -1 and "auto".
+    "0,2", -1 and "auto". The value is returned as it was given: a string stays a string.
 
     Raises:
-        ValueError: If the value has another form, is out of range, or lists a device twice.
+        ValueError: If the value has another form, is a number of devices below 1 (other than -1) or
+            above MOST_RANKS, or is a list that is empty, has a negative index or a device twice.
     """
     devices = value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):

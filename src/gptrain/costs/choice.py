@@ -29,10 +29,11 @@ def compare(
     """Estimate the run under each strategy, and choose the best strategy.
 
     The best strategy is the first in the table of strategies among those that compute the same as
-    one process, fit into the memory, and are about as fast as the fastest. If nothing fits as the
-    run is configured, the changes of `LEVELS`, which save memory, are tried in turn. Context
-    parallelism is considered, and then comes first, only if strategies that divide nothing but the
-    batch do not fit even with one sequence per rank and full activation checkpointing.
+    one process, allow the precision and the `compile` mode of the run, fit into the memory, and are
+    about as fast as the fastest. If nothing fits as the run is configured, the changes of `LEVELS`,
+    which save memory, are tried in turn. Context parallelism is considered, and then comes first,
+    only if strategies that divide nothing but the batch do not fit even with one sequence per rank
+    and full activation checkpointing.
 
     Args:
         run: Configuration of the run.
@@ -44,10 +45,11 @@ def compare(
         parameters: Number of parameters, or None if the shape of the net is not known.
         strategies: Estimate (`speed.estimate`) of the run as it is configured, by the name of the
             strategy. A strategy whose ranks do not divide the work is missing. The values of TIMES
-            are None if the machine was not measured. Empty if the shape of the net is not known.
-        best: Name of the best strategy, or None if nothing fits.
+            are None if the machine was not measured. Empty if the shape of the net or
+            `sample_tokens` is not known.
+        best: Name of the best strategy, or None if nothing fits or there are no estimates.
         changes: New values of config keys that select the best strategy and make it fit. None if
-            nothing fits.
+            `best` is None.
     """
     shape = find_shape(run.model)
     rows = estimates(run, sample_tokens, machine, n_nodes)
@@ -123,7 +125,8 @@ def estimates(
 def changed_overrides(typed: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the typed overrides with changed keys, as words for the command line.
 
-    Options of another strategy are removed if the strategy changes.
+    Typed options of the strategy, `strategy.<key>=...`, are kept only if the user also typed
+    `strategy=` with the new strategy, because they may belong to another one.
 
     Args:
         typed: Overrides that the user typed.

@@ -120,7 +120,8 @@ def this_machine(output_dir: Path, n_local: int) -> Machine:
 
     `python -m gptrain.plan --measure` writes the speeds to machine.json. They are scaled from the
     measured number of threads per rank to OMP_NUM_THREADS, or to an equal share of the cores if
-    OMP_NUM_THREADS is not set. Without a measurement the speeds are those of half a core, and
+    OMP_NUM_THREADS is not a number. The link is the one that was measured with `n_local` ranks, or
+    else the first that was measured. Without a measurement the speeds are those of half a core, and
     `is_measured` is False.
 
     Args:
@@ -164,6 +165,9 @@ def this_machine(output_dir: Path, n_local: int) -> Machine:
 def read_measurement(path: Path) -> dict[str, Any] | None:
     """Return the content of a machine.json, or None if the file does not exist.
 
+    Args:
+        path: Path of the file.
+
     Raises:
         DamagedMeasurementError: If the file cannot be read, or a speed in it is missing or is not a
             positive number.
@@ -191,9 +195,10 @@ def cpu_has_bf16() -> bool:
 
 
 def count_cores() -> int:
-    """Return the number of cores that this process may use.
+    """Return the number of logical CPUs on which this process may run.
 
-    macOS and Windows report only the number of cores of the machine.
+    macOS and Windows report only the number of the machine. A container's quota of CPU time does
+    not count.
     """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

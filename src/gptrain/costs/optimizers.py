@@ -147,7 +147,8 @@ def ranks_of_update(work: Work) -> int:
     """Return how many ranks divide the updates of the hidden matrices of a rank's blocks.
 
     Under FSDP these are all ranks of the mesh: ranks that hold copies of the same shards divide the
-    updates, too.
+    updates, too. Without FSDP they are the ranks of a tensor group or, without tensor parallelism,
+    the ranks that average their gradients.
 
     Args:
         work: Facts about the rank's optimizer step.
@@ -216,12 +217,17 @@ KNOWN: dict[str, Callable[[Mapping[str, Any]], OptimizerFacts]] = {
 def facts_of(target: str, options: Mapping[str, Any]) -> OptimizerFacts:
     """Return what the planner has to know about an optimizer: its state, FLOPs and traffic.
 
-    A class outside of torch and gptrain is imported and asked. If it cannot be imported, or states
-    nothing, it counts as Adam: the check of a run reports the import error.
+    The facts are those in KNOWN. A class outside of torch that is not there is imported, and its
+    static method `facts` is called with the options. A class without this method counts as its
+    nearest base class in KNOWN. Any other class, and a class that cannot be imported, counts as
+    Adam: the check of a run reports the import error.
 
     Args:
         target: The `_target_` of the optimizer group.
         options: Keyword arguments of the optimizer.
+
+    Raises:
+        Exception: Whatever the method `facts` of a user's class raises.
     """
     if known := KNOWN.get(_public_name(target)):
         return known(options)
@@ -240,6 +246,9 @@ def facts_of(target: str, options: Mapping[str, Any]) -> OptimizerFacts:
 
 
 def _public_name(path: str) -> str:
-    """Return the path by which a class is exported: torch.optim.sgd.SGD -> torch.optim.SGD."""
+    """Return the path by which a class is exported: torch.optim.sgd.SGD -> torch.optim.SGD.
+
+    This is the name of the class after the first two packages of its path, as KNOWN has it.
+    """
     parts = path.split(".")
     return ".".join([*parts[:-1][:2], parts[-1]])

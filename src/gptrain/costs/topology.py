@@ -136,6 +136,9 @@ def read_topology(source: str | None) -> Topology:
         source: File with the output of `nvidia-smi topo -m`, or "-" for standard input. None runs
             nvidia-smi on this machine.
 
+    Returns:
+        The topology. It is empty if `source` is None and nvidia-smi is missing or fails.
+
     Raises:
         OSError: If the file cannot be read.
         ValueError: If the text is no topology (`parse_topology`).
@@ -147,6 +150,8 @@ def read_topology(source: str | None) -> Topology:
 
 def nvidia_smi(*arguments: str) -> str:
     """Run nvidia-smi and return its output, or an empty string if it is missing or fails.
+
+    It also counts as failed if it takes longer than 20 seconds.
 
     Args:
         arguments: Words of the command line after `nvidia-smi`.

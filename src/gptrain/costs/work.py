@@ -52,7 +52,7 @@ class Work:
 
     @property
     def costs(self) -> StrategyCosts:
-        """Facts about the strategy: its memory and traffic."""
+        """Facts about the strategy: its memory and traffic. Each access makes a new object."""
         name = strategy_name(self.options.name, self.dims.world_size)
         costs_class = resolve_name(STRATEGIES[name].costs)
         return costs_class(self.options, self.dims)
