@@ -139,10 +139,11 @@ class Checkpoints(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check on rank 0, before training starts, that the disk has space for two checkpoints.
 
-        Two must fit, because a checkpoint is removed only after the next one is complete.
+        Two must fit, because a checkpoint is removed only after the next one is complete. Does
+        nothing before an evaluation.
 
         Raises:
-            SaveFailedError: If they do not fit.
+            SaveFailedError: On rank 0, if they do not fit.
         """
         if stage != "fit":
             return
@@ -156,8 +157,12 @@ class Checkpoints(Checkpoint):
         """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes.
 
         A checkpoint of gptrain has none. They are computed from its step, so that the run may
-        resume on another number of ranks. Does nothing in an evaluation, and for a file of a
-        Lightning callback such as ModelCheckpoint, which has counters.
+        resume on another number of ranks. The step also becomes `saved`, and the state that
+        `on_train_start` restores is kept. If only the validation of the last step is left, the
+        limit of Lightning's loop is removed, because the loop would end without this validation.
+
+        Does nothing in an evaluation, and for a file of a Lightning callback such as
+        ModelCheckpoint, which has counters.
         """
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
@@ -171,10 +176,11 @@ class Checkpoints(Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what Lightning does not restore, if the run resumes.
+        """Restore what Lightning does not restore, if the run resumes from gptrain's checkpoint.
 
-        These are the logged metrics, optimizer options that the config has changed, and the states
-        of the random generators.
+        These are the logged metrics, the optimizer options and learning rates that the config has
+        changed (rank 0 logs each as a warning), and the states of the random generators. In every
+        run the interval of `checkpoint.every_minutes` begins here. All ranks must call this method.
         """
         if self._only_validates:
             trainer.val_check_batch = 1  # validate the last step, whatever the interval
@@ -192,7 +198,9 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Add the random generator states and logged metrics that an exact resume needs.
 
-        Files of Lightning's own callbacks, such as ModelCheckpoint, stay as Lightning makes them.
+        Lightning's loop counters are removed: a resumed run computes them. All ranks must call this
+        method, because it gathers the states of the random generators. Files of Lightning's own
+        callbacks, such as ModelCheckpoint, stay as Lightning makes them.
         """
         if strategy_of(trainer).saves_to_store:
             # A failed step has drawn random numbers, and the resumed run repeats this step: save
@@ -207,6 +215,13 @@ class Checkpoints(Checkpoint):
 
         A step that is followed by a validation, or that ends an epoch, is left to a later hook.
         That hook always saves a step with a validation, and the last step of an epoch if it is due.
+        Does nothing after a micro-batch that does not end its optimizer step. All ranks must call
+        this method.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
+            RefusedStepError: If the step is saved, but was refused, and the run ends because of it.
+            DataError: If the step is saved, but is step 0 of the run and had no target.
         """
         if not ends_step(trainer, batch_idx):
             return
@@ -220,12 +235,16 @@ class Checkpoints(Checkpoint):
     def before_validation(self, trainer: Trainer) -> None:
         """Save the step that is about to be validated, if it is not saved yet.
 
-        `TrainingMonitor` calls this method on all ranks, after all callbacks have seen the end of
-        the step. It calls it before `on_validation_start` of any other callback, which may replace
-        the weights for the validation.
+        Under strategy=diloco the replicas of the net are synchronized first. `TrainingMonitor`
+        calls this method on all ranks, after all callbacks have seen the end of the step. It calls
+        it before `on_validation_start` of any other callback, which may replace the weights for the
+        validation.
 
         Args:
             trainer: Trainer of the run.
+
+        Raises:
+            SaveFailedError, RefusedStepError, DataError: As `save` raises them.
         """
         strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
         if self.saved.step < trainer.global_step:
@@ -235,14 +254,27 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        """Turn a background save into a checkpoint, if all ranks have written its files."""
+        """Turn a background save into a checkpoint, if all ranks have written its files.
+
+        Does nothing without such a save. All ranks must call this method, because they vote.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
+        """
         self._finish_if_written(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add the metrics of the validation to the checkpoint that was saved before it.
 
-        If the step also ends an epoch, on_train_epoch_end does this after the hooks of the epoch's
-        end. Does nothing in an evaluation and in the sanity check.
+        The step is saved again instead if its checkpoint cannot be amended, for example because
+        shards of the weights have changed since then. If the step also ends an epoch,
+        on_train_epoch_end does this after the hooks of the epoch's end. After the first validation,
+        rank 0 warns if `checkpoint.monitor` or `objective` was not logged. If the run has resumed
+        only to repeat this validation, `trainer.should_stop` is set. Does nothing in an evaluation
+        and in the sanity check. All ranks must call this method.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
         """
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
@@ -259,8 +291,12 @@ class Checkpoints(Checkpoint):
         """Save the last step of an epoch, if due, after this hook of all other callbacks.
 
         If the step was saved before its validation, its checkpoint gets the metrics and the changed
-        states of callbacks. It is saved again only if weights or optimizer states have changed
-        since then.
+        states of callbacks. It is saved again only if this checkpoint cannot be amended, for
+        example because shards of the weights have changed since then. Does nothing if training has
+        stopped within the epoch. All ranks must call this method.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
         """
         if ends_epoch(trainer):
             self._complete(trainer)
@@ -268,13 +304,22 @@ class Checkpoints(Checkpoint):
                 self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step if it is not saved yet, and finish a background save."""
+        """Save the last step if it is not saved yet, and finish a background save.
+
+        All ranks must call this method.
+
+        Raises:
+            SaveFailedError, RefusedStepError, DataError: As `save` raises them.
+        """
         if trainer.global_step > self.saved.step:
             self.save(trainer)
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the metrics of the checkpoint as the result, if no step was left to train."""
+        """Restore the metrics of the checkpoint as the result, if no step was left to train.
+
+        Does nothing if the training has begun.
+        """
         if self._loaded is not None:
             restore_logged(trainer, self._loaded)
 
@@ -288,7 +333,11 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Save the newest complete step after an error, if every rank has failed after this step.
 
-        An error of this save is logged and not raised, because the first error is to be reported.
+        A save in the background is completed in the same way. Does nothing if neither is needed,
+        before the training has begun, or after an error that makes a save impossible or useless
+        (see `may_save`). An error of this save is logged and not raised, because the first error is
+        to be reported.
+
         A run that was asked to stop ends by a PreemptedError, and has saved its last step before if
         any step was done. Nothing is saved then, but all ranks wait until this checkpoint is copied
         to `checkpoint.mirror`, if there is one.
@@ -319,8 +368,14 @@ class Checkpoints(Checkpoint):
         """Save the current step, or amend its checkpoint if it was saved before its validation.
 
         All ranks must call this method. A step that is already saved in this state is not saved
-        again. With `checkpoint.background` a large save is written in the background and becomes a
-        checkpoint some steps later, except at the end of the run.
+        again, but a save in the background is completed. With `checkpoint.background` a large save
+        is written in the background and becomes a checkpoint some steps later, except at the end of
+        the run.
+
+        First the decision whether the optimizer has taken the step is read, and its logged values
+        are written into the files of gptrain's loggers. Once the save is a checkpoint, older
+        checkpoints beyond `checkpoint.keep` are removed, except the best one. The interval of
+        `checkpoint.every_minutes` starts again.
 
         Args:
             trainer: Trainer of the run.
@@ -384,13 +439,17 @@ class Checkpoints(Checkpoint):
         return ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:
-        """Return the folders of the checkpoints that have the monitored metric, the best first."""
+        """Return the folders of the checkpoints that have the monitored metric, the best first.
+
+        The list is empty if none has it. The checkpoints are not verified.
+        """
         return self.store.ranking(self.options.monitor, self.options.mode)
 
     def finish(self, trainer: Trainer) -> None:
         """Wait for a save in the background and turn its files into a checkpoint.
 
-        All ranks must call this method. It does nothing if there is no such save.
+        Then older checkpoints beyond `checkpoint.keep` are removed, except the best one. All ranks
+        must call this method. It does nothing if there is no such save.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files.
@@ -407,7 +466,11 @@ class Checkpoints(Checkpoint):
         """Turn a save in the background into a checkpoint, if a vote shows that it is written.
 
         All ranks must call this method at the same points of the run, because they vote whether any
-        of them is still writing. It does nothing if there is no such save.
+        of them is still writing. With several ranks the result of a vote is known at the next call.
+        It does nothing if there is no such save.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
         """
         if not self.store.is_unfinished:
             return
@@ -416,6 +479,8 @@ class Checkpoints(Checkpoint):
 
     def _allow_long_phase(self, phase: str) -> None:
         """Send a heartbeat that lets this rank be silent for WRITING_S, without counting as a hang.
+
+        Does nothing if the store has no function `progress`.
 
         Args:
             phase: Name of the phase that the watchdog reports, "save" or "mirror".
@@ -427,7 +492,8 @@ class Checkpoints(Checkpoint):
         """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
 
         The other ranks wait too, because a launcher kills the job soon after the first rank exits.
-        All ranks must call this method.
+        They wait for at most WRITING_S. All ranks must call this method. An error of the copy is
+        only logged. Does nothing without a mirror.
         """
         mirror = self.mirror
         if mirror is None:
@@ -449,9 +515,11 @@ class Checkpoints(Checkpoint):
     def votes_to_save(self, trainer: Trainer) -> bool:
         """Return whether this rank votes to save, because `checkpoint.every_minutes` have passed.
 
-        Only rank 0 reads the clock, so only rank 0 can vote yes; its clock then starts again.
-        `TrainingMonitor` calls this method and collects the votes. With several ranks the result is
-        known one step later, on all ranks, and sets `time_is_up`.
+        Only rank 0 reads the clock, so only rank 0 can vote yes; its clock then starts again. The
+        result is False outside of the training, and after a step that is saved anyway.
+
+        `TrainingMonitor` calls this method and collects the votes. With several ranks the result of
+        the vote is known one step later, on all ranks, and sets `time_is_up`.
         """
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:

@@ -43,12 +43,18 @@ class QuietCollector(Callback):
             self._is_frozen = True
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
-        """Collect garbage among the objects that were made since the others were frozen."""
+        """Collect garbage among the objects that were made since the others were frozen.
+
+        Does nothing if this callback has frozen no objects.
+        """
         if self._is_frozen:
             gc.collect()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Unfreeze the objects, so that the next job in this process can free them."""
+        """Unfreeze the objects, so that the next job in this process can free them.
+
+        Does nothing if this callback has frozen no objects.
+        """
         if self._is_frozen:
             gc.unfreeze()
             self._is_frozen = False

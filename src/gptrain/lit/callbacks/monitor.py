@@ -123,7 +123,7 @@ class TrainingMonitor(Callback):
         self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer in this run.
+        """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation.
 
         The classes in the config were checked before. This check finds the callbacks that a
         function has built, and those that the module's configure_callbacks has added.
@@ -145,7 +145,8 @@ class TrainingMonitor(Callback):
 
         The loggers drop the values of later steps, which an earlier start of the run may have
         logged after the checkpoint from which this one resumes. If the module has its
-        own configure_optimizers, its optimizer is printed on rank 0.
+        own configure_optimizers, rank 0 prints its optimizer, and warns about typed options of the
+        config that this method ignores.
 
         Raises:
             PreemptedError: If this rank was asked to stop before the first step.
@@ -170,7 +171,7 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End the run if the ranks have agreed to stop.
+        """Save the last step and end the run, if the ranks have agreed to stop.
 
         Otherwise, after a validation or a save, begin a new interval of the speed measurement, and
         count computing time again. After the first step of a start, check that all monitored values
@@ -178,6 +179,8 @@ class TrainingMonitor(Callback):
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
+            SaveFailedError, RefusedStepError, DataError: Instead, as `Checkpoints.save` raises
+                them, if the last step cannot be saved or was refused.
             MissingMonitorError: On all ranks, if a callback monitors a value that is never logged.
         """
         set_log_interval(trainer, self.every_n_steps)
@@ -202,9 +205,13 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Record the learning rate, and measure the gradient norm if clipping will not do it.
 
+        The measurement also completes the gradients and decides whether the step is taken; see
+        `LightningStrategy.clip`, which all ranks must call.
+
         Raises:
-            RefusedStepError: If a step was refused and the run ends because of it.
-            DataError: If step 0 of the run has no target.
+            RefusedStepError: If the norm is measured here, the step before was refused, and the run
+                ends because of it; or this step, if the optimizer cannot skip it on its device.
+            DataError: If the norm is measured here, and step 0 of the run has no target.
         """
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         if not clips_by_strategy(trainer, pl_module):
@@ -215,7 +222,9 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Send a heartbeat; after the last micro-batch of a step vote, and log the step if due.
 
-        The ranks vote on stopping and on saving.
+        The ranks vote on stopping and on saving, and the buffers of the module are broadcast to all
+        data ranks, so all ranks must call this method. The last step of the run, and any step with
+        a validation, is always logged. After the last step `trainer.should_stop` is set.
 
         Raises:
             RefusedStepError: If the step was refused and the run ends because of it. The decision
@@ -251,13 +260,19 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send a heartbeat, and wait for the vote that is still pending."""
+        """Send a heartbeat, and wait for the vote that is still pending.
+
+        From here on the timeline counts the time as time of saves. All ranks must call this method.
+        """
         self._beat(phase="end")
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record why training ended, and pass the reason to the loggers."""
+        """Record in `ended` why training ended, and pass the reason to the loggers.
+
+        The loggers get nothing if no step was left to train.
+        """
         self.ended = why_ended(trainer, self.lengths, self.first_step)
         if self.first_step is not None:
             log_note(trainer, "ended", ", ".join(self.ended.values()))
@@ -268,7 +283,8 @@ class TrainingMonitor(Callback):
         """Pass the error to the loggers, and describe the current batch for the error report.
 
         The description is stored in `guard.doing`. It has the step, or the evaluation, and the
-        indices of this rank's samples if they are known.
+        indices of this rank's samples if they are known. It stays as it was if this rank was
+        neither training nor reading evaluation batches of gptrain's own loader.
         """
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         step = trainer.global_step
@@ -295,10 +311,13 @@ class TrainingMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop.
 
-        Outside of a fit and in the sanity check only a heartbeat is sent.
+        The run does not end here after step `trainer.max_steps`, or if a callback or the module may
+        have replaced the weights for this validation. All ranks must call this method. Outside of a
+        fit and in the sanity check only a heartbeat is sent.
 
         Raises:
-            PreemptedError: If the ranks have agreed to stop.
+            PreemptedError: On all ranks, if the ranks have agreed to stop.
+            SaveFailedError, RefusedStepError, DataError: As `Checkpoints.save` raises them.
         """
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -314,9 +333,14 @@ class TrainingMonitor(Callback):
     ) -> None:  # fmt: skip
         """Send a heartbeat, and end the run if it was asked to stop.
 
+        In a fit all ranks must call this method, because they vote. The fit does not end here after
+        step `trainer.max_steps`, or if a callback or the module may have replaced the weights for
+        this validation. The sanity check is not ended.
+
         Raises:
             PreemptedError: In a fit, on all ranks after the same batch, once they have agreed to
                 stop. In task=validate or task=test, at once, on the rank that was asked.
+            SaveFailedError: On all ranks, if a save in the background could not be completed.
         """
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
@@ -331,8 +355,11 @@ class TrainingMonitor(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the metrics of an evaluation, and the step as their x axis.
 
+        All ranks must call this method, because it sums over them.
+
         Raises:
-            DataError: On all ranks, if all targets of the evaluation were -100.
+            DataError: On all ranks, if all targets of the evaluation were -100, except in a sanity
+                check that reads only the first batches.
             MetricError: If a metric cannot compute its value, or the value is not made of numbers.
         """
         values = {}
@@ -350,7 +377,8 @@ class TrainingMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the heartbeat of the training phase, and let the next step begin a new interval.
 
-        The time of the validation thus counts neither for the speed nor for the computing time.
+        The time of the validation thus counts neither for the measured speed nor for the computing
+        time of this rank.
         """
         self._is_paused = True
         self._beat(phase="train")
@@ -384,7 +412,10 @@ class TrainingMonitor(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the step of a checkpoint that is evaluated, as the x axis of its metrics."""
+        """Keep the step of a checkpoint that is evaluated, as the x axis of its metrics.
+
+        Does nothing in a fit.
+        """
         if trainer.state.fn != "fit":
             self.evaluated_step = checkpoint["global_step"]
 
@@ -393,6 +424,7 @@ class TrainingMonitor(Callback):
 
         All ranks must call this method after the same step, because the loss is averaged over the
         ranks. The loss is left out if the step had no target, or if no training_step had a loss.
+        The measurement of the speed waits until the device has done its queued work.
         """
         strategy = strategy_of(trainer)
         values: dict[str, Any] = {}
@@ -435,10 +467,12 @@ class TrainingMonitor(Callback):
 
         After step `trainer.max_steps` the state is saved, but the run does not end here, because
         only the validation is left. A validation with replaced weights (see `acts_on_validation`)
-        is not interrupted. All ranks must call this method.
+        is not interrupted. A run without checkpoints ends without a save. All ranks must call this
+        method.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
+            SaveFailedError, RefusedStepError, DataError: As `Checkpoints.save` raises them.
         """
         if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
             return

@@ -58,7 +58,7 @@ class MonitoredNames:
         """Check all monitored names. Call it after all hooks of the first step.
 
         A missing name is only a warning on rank 0 if the user's code may log it later, for example
-        in a real validation only. Later calls of this method do nothing.
+        in a real validation only. Does nothing if there was no sanity check, and in later calls.
 
         Raises:
             MissingMonitorError: On all ranks, if a name was logged neither by the sanity check nor

@@ -81,8 +81,9 @@ class OptionTracker(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give callbacks and metrics the options that the config has changed, if the run resumes.
 
-        Lightning has loaded their states, with the old options, before this hook. Also records the
-        options of the schedules, whose states Lightning loads after this hook.
+        Lightning has loaded their states, with the old options, before this hook. Rank 0 logs each
+        change. In every run the options of the schedules are recorded, whose states Lightning loads
+        after this hook.
         """
         for index, scheduled in enumerate(trainer.lr_scheduler_configs):
             key = "scheduler" if index == 0 else f"scheduler.{index}"
@@ -92,7 +93,8 @@ class OptionTracker(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give schedules the options that the config has changed, if the run resumes.
 
-        Lightning has loaded their states, with the old options, before this hook.
+        Lightning has loaded their states, with the old options, before this hook. Rank 0 logs each
+        change.
         """
         self._apply_and_log(trainer, "scheduler")
 
@@ -135,9 +137,14 @@ class OptionTracker(Callback):
     def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
         """Give some parts the options that the config has changed, after their states were loaded.
 
+        A part is a callback, a metric or a schedule. This is a generator: each part is changed
+        while the caller iterates. A part that is not in the checkpoint stays as it is. A
+        ModelCheckpoint whose `save_top_k` has changed also drops surplus entries of its ranking.
+
         Args:
             saved: Options in the checkpoint. None for a checkpoint of an older version, which has
-                no options. Every option that the config contains is then set again.
+                no options. An option that the config contains is then set again if the state of
+                the part has changed it.
             prefixes: Prefixes of the keys of the parts to change, such as `callbacks.`.
 
         Yields:
@@ -173,6 +180,8 @@ class OptionTracker(Callback):
 
 def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> bool:
     """Set the attributes in which a part keeps an option to copies of their initial values.
+
+    A tensor is copied to the device of the present value.
 
     Args:
         part: Callback, metric or schedule.
@@ -275,7 +284,8 @@ def is_option(value: object) -> bool:
 def plain(value: Any) -> Any:
     """Convert an option to plain values, which compare with == and which a checkpoint can contain.
 
-    A tensor becomes a list of numbers, an enum its value, a path or a duration a string.
+    A tensor becomes a number or a list of numbers, an enum its value, a path or a duration a
+    string, and a tuple a list. Any other object is returned unchanged.
     """
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
@@ -294,9 +304,9 @@ def plain(value: Any) -> Any:
 def shorten_ranking(callback: ModelCheckpoint) -> None:
     """Remove all but the best `save_top_k` files from a ModelCheckpoint's ranking.
 
-    It is called after a smaller `save_top_k` was set. The files stay on disk. Lightning removes the
-    worst file only if the ranking has exactly `save_top_k` entries, so that a longer ranking would
-    keep growing.
+    It is called after another `save_top_k` was set, and does nothing if the ranking is not too
+    long or `save_top_k` is negative. The files stay on disk. Lightning removes the worst file only
+    if the ranking has exactly `save_top_k` entries, so that a longer ranking would keep growing.
 
     Args:
         callback: ModelCheckpoint whose ranking is changed.

@@ -23,7 +23,10 @@ class ProgressBar(TQDMProgressBar):
     """Lightning's tqdm bar, whose length is the number of micro-batches that the run uses.
 
     In a terminal the bar is redrawn at every micro-batch. If the output is not a terminal, at
-    most 20 lines per epoch are printed instead, each only if a value was logged since the last.
+    most 20 lines per epoch are printed instead, each only if a value was logged since the last. If
+    neither the epoch nor the run has a known length, a line is printed whenever a value was logged.
+
+    The constructor also replaces the lock of tqdm by one that is not shared between processes.
 
     Attributes:
         logged: Name -> value of the last logged step, set by `take_step`. A loss that is a tensor
@@ -69,7 +72,11 @@ class ProgressBar(TQDMProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance the bar, or print a line if one is due and the output is not a terminal."""
+        """Advance the bar, or print a line if one is due and the output is not a terminal.
+
+        At most 20 lines per epoch are due. A line is left out if no value was logged since the last
+        one.
+        """
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.in_terminal:
             return
@@ -101,7 +108,10 @@ class ProgressBar(TQDMProgressBar):
             self.logged["left"] = timedelta(seconds=round(left_s))
 
     def end_line(self) -> None:
-        """Close the bar of the training, so that the next printed text begins on a new line."""
+        """Close the bar of the training, so that the next printed text begins on a new line.
+
+        Does nothing if there is no such bar.
+        """
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
 
@@ -115,6 +125,7 @@ class ProgressBar(TQDMProgressBar):
         """Return the values that the bar shows, by name.
 
         These are the values of the last logged step, and those that were logged with prog_bar=True.
+        The first call after a logged step reads its loss, and so waits for the device.
         """
         if isinstance(loss := self.logged.get("train/loss"), Tensor):
             self.logged["train/loss"] = f"{float(loss):.4f}"

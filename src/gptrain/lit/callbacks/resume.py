@@ -87,7 +87,8 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
 
-    Changed optimizer options and schedules, and another number of ranks or threads, are logged as
+    Optimizer options and schedules that the config has changed take effect (`apply_changes`,
+    `follow_schedule`). These changes, and another number of ranks or threads, are logged as
     warnings on rank 0. The RNG is restored last, so that the next step draws the same random
     numbers as in a run that was not stopped. On another number of ranks each rank gets an RNG state
     of its own that was not saved. All ranks must call this function.
@@ -158,7 +159,8 @@ def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
 
     The schedule may have changed, for example because the run is longer now. Only a LambdaLR is
     computed again. Any other schedule keeps its state from the checkpoint, except for the peak
-    learning rate if `lr` may change.
+    learning rate if `lr` may change. This is a generator: it changes the optimizer while the caller
+    iterates over it.
 
     Args:
         trainer: Trainer of the run, whose schedules are loaded.

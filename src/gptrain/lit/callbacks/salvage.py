@@ -59,6 +59,9 @@ def allow_amendment(trainer: Trainer, path: Path) -> None:
     Args:
         trainer: Trainer of the run, whose weights and optimizer state are loaded.
         path: Folder of the checkpoint of the current step in this run's store.
+
+    Raises:
+        DamagedCheckpointError: On rank 0, if the checkpoint was damaged after it was verified.
     """
     strategy = strategy_of(trainer)
     state: dict[str, Any] = {}

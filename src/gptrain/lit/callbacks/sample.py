@@ -36,13 +36,21 @@ class SampleText(Callback):
         self._text: str | None = None  # text of the last sample
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at a validation during training, if a logger has a `log_note` method."""
+        """Generate a text at a validation during training, if a logger has a `log_note` method.
+
+        Such loggers get the text. Does nothing in the sanity check and outside of a fit. All ranks
+        must call this method.
+        """
         is_logged = any(hasattr(logger, "log_note") for logger in trainer.loggers)
         if is_logged and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at the end of training, and print it on rank 0."""
+        """Generate a text at the end of training, pass it to the loggers, and print it on rank 0.
+
+        A text that was generated after the same step is used again. All ranks must call this
+        method.
+        """
         text = self._sample(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):

@@ -29,10 +29,11 @@ def write_checkpoint(
         metrics: Metrics of the validation after this step. None if there are none yet.
         needed_bytes: Expected size of the checkpoint, over all ranks.
         in_background: Whether a thread writes the files while training continues. They become a
-            checkpoint when `store.finish` is called.
+            checkpoint when `store.finish` is called, which also raises the errors of the thread.
 
     Raises:
-        SaveFailedError: On all ranks, if a rank could not write its files.
+        SaveFailedError: On all ranks, if a rank could not write its files, or if the disk has no
+            space for `needed_bytes`.
     """
     strategy = strategy_of(trainer)
     writing = store.writing(
@@ -52,7 +53,9 @@ def write_checkpoint(
 def amend_checkpoint(trainer: Trainer, store: CheckpointStore, metrics: dict[str, float]) -> None:
     """Add metrics and changed callback states to the checkpoint of the current step.
 
-    The checkpoint was saved before the validation of the step. All ranks must call this function.
+    The checkpoint was saved before the validation of the step, and `is_unchanged_since_save` has
+    returned True on all ranks. All ranks must call this function. Afterwards the checkpoint cannot
+    be amended again.
 
     Args:
         trainer: Trainer of the run.
@@ -60,7 +63,8 @@ def amend_checkpoint(trainer: Trainer, store: CheckpointStore, metrics: dict[str
         metrics: Metrics of the validation.
 
     Raises:
-        SaveFailedError: On all ranks, if rank 0 could not write the additional file.
+        SaveFailedError: On all ranks, if rank 0 could not write the additional file. If the
+            checkpoint is still being saved in the background, `store.finish` raises this error.
     """
     files: dict[str, bytes] = {}
     _save_through_lightning(trainer, store.folder / folder_name(trainer.global_step), files)
@@ -71,7 +75,7 @@ def amend_checkpoint(trainer: Trainer, store: CheckpointStore, metrics: dict[str
 def _save_through_lightning(trainer: Trainer, path: Path, storage: Any) -> None:
     """Let Lightning collect the state of the run and pass it to the strategy.
 
-    All ranks must call this function.
+    Meanwhile `saves_to_store` of the strategy is True. All ranks must call this function.
 
     Args:
         trainer: Trainer of the run.

@@ -32,8 +32,8 @@ class MissingTargets:
     def check_step(self, trainer: Trainer, step: int, n_targets: float) -> None:
         """Check that a step had at least one target on any data-parallel rank.
 
-        A step without a target is an error only if it is step 0. Later ones are counted in
-        `n_steps`, and rank 0 logs a warning for the first of them.
+        The result is stored in `is_last`. A step without a target is an error only if it is step 0.
+        Later ones are counted in `n_steps`, and rank 0 logs a warning for the first of them.
 
         Args:
             trainer: Trainer of the run.

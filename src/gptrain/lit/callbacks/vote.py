@@ -38,7 +38,8 @@ class Vote:
         """Start new votes, and return the results of the votes that the previous call started.
 
         All ranks must call it at the same points of the run. The call waits only if the previous
-        votes have not reached all ranks yet.
+        votes have not reached all ranks yet. The first call creates a process group with gloo, if
+        the default process group has another backend.
 
         Args:
             *votes: Votes of this rank, one for each question. One all-reduce carries all of them.
