@@ -49,8 +49,9 @@ class TextDataModule(pl.LightningDataModule):
         equal_lengths: Names of the datasets, among "train", "val" and "test", that a step of
             LanguageModel itself reads. Every sample of these datasets that is stacked here must
             have as many positions as the first one.
-        vocab_size: Number of token ids of the net. A sample of the datasets in `equal_lengths` with
-            a token that is not below it raises a DataError. None does not check.
+        vocab_size: Number of token ids V of the net. A sample of the datasets in `equal_lengths`
+            with a token outside of 0 to V - 1, or with such a target that is not -100, raises a
+            DataError. None does not check.
         num_workers: Number of processes per data loader that load batches. 0 loads them in the
             training process.
         pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
@@ -197,6 +198,8 @@ class TextDataModule(pl.LightningDataModule):
         """Return the loader of this rank's training batches, from the run's position on.
 
         The loader reads all micro-batches of an optimizer step before it yields the first of them.
+        If the dataset is a stream, the first data rank warns about samples that are read without
+        being used, and the stream is set to the position of the run.
         """
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
@@ -246,7 +249,8 @@ class TextDataModule(pl.LightningDataModule):
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
         """Return a loader of this rank's batches of an evaluation.
 
-        If the dataset is a mixture, no batch holds samples of two parts.
+        If the dataset is a mixture, no batch holds samples of two parts. The loader replaces that
+        to which `part_of` and `eval_batches` refer.
 
         Args:
             dataset: Dataset to evaluate.
@@ -260,6 +264,8 @@ class TextDataModule(pl.LightningDataModule):
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
         """Return a loader of the batches whose sample indices a batch sampler yields.
+
+        Reads the first sample of a dataset whose samples are checked, to learn its length.
 
         Args:
             dataset: Dataset from which samples are read.
@@ -327,12 +333,14 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded.
 
-        Workers start with stop signals blocked, so that a signal for the process group does not end
-        them before their rank has saved.
+        The attributes `number`, `waited_s` and `step_targets` are updated with each group. Workers
+        start with stop signals blocked, so that a signal for the process group does not end them
+        before their rank has saved. They are killed when this process exits.
 
         Raises:
-            DataError: If a batch cannot be read, for example because its samples cannot be stacked.
-                The error of a worker process gets the same one-line message as one of this process.
+            DataError: If the dataset raises one, or gptrain's check of a batch, for example because
+                its samples cannot be stacked. The error of a worker process gets the same one-line
+                message as one of this process. Other errors of the dataset pass unchanged.
             OSError: If the shared memory has no space for the batches of the workers.
         """
         with block_stop_signals():
@@ -393,7 +401,8 @@ def collate_and_share(batch: Any) -> Any:
         batch: List of samples, or a batch that the dataset has stacked itself.
 
     Raises:
-        RuntimeError: If the shared memory is full.
+        RuntimeError: If the shared memory is full, or the samples have different shapes.
+        TypeError, KeyError: If torch cannot stack the samples for another reason.
     """
     batch = collate(batch)
     for tensor in tensors_in(batch):

@@ -95,9 +95,9 @@ class StepRule:
     def flag(self, strategy: LightningStrategy) -> Tensor:
         """Return 1 if the rule flags the step, else 0, as a scalar tensor on the device.
 
-        `flag` must not read values of the device on the host. The result must be identical on all
-        ranks that take the step together, as functions of `strategy.grad_norm` are. `flag` is
-        called once for each call of `LightningStrategy.clip`.
+        A subclass must override this method. `flag` must not read values of the device on the host.
+        The result must be identical on all ranks that take the step together, as functions of
+        `strategy.grad_norm` are. `flag` is called once for each call of `LightningStrategy.clip`.
 
         Args:
             strategy: Strategy of the run, with the loss and the gradient norm of the step.
@@ -107,9 +107,9 @@ class StepRule:
     def describe(self, trainer: Trainer, step: DecidedStep) -> RefusedStepError:
         """Return an error that describes a flagged step.
 
-        If the run ends because of the step, the caller raises the error; otherwise it logs the
-        message. All ranks that take the step together call this method at the same point, so that
-        it may use collective operations.
+        A subclass must override this method. If the run ends because of the step, the caller raises
+        the error; otherwise it logs the message. All ranks that take the step together call this
+        method at the same point, so that it may use collective operations.
 
         Args:
             trainer: Trainer of the run.
@@ -141,6 +141,8 @@ class StepDecisions:
     def start(self, trainer: Trainer, missing_targets: MissingTargets) -> None:
         """Make the strategy call `decide` and `conclude` in the steps of a training that begins.
 
+        Also sets `is_deferred`. The methods `decide` and `conclude` need this call.
+
         Args:
             trainer: Trainer that fits, whose optimizer exists.
             missing_targets: Check of the number of targets, which is called for each step.
@@ -167,6 +169,8 @@ class StepDecisions:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, so that steps are decided as in a run without a stop.
+
+        A rule that the checkpoint does not have begins without a `history`.
 
         Args:
             state: Dict that the method `state_dict` returned.
@@ -216,8 +220,9 @@ class StepDecisions:
     def conclude(self) -> bool:
         """Read the last decision on the host, report it, and return whether the step was refused.
 
-        Waits until the device has made the decision. Returns False at once if the last decision was
-        read before. All ranks that take the step together must call this method at the same points.
+        Waits until the device has made the decision, updates `n_skipped`, and logs a step that was
+        flagged. Returns False at once if there is no decision that was not read yet. All ranks that
+        take the step together must call this method at the same points.
 
         Raises:
             RefusedStepError: If the step was refused and the run ends because of it. The counter of
@@ -242,6 +247,7 @@ class StepDecisions:
         """Log a flagged step on one rank, or end the run because of it.
 
         Does nothing for a skipped step if the rule's `logs_skips` is False and the run continues.
+        All ranks that take the step together must call this method.
 
         Args:
             rule: Rule that has flagged the step.
@@ -270,9 +276,9 @@ class StepDecisions:
     def _go_back_to(self, step: DecidedStep) -> None:
         """Undo what Lightning did after a refused step, as if the step had not been taken.
 
-        The step counter, the options of the optimizer and the schedules are set back, because
-        Lightning has counted the step although its update was left out. Does nothing if Lightning
-        has not counted the step yet.
+        The step counter, the options of the optimizer and the schedules are set back to their
+        values in this step, because Lightning has counted the step although its update was left
+        out. Does nothing if Lightning has not counted the step yet.
 
         Args:
             step: Step that was refused.

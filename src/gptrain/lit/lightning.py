@@ -125,7 +125,7 @@ def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
 
 
 def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
-    """Return the strategy of the run, which is always a LightningStrategy."""
+    """Return the strategy of the run, which is always a LightningStrategy. This is not checked."""
     return cast(LightningStrategy, trainer.strategy)
 
 
@@ -147,7 +147,8 @@ def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
 def values_to_log(trainer: pl.Trainer) -> dict[str, float]:
     """Return the values that Lightning will pass to the loggers after the hooks of this step.
 
-    Call it in `on_train_batch_end`. Values that later hooks log are not included.
+    Call it in `on_train_batch_end`. Values that later hooks log are not included. Tensors become
+    numbers, so that the call waits for their device.
     """
     metrics = trainer._logger_connector.metrics["log"]
     return {name: float(value) for name, value in metrics.items()}
@@ -265,7 +266,8 @@ def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
 
     A run that resumes from a checkpoint of this step would otherwise miss the update. Does nothing
     if the resumed run passes this part of Lightning's loop again: that is so if the validation
-    after the step has to be repeated, or if a validation within an epoch follows the step.
+    after the step has to be repeated, or if a validation within an epoch follows the step. A
+    schedule is left out if Lightning would not step it here, or if its metric is not logged.
 
     Args:
         trainer: Trainer that resumes the run.
@@ -338,13 +340,13 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
 
 def quiet_lightning() -> None:
-    """Silence Lightning's messages below a warning and the warnings in HIDDEN_WARNINGS.
+    """Hide Lightning's messages below a warning, and the warnings in HIDDEN_WARNINGS.
 
     Messages of callbacks stay, such as those of EarlyStopping with `verbose: true`, and messages
     that a user's code logs by `rank_zero_info`.
 
     Also replaces the handlers of Lightning's loggers by that of the root logger, which Hydra has
-    configured.
+    configured. These settings hold for the whole process.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)

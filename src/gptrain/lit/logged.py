@@ -52,8 +52,8 @@ def tag_of(name: str) -> str:
     """Return the TensorBoard tag for a logged name, which decides in which section a curve appears.
 
     The tag is the section of the name in `LOGGED`, followed by the rest of the name: `loss/train`
-    for `train/loss`, and `optim/lr` for `lr`. A name without a section in this table is its own
-    tag.
+    for `train/loss`, and `optim/lr` for `lr`. A name that begins with `test/` has the section of
+    the same name with `val/`. A name without a section in this table is its own tag.
 
     Args:
         name: Any logged name, also that of a user's metric.

@@ -45,7 +45,7 @@ def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
 
     A value with one element keeps the name. The elements of a larger tensor or of a list get a
     number, such as `f1/0` and `f1/1`, and the values of a dict get their key, such as
-    `rouge/fmeasure`. Nested values get several of these.
+    `rouge/fmeasure`. Nested values get several of these. An empty value gives no entry.
 
     Args:
         name: Logged name of the metric.
@@ -78,7 +78,7 @@ def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> Non
     """Evaluate a copy of a metric on a random batch, to find errors before training.
 
     The metric's state and all random generators are left unchanged. If a metric that is not from
-    torchmetrics fails, this is only a warning: the metric may need real data.
+    torchmetrics fails, only a warning is logged: the metric may need real data.
 
     Args:
         key: Config key that an error names.

@@ -121,6 +121,9 @@ class LanguageModel(pl.LightningModule):
             targets: Next tokens (B, T), int64.
             documents: Index of the document of each token, (B, T), int64: the third item of a
                 batch whose samples hold documents that do not see each other.
+
+        Raises:
+            IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         options = self.loss_options
         return self._parallel().mean_loss(self.net, tokens, targets, options, documents)
@@ -150,6 +153,9 @@ class LanguageModel(pl.LightningModule):
                 the part of the mixture whose loss the batch counts for.
             dataloader_idx: Index of the loader. The batches of all loaders are added to one
                 evaluation.
+
+        Raises:
+            MetricError: If a metric cannot be updated with the batch.
         """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
@@ -162,6 +168,9 @@ class LanguageModel(pl.LightningModule):
 
         In a run of gptrain this hook logs nothing, because the callback TrainingMonitor has taken
         and logged the metrics before. So they are logged even if a subclass overrides this hook.
+
+        Raises:
+            DataError, MetricError: As `take_evaluation` raises them.
         """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
@@ -184,6 +193,10 @@ class LanguageModel(pl.LightningModule):
             part: Name of the part to which the batch belongs, if the dataset is a mixture of parts.
                 The loss of each part is also logged separately. None if it is not a mixture.
             documents: Index of the document of each token, (B, T), or None.
+
+        Raises:
+            MetricError: If a metric cannot be updated with the batch.
+            IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         parallel = self._parallel()
         is_counted = targets != IGNORED  # (B, T)
@@ -266,7 +279,7 @@ class LanguageModel(pl.LightningModule):
         """Return the parameters of the net by the names that they have in a checkpoint.
 
         A tied parameter appears once, under its first name. In a pipeline the dict has the
-        parameters of this rank's stages only.
+        parameters of this rank's stages only. Full weights that FSDP has gathered are freed.
         """
         return named_parameters(self.net, self._parallel().stages)
 
@@ -278,6 +291,10 @@ class LanguageModel(pl.LightningModule):
 
         Args:
             module: Module whose parameters the optimizer gets, for example this LanguageModel.
+
+        Raises:
+            ConfigError: In a run of gptrain, if the optimizer does not take an option of the config
+                or cannot train this net.
         """
         self.groups_read.add("optimizer")
         return self._optimizer_factory(module)
@@ -293,12 +310,24 @@ class LanguageModel(pl.LightningModule):
 
         Returns:
             The dict, or None if the run has no schedule.
+
+        Raises:
+            ConfigError: In a run of gptrain, if the config does not give the length of the schedule
+                or of one of its phases.
         """
         self.groups_read.add("scheduler")
         return self._schedule_factory(optimizer) if self._schedule_factory else None
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer and the schedule of the config for all parameters of this module."""
+        """Build the optimizer and the schedule of the config for all parameters of this module.
+
+        Returns:
+            The optimizer alone if the run has no schedule. Otherwise a dict with `optimizer` and
+            `lr_scheduler`, which is stepped after each optimizer step unless it has an `interval`.
+
+        Raises:
+            ConfigError: As `make_optimizer` and `make_schedule` raise it.
+        """
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)
         if schedule is None:

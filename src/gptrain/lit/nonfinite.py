@@ -158,7 +158,10 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
 
 
 def _find_in(part: Callable[[], str]) -> str:
-    """Return what a part of the repetition has found, or the name of its error."""
+    """Return what a part of the repetition has found, or a phrase with the name of its error.
+
+    The result is empty if all values are finite.
+    """
     try:
         return part()
     except Exception as error:  # the non-finite step is reported, not an error of its repetition
@@ -238,7 +241,11 @@ class _Repetition:
         return "" if _is_finite([self.loss]) else f"{LOSS}; all layers are finite"
 
     def run_backward(self) -> str:
-        """Run the backward pass, and check the gradients of the parameters."""
+        """Run the backward pass, and check the gradients of the parameters.
+
+        The phrase names the parameter whose module ran last in the forward pass, among those with a
+        gradient that is not finite. Call this method after `run_forward`.
+        """
         self.loss.backward()
         parameters = self.watched.named_parameters()
         nonfinite = [name for name, p in parameters if not _is_finite([p.grad])]

@@ -132,6 +132,7 @@ def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, 
         trainer: Trainer of the run. The clock that measures the computing time of this rank pauses
             inside the block.
         timeline: Record of the phases of this start, in which the block counts as phase "saves".
+            After an error in the block this phase stays the current one.
     """
     clock = strategy_of(trainer).parallel.clock
     with timeline.during("saves", trainer.global_step), clock.paused():
@@ -158,7 +159,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes.
 
     On a CUDA device this is the memory of tensors in PyTorch's allocator, on any other device the
-    resident memory of this process.
+    resident memory of this process. The peak is that since the last `reset_peak_memory`, where this
+    can reset it, or else since the start of the process.
 
     Args:
         device: Device of this rank.

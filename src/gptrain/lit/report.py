@@ -74,8 +74,9 @@ class Report:
     def start(self, trainer: pl.Trainer) -> None:
         """Start the clock, print `lines`, write plan.json and log the hyperparameters.
 
-        With print_config=true the whole config is printed first. All ranks must call this method
-        before the Trainer runs; only rank 0 prints and writes.
+        With print_config=true the whole config is printed first. The measurement of the peak memory
+        begins again. All ranks must call this method before the Trainer runs; only rank 0 prints
+        and writes.
 
         Args:
             trainer: Trainer of the run.
@@ -98,8 +99,8 @@ class Report:
         """Print the result and the next command, write result.json and return the metrics.
 
         result.json is not written under fast_dev_run, and a fit in which no step was left does not
-        overwrite one that exists. All ranks must call this method after the Trainer has run; only
-        rank 0 prints and writes.
+        overwrite one that exists. On rank 0 the timeline of the run is closed. All ranks must call
+        this method after the Trainer has run; only rank 0 prints and writes.
 
         Args:
             trainer: Trainer of the run, after a fit, a validation or a test without an error.

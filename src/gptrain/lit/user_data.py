@@ -36,12 +36,13 @@ class UserData(Dataset):
     Attributes:
         train: Always None, because the datasets of a user's data module are unknown.
         val: Always None, for the same reason.
-        batch_size: Samples of a batch of one rank, in the first of several loaders. If the dataset
-            makes the batches, those of the first batch count.
+        batch_size: Samples of a batch of one rank, in the first of several loaders. If this loader
+            does not say it (`find_batch_size`), the constructor reads the first batch to count.
         epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
         ConfigError: If the loader is not made of DataLoaders.
+        StopIteration: If the first batch is needed, and a loader has no batch.
     """
 
     train = val = None
@@ -71,7 +72,11 @@ class UserData(Dataset):
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the first batch, whatever the index."""
+        """Return the first sample of the first batch, whatever the index.
+
+        Raises:
+            StopIteration: If a loader has no batch.
+        """
         batch = self._first_batch()
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
@@ -80,7 +85,10 @@ class UserData(Dataset):
 
         The batch goes through the hooks by which the user's data module transfers a batch to the
         device, which may change it. The device is the CPU. Several loaders give a list or a dict of
-        their first batches.
+        their first batches. A list is returned as a tuple.
+
+        Raises:
+            StopIteration: If a loader has no batch.
         """
         batch = tree_map(lambda loader: next(iter(loader)), self.loaders)
         batch = self.module.on_before_batch_transfer(batch, 0)
@@ -147,6 +155,9 @@ def find_batch_size(loader: DataLoader) -> int | None:
 
 def count_batches(loader: DataLoader, world_size: int) -> int:
     """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
+
+    If Lightning will divide the samples over several ranks, and the loader does not say the size of
+    its batches, each index of its sampler counts as a batch.
 
     Args:
         loader: Loader of the user.

@@ -17,7 +17,11 @@ class Table(LineFile):
     """
 
     def encode(self, row: Row) -> bytes:
-        """Return the line of a row, with an empty cell for each column that the row lacks."""
+        """Return the line of a row, with an empty cell for each column that the row lacks.
+
+        Raises:
+            ValueError: If the row has a name without a column.
+        """
         line = io.StringIO(newline="")
         csv.DictWriter(line, self._columns).writerow(row)
         return line.getvalue().encode()
@@ -30,7 +34,10 @@ class Table(LineFile):
         super().rewrite([header, *rows])
 
     def append(self, row: Row) -> None:
-        """Add a row as the last line of the file, and a column for each name that is new."""
+        """Add a row as the last line of the file, and a column for each name that is new.
+
+        With a new column the whole file is read and written again.
+        """
         if row.keys() <= set(self._columns):
             super().append(row)
         else:
@@ -39,7 +46,7 @@ class Table(LineFile):
     def replace_last(self, row: Row) -> None:
         """Replace the last row of the file, and add a column for each name that is new.
 
-        The file must have a row.
+        The file must have a row. With a new column the whole file is read and written again.
         """
         if row.keys() <= set(self._columns):
             super().replace_last(row)
@@ -58,6 +65,7 @@ def read_table(path: Path) -> list[Row]:
 
     Raises:
         UnreadableFileError: If the path is not a regular file.
+        KeyError, ValueError: If a complete row has no `step` that is a whole number.
     """
     if not path.exists():
         return []

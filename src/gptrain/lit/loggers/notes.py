@@ -11,8 +11,8 @@ STEP = "step"  # Lightning uses a logged value of this name as the x axis, and t
 def discard_after(trainer: Trainer, step: int) -> None:
     """Make the loggers remove the points of all steps after a given one.
 
-    A resumed run repeats these steps and logs them again. Loggers without a method `discard_after`
-    are left out.
+    A resumed run repeats these steps and logs them again. The method `discard_after` of each logger
+    is called; loggers without this method are left out.
 
     Args:
         trainer: Trainer of the run.
@@ -44,6 +44,8 @@ def log_saved_step(trainer: Trainer) -> None:
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:
     """Pass a text to each logger that has a `log_note` method, with the number of steps done.
+
+    Other loggers are left out.
 
     Args:
         trainer: Trainer of the run.

@@ -51,11 +51,15 @@ class RowLogger(Logger):
 
         Values that the row has already are replaced. Metrics of a step before the last row are
         added to the last row, because some Lightning callbacks number the steps from 0 during a
-        validation.
+        validation. The first call opens the file, and keeps the rows that it has.
 
         Args:
             metrics: Name -> value.
             step: Number of optimizer steps done. None means 0.
+
+        Raises:
+            OSError: If the file cannot be written.
+            UnreadableFileError: If the file is not a regular file.
         """
         file = self._file or self._open()
         last_step = self._last_row.get("step", -1)
@@ -72,8 +76,14 @@ class RowLogger(Logger):
     def discard_after(self, step: int) -> None:
         """Remove the rows of later steps, and a last row that was written only in part, on rank 0.
 
+        Does nothing if the file does not exist.
+
         Args:
             step: Number of optimizer steps after which training starts or resumes.
+
+        Raises:
+            OSError: If the file cannot be written.
+            UnreadableFileError: If the file is not a regular file.
         """
         if self.path.exists():
             self._open(step)
@@ -81,8 +91,14 @@ class RowLogger(Logger):
     def _open(self, last_step: float = float("inf")) -> LineFile:
         """Open the file for writing, remove its rows of steps after `last_step`, and return it.
 
+        A file is created if there is none. Rows without an integer `step` are removed, too.
+
         Args:
             last_step: Step of the last row that is kept.
+
+        Raises:
+            OSError: If the file cannot be written.
+            UnreadableFileError: If the file is not a regular file.
         """
         rows = [row for row in self.read(self.path) if isinstance(row.get("step"), int)]
         rows = [row for row in rows if row["step"] <= last_step]

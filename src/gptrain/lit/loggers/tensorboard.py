@@ -32,12 +32,15 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write one point per metric, under the tag of its name. The metric `epoch` is left out.
 
+        Only rank 0 writes.
+
         Args:
             metrics: Logged name -> value.
             step: Number of optimizer steps done, the x value of the points. None writes nothing.
 
         Raises:
             OSError: If the event file cannot be written.
+            ValueError: If TensorBoard does not take a value.
         """
         if step is not None:
             tagged = {tag_of(name): value for name, value in metrics.items()}

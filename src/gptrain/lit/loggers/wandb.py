@@ -16,9 +16,13 @@ class WandbLogger(pl_loggers.WandbLogger):
     the steps that the resumed run repeats are logged twice.
 
     Args:
-        save_dir: Run folder, which also holds wandb's files.
+        save_dir: Run folder, which also holds wandb's files. If it has no lock file with an id,
+            wandb chooses an id.
         **options: Arguments of Lightning's WandbLogger and of wandb.init, such as project, mode,
             entity, group and tags.
+
+    Raises:
+        ModuleNotFoundError: If the package wandb is not installed.
     """
 
     def __init__(self, save_dir: str, **options: Any):
@@ -29,7 +33,8 @@ class WandbLogger(pl_loggers.WandbLogger):
     def finalize(self, status: str) -> None:
         """Finish the Weights & Biases run, so that the next job in this process starts its own.
 
-        Only rank 0 does so. Does nothing more than Lightning's method if no run was started.
+        Only rank 0 does so. Lightning's method is called first. Nothing else is done if no run was
+        started.
 
         Args:
             status: Lightning's status. Any status but `success` marks the run as failed.

@@ -101,6 +101,8 @@ class LightningStrategy(SavingStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss.
 
+        Also finds the buffers that `synchronize_buffers` sends.
+
         Args:
             trainer: Trainer that fits.
 
@@ -153,9 +155,10 @@ class LightningStrategy(SavingStrategy):
         The divisor makes the loss a mean over all targets of the step on all data ranks, which is
         why their numbers are summed over these ranks. gptrain's data loader reads all micro-batches
         of a step at once and so knows the number of their targets. With a user's own data loader
-        the other micro-batches are assumed to have as many targets as the first one. Lightning
-        calls this hook on all ranks, before every micro-batch; it does nothing before the second
-        and later micro-batches of a step.
+        the other micro-batches are assumed to have as many targets as the first one. Batches of an
+        unknown form count as batches without a target. Lightning calls this hook on all ranks,
+        before every micro-batch; it does nothing before the second and later micro-batches of a
+        step.
 
         Args:
             batch: Micro-batch of this rank.
@@ -203,11 +206,16 @@ class LightningStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the micro-step's loss for the mean of the step, then run Lightning's backward pass.
 
+        The clock of this rank's computing time stops when the backward pass begins.
+
         Args:
             closure_loss: Loss of training_step, divided by the number of accumulated micro-steps.
             optimizer: Optimizer of the run.
             args: Further arguments of Lightning's method.
             kwargs: Keyword arguments of Lightning's method.
+
+        Returns:
+            The result of Lightning's method, the detached loss.
         """
         self.micro_losses.append(closure_loss.detach())
         if closure_loss.requires_grad:

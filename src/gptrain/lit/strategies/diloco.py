@@ -51,7 +51,9 @@ class LightningDiLoCo(LightningMultiRank):
             The result of Lightning's method.
 
         Raises:
-            RefusedStepError: If the step was refused and the run ends because of it.
+            RefusedStepError: If this step, or the step before, was refused and the run ends because
+                of it.
+            DataError: If step 0 of the run has no target.
         """
         result = super().optimizer_step(optimizer, *args, **kwargs)
         trainer = self.module.trainer
@@ -144,6 +146,11 @@ class LightningDiLoCo(LightningMultiRank):
 
         Returns:
             The content of the state file, with the tensor names of the module's state dict.
+
+        Raises:
+            DamagedCheckpointError: If a file is damaged, or contains anything but tensors and plain
+                values.
+            FileNotFoundError: If a file is missing.
         """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._outer_state = checkpoint.pop("replicas", None)
@@ -170,6 +177,9 @@ class LightningDiLoCo(LightningMultiRank):
 
         Args:
             checkpoint: Result of `load_checkpoint`.
+
+        Raises:
+            ValueError: If the saved parameter groups do not fit those of the optimizer.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._outer_state is not None:

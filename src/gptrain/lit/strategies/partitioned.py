@@ -23,11 +23,15 @@ class LightningPartitioned(LightningMultiRank):
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the accelerator, the precision and, in a fit, the optimizer.
 
-        Also sets the process group of the module's metrics to the data ranks. The ranks that read
-        the same samples update the metrics with the same values, which must count once.
+        Moves the module, except for its net, to the device. Also sets the process group of the
+        module's metrics to the data ranks. The ranks that read the same samples update the metrics
+        with the same values, which must count once.
 
         Args:
             trainer: Trainer of the run.
+
+        Raises:
+            IncompatibleModelError: If the module's configure_optimizers returns several optimizers.
         """
         cast(Accelerator, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(cast(nn.Module, self.model))

@@ -129,6 +129,10 @@ class SavingStrategy(Strategy):
 
         Args:
             optimizer: Optimizer of the run.
+
+        Raises:
+            ValueError: If a parameter of the optimizer is not one of the module, or if an option of
+                a parameter group is not a plain value.
         """
         parameters = self.saved_parameters()
         stages = self.parallel.stages
@@ -155,6 +159,10 @@ class SavingStrategy(Strategy):
                 but rank 0 puts the name and the content of the additional file validated.ckpt into
                 the dict. None writes one file in Lightning's own way, for example for
                 ModelCheckpoint.
+
+        Raises:
+            ValueError: In a sharded save, if the optimizer's state has a value that is neither a
+                tensor nor plain.
         """
         is_amendment = self.saves_to_store and isinstance(storage_options, dict)
         if self._writes_shards and not is_amendment:
@@ -179,7 +187,11 @@ class SavingStrategy(Strategy):
 
         Returns:
             `net` (name -> tensor) and `optimizer` (name of the parameter -> name of the state, such
-            as `exp_avg`, -> value). An empty dict if the net is not partitioned.
+            as `exp_avg`, -> value). An empty dict if the net is not partitioned. Frozen tensors in
+            `base` are left out.
+
+        Raises:
+            ValueError: If the optimizer's state has a value that is neither a tensor nor plain.
         """
         if not self.parallel.is_partitioned:
             return {}
@@ -245,6 +257,7 @@ class SavingStrategy(Strategy):
             ValueError: If the tensors of a partitioned or sharded net have other names or shapes
                 than those of the module.
             RuntimeError: The same, if every rank holds the full net and the save is unsharded.
+            DamagedCheckpointError: If a file of a sharded save is damaged.
         """
         reader = self._shard_reader()
         state = checkpoint["state_dict"]
@@ -278,7 +291,9 @@ class SavingStrategy(Strategy):
                 than the saved one, as a stage of a pipeline may have.
 
         Raises:
-            ValueError: If parameters of one group were saved in groups with different options.
+            ValueError: If parameters of one group were saved in groups with different options, or
+                if a parameter of the optimizer was not saved or is not one of the module.
+            DamagedCheckpointError: If a file of a sharded save is damaged.
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
