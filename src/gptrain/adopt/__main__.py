@@ -141,7 +141,8 @@ def upgrade(project: Path, library: str) -> int:
     """Replace the library of a project and print what the new library refuses in conf/.
 
     If the project only requires the library, its pyproject.toml is changed, and the commands that
-    install and check the new library are printed.
+    install and check the new library are printed. An earlier upgrade that was killed half-way is
+    undone before.
 
     Args:
         project: Folder of the project.
@@ -149,7 +150,8 @@ def upgrade(project: Path, library: str) -> int:
             address.
 
     Returns:
-        The exit code, which is that of `--check` under the new library.
+        The exit code: that of `--check` under the new library, or 0 if the library is only
+        required.
 
     Raises:
         ConfigError: If the library cannot be used, or the project's copy has uncommitted changes.
@@ -177,7 +179,8 @@ def enter_folder(folder: Path) -> str:
 def check(conf: Path) -> int:
     """Check the yaml files of a project's conf/, and print what this library refuses in them.
 
-    Left out are the groups that configure Hydra and its sweepers, and the files of conf/local.
+    Left out are the groups that configure Hydra and its sweepers, and the files of conf/local. This
+    process works in the project afterwards (see `locations.enter`).
 
     Args:
         conf: The conf/ folder of the project.
@@ -208,7 +211,8 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
     """Return what the library refuses in the config that these overrides compose.
 
     A value that conf/ leaves to the command line, `???`, is not checked. Neither is
-    `model.vocab_size=auto` if the tokenizer is left to the command line.
+    `model.vocab_size=auto` if the tokenizer is left to the command line. A config that cannot be
+    composed gives its problems or, for an unexpected exception, one issue with the message.
 
     Args:
         words: Overrides, such as the choice of one yaml file.

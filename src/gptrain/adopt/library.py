@@ -50,6 +50,7 @@ def package_in(library: str, temporary: Path) -> Path:
 
     Raises:
         ConfigError: If there is no such package.
+        OSError: If the wheel cannot be unpacked.
     """
     path = expand_home(library)
     package = LIBRARY if library == VENDORED else path / IN_PROJECT
@@ -71,6 +72,9 @@ def restore(project: Path) -> None:
 
     Args:
         project: Folder of the project.
+
+    Raises:
+        OSError: If the folder cannot be renamed.
     """
     target = project / IN_PROJECT
     old = target.with_name(OLD)

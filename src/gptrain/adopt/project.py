@@ -40,8 +40,8 @@ def make(
         recipes: Names of the recipes to copy into the new project's package.
 
     Raises:
-        ConfigError: If the name, the folder or a recipe cannot be used.
-        OSError: If a file cannot be read or written.
+        ConfigError: If the name, the folder or a recipe cannot be used. Nothing was written then.
+        OSError: If a file cannot be read or written. A part of the project may exist then.
     """
     old = own_package(source)
     check(source, to, name, old)

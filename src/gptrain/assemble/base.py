@@ -64,6 +64,8 @@ def load_start(
 
     Raises:
         ConfigError: If the weights of `init_from` cannot be loaded.
+        FileNotFoundError, DamagedCheckpointError, ValueError: If the base weights of the checkpoint
+            can no longer be loaded.
     """
     stages = strategy.parallel.stages
     if checkpoint is None and cfg.init_from is None:

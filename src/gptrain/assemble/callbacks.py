@@ -54,9 +54,15 @@ def build_callbacks(
         guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
 
+    For a training, rank 0 adds the first line of this start to timeline.jsonl in the run folder.
+
     Returns:
         The callbacks in the order in which the Trainer calls them. Checkpoints is left out of an
         evaluation, under fast_dev_run and under checkpoint=none.
+
+    Raises:
+        KeyError: If the run saves checkpoints and its folder was never locked.
+        Exception: Any exception that the class of a callback raises.
     """
     named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
     own = [*named.values()]
@@ -143,6 +149,11 @@ def build_checkpoints(
         guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
         timeline: Record of the phases of this start.
+
+    Raises:
+        KeyError: If the run folder was never locked.
+        ValueError, ImportError: If the protocol of `checkpoint.mirror` is unknown, or its package
+            is missing.
     """
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,

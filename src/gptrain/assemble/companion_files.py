@@ -38,6 +38,9 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
         sources: Folders of a tokenizer or of weights, or files in them.
         run_dir: Run folder. If it has no tokenizer.json, the tokenizer of the first source that has
             one is copied before.
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
@@ -63,6 +66,9 @@ def write_end_token(run_dir: Path, end_id: int) -> None:
     Args:
         run_dir: Run folder. The file is created if it does not exist.
         end_id: Id of the end token.
+
+    Raises:
+        OSError: If the file cannot be written.
     """
     generation = read_facts(run_dir / GENERATION)
     others = [token_id for token_id in read_ends(generation) if token_id != end_id]

@@ -48,8 +48,9 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
         section: The data group, whose `_target_` is the module.
 
     Raises:
-        ConfigError: If the object is no LightningDataModule, or if nothing ends the run, because
-            the number of its batches is not known.
+        ConfigError: If the object is no LightningDataModule, if Lightning refuses its hooks or its
+            loader, or if nothing ends the run, because the number of its batches is not known.
+        Exception: Any exception that the module itself raises.
     """
     key = "data._target_"
     module = build_target(section.plain())
@@ -154,8 +155,9 @@ def build_datasets(cfg: RunConfig) -> Datasets:
         cfg: Configuration of the run.
 
     Returns:
-        The three datasets. The test set is None if the config has none. For a user's
-        LightningDataModule the first two are the same UserData, and the test set is None.
+        The three datasets. The test set is None if the config has none, and is not checked or
+        wrapped if the run does not read it. For a user's LightningDataModule the first two are the
+        same UserData, and the test set is None.
 
     Raises:
         ConfigError: If one of them cannot be used.
@@ -192,6 +194,7 @@ def check_samples(
 
     Raises:
         ConfigError: If a sample or the number of samples does not fit, with exit code 65.
+        DataError: If torch cannot turn the first sample into a batch.
     """
     train, val, test = datasets
     test = val if test is None else test
@@ -235,6 +238,7 @@ def check_pair(key: str, dataset: Dataset) -> None:
 
     Raises:
         ConfigError: If the sample has another form, with exit code 65.
+        DataError: If torch cannot turn the sample into a batch.
     """
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))

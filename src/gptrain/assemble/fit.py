@@ -50,6 +50,10 @@ class RunFailed(Exception):
 class FinishedRun:
     """A run that finished.
 
+    The first read of `net` or `tokenizer` loads both by `gptrain.load`, with its errors. It selects
+    the run's project for this process: GPTRAIN_CONF is set, and the project's src/ is appended to
+    `sys.path`.
+
     Attributes:
         folder: Run folder.
         conf: The conf/ folder of the run's project.
@@ -60,7 +64,11 @@ class FinishedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final metrics of result.json under their logged names. Losses are in nats per token."""
+        """Final metrics of result.json under their logged names. Losses are in nats per token.
+
+        Raises:
+            OSError, UnreadableFileError: If the file is missing or damaged.
+        """
         return read_json(self.folder / RESULT_NAME)["metrics"]
 
     @property

@@ -50,9 +50,10 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no run and no file of weights.
-        DamagedCheckpointError, UnreadableFileError: If a file is damaged.
+        DamagedCheckpointError, DataError: If a file is damaged.
         UnsafeCheckpointError: If a file would execute code.
         AllDamagedError: If all checkpoints of the run are damaged.
+        ModuleNotFoundError: If an optional package that a file needs is missing.
         ConfigError: If a class may not be imported, or if it cannot be built with the saved keys.
         ValueError: If the weights belong to another net, or `which` is unknown.
     """
@@ -111,14 +112,16 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
 def build_target(node: Mapping[str, Any]) -> Any:
     """Build and return the object that a node with a `_target_` describes.
 
-    An exception that the class raises is raised again with its own type, without Hydra's
-    InstantiationException around it. The exit code depends on the type: a DataError ends with 65.
-
     Lists and dicts among the arguments are plain Python objects.
 
     Args:
         node: `_target_` and keyword arguments, which may contain further nodes. With
             `_partial_: true` the result is a functools.partial of the class.
+
+    Raises:
+        Exception: Any exception that the class raises, with its own type, without Hydra's
+            InstantiationException around it. The exit code of a run depends on this type.
+        InstantiationException: If Hydra refuses the node without another exception.
     """
     try:
         return instantiate(node, _convert_="all")
@@ -148,6 +151,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
     Raises:
         DataError: If the tokenizer's file cannot be used.
+        ModuleNotFoundError: If the tokenizer needs the package `tokenizers`, which is missing.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -167,6 +171,8 @@ def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
 
     Raises:
         FileNotFoundError: If there is neither a run nor a net with a config.
+        UnreadableFileError: If the config of the run is no YAML.
+        DamagedCheckpointError: If the file is damaged, or would execute code.
     """
     folders = (source, *source.absolute().parents[:_MAX_LEVELS])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]

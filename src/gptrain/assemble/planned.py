@@ -30,7 +30,8 @@ def plan_run(
         of parameters) and `machine` (source of the machine's figures).
 
     Raises:
-        ValueError: If the planner does not know the net, the strategy or the machine.
+        ValueError: If the planner does not know the net, the strategy or the GPU, or if the
+            accelerator is neither a CPU nor CUDA.
         DamagedMeasurementError: If the file with this machine's measured speed cannot be read.
     """
     if devices.accelerator == "cpu":

@@ -129,10 +129,12 @@ def check(cfg: RunConfig) -> None:
     """Check that net, module, callbacks and optimizer fit the config, before any process starts.
 
     The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
-    is written.
+    is written, but a `model.compile` that has no effect is logged.
 
     Raises:
         ConfigError: If a part does not fit.
+        ValueError: If the number of ranks does not fit the strategy. The checks of the config's
+            values report it before.
     """
     devices = find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
@@ -203,6 +205,8 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
+        DataError: If the data are empty or damaged.
+        PreemptedError: If this rank is asked to stop while it joins the group or prepares the data.
     """
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
@@ -292,6 +296,9 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
     Args:
         cfg: Configuration of the run.
         train: Training set. Its attributes `tokenizer` and `end_id` are used if it has them.
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
@@ -363,6 +370,11 @@ def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
         cfg: Configuration of the run.
         rank: Global rank of this process.
         guard: Watchdog of this rank.
+
+    Raises:
+        ConfigError, DataError: If a dataset cannot be used.
+        PreemptedError: If this rank is asked to stop meanwhile.
+        RuntimeError: On the other ranks, if rank 0 needs more than PREPARING_S seconds.
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)

@@ -48,6 +48,7 @@ def build_trainer(
 
     Raises:
         ConfigError: If Lightning refuses the combination of options and callbacks.
+        KeyError: If the run saves checkpoints and its folder was never locked.
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks, accumulate = build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate

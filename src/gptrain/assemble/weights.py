@@ -73,6 +73,7 @@ def find_weights(
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the checkpoint is damaged.
         AllDamagedError: If all checkpoints of the run are damaged.
+        OSError: If a folder cannot be read, or the network file system does not answer.
     """
     source = expand_home(source)
     if (source / CHECKPOINTS_NAME).is_dir():
@@ -102,7 +103,8 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
         misfit: Hint for weights that belong to another net.
 
     Raises:
-        ConfigError: With exit code 66 if the weights do not exist, 65 if they cannot be used.
+        ConfigError: If the block raises a FileNotFoundError (exit code 66), or a ValueError, a
+            DamagedCheckpointError or an AllDamagedError (65). Other errors pass unchanged.
     """
     try:
         yield
@@ -142,10 +144,12 @@ def load_weights(
         The path of the weights, and the names on both sides that were left out.
 
     Raises:
-        FileNotFoundError: If there are no weights.
-        DamagedCheckpointError: If the file is damaged.
+        FileNotFoundError: If there are no weights, or the frozen weights to which a checkpoint
+            refers are missing.
+        DamagedCheckpointError: If a file is damaged, or the frozen weights have changed.
         AllDamagedError: If all checkpoints of a run folder are damaged.
         UnsafeCheckpointError: If the file would execute code.
+        ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
     weights = source if isinstance(source, Checkpoint) else find_weights(source)
@@ -175,7 +179,8 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
 
     Raises:
         FileNotFoundError: If the weights do not exist.
-        DamagedCheckpointError: If they have another hash.
+        DamagedCheckpointError: If they are damaged or have another hash.
+        AllDamagedError: If the path is a run folder whose checkpoints are all damaged.
     """
     path = base["path"]
     if not Path(path).exists():
@@ -195,6 +200,10 @@ def hash_weights(weights: Checkpoint | Path) -> str:
 
     For an index of safetensors files it is the hash of all files that the index names, one after
     another. For a checkpoint it is computed from the hashes in the manifest.
+
+    Raises:
+        OSError, UnreadableFileError: If a file cannot be read.
+        DamagedCheckpointError: If the index is damaged, or a file that it names is missing.
     """
     if isinstance(weights, Checkpoint):
         files = sorted(weights.manifest["files"].items())
@@ -267,8 +276,10 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
         path: File of weights, index of safetensors files, or folder of a checkpoint.
 
     Raises:
+        FileNotFoundError: If the file is missing.
         DamagedCheckpointError, UnreadableFileError: If the file is damaged.
         UnsafeCheckpointError: If the file would execute code.
+        ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.
         ValueError: If the file belongs to another kind of net.
     """
     if path.suffix != ".safetensors" and path.name != INDEX:
@@ -298,7 +309,9 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
         path: File, or folder of a checkpoint that is not sharded.
 
     Raises:
-        DamagedCheckpointError: If the file holds no state dict.
+        FileNotFoundError: If the file is missing.
+        DamagedCheckpointError: If the file is damaged or holds no state dict.
+        UnsafeCheckpointError: If the file would execute code.
     """
     content = load_state(path, mmap=True) if path.is_dir() else load_file(path, mmap=True)
     state = content.get("state_dict", content) if isinstance(content, dict) else None
@@ -320,7 +333,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         path: File. One of the name model.safetensors.index.json is an index.
 
     Raises:
-        DamagedCheckpointError: If a file is not a safetensors file.
+        OSError: If the file is missing or cannot be read.
+        DamagedCheckpointError: If a file is not a safetensors file, or an index is damaged.
+        UnreadableFileError: If the path is not a regular file, or an index is no JSON.
+        ModuleNotFoundError: If the package `safetensors` is missing.
     """
     from safetensors import SafetensorError  # an optional package that only these files need
     from safetensors.torch import load_file as load_safetensors

@@ -46,8 +46,8 @@ def evaluate(cfg: EvaluateRun) -> None:
             compute the scores.
 
     Raises:
-        ConfigError: If no callback can score, the device is missing, or the run is damaged (exit
-            code 65) or missing (66).
+        ConfigError: If no callback can score, the device or the tokenizer is missing, or the run is
+            damaged (exit code 65) or missing (66).
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from hydra.utils import get_method

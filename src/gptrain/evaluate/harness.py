@@ -28,7 +28,8 @@ class RunModel(TemplateLM):
         device: Device of the net, such as `cuda`.
 
     Raises:
-        FileNotFoundError: If there is no run in the folder.
+        FileNotFoundError: If there is no run in the folder. The other errors are those of
+            `gptrain.load`.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu"):
@@ -38,7 +39,7 @@ class RunModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the token that stands for an empty context."""
+        """Id of the token that stands for an empty context: the end token, or 0 without one."""
         return self.tokenizer.end_id or 0
 
     def tok_encode(self, string: str, **options: Any) -> list[int]:

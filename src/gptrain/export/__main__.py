@@ -59,7 +59,11 @@ def main() -> None:
 
 
 def export(cfg: ExportRun) -> None:
-    """Write the net of a run, its tokenizer and a record of its config to `run_dir`.
+    """Write the net of a run, its tokenizer and a record of its model group to `run_dir`.
+
+    `gptrain.load` builds the net from the record. An export to hf or peft of a net with adapters
+    has no record, because it does not hold that net. The exported file, the folder and, except for
+    peft, the command of a run that starts from the weights are logged.
 
     Args:
         cfg: Configuration of the command.
@@ -67,6 +71,7 @@ def export(cfg: ExportRun) -> None:
     Raises:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the
             checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
+        OSError: If a file cannot be written.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import build_net, find_tokenizer

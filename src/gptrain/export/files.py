@@ -111,6 +111,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
         format: safetensors writes the files of the tokenizer as `load_tokenizer` reads them. hf and
             peft do the same, but turn the tokenizer `bytes` into a tokenizer.json that transformers
             can load. hf also writes a tokenizer_config.json with the special tokens.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ModuleNotFoundError: If `bytes` is turned into a tokenizer.json and the package `tokenizers`
+            is missing.
     """
     if format == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(folder)
@@ -126,11 +131,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
 def copy_companion_files(run: Path, folder: Path) -> None:
     """Copy the tokenizer's files, the chat template and the generation config of a run.
 
-    Symbolic links in the run folder are not followed. A tokenizer.json in `folder` is kept.
+    Files that the run does not have are left out, and so are symbolic links in the run folder. A
+    tokenizer.json in `folder` is kept; its other files of these names are replaced.
 
     Args:
         run: Run folder.
         folder: Existing folder to copy to.
+
+    Raises:
+        OSError: If a file cannot be read or written.
     """
     names = [name for name in (*TOKENIZER, *COMPANIONS) if not (run / name).is_symlink()]
     if (folder / TOKENIZER[0]).exists():
@@ -150,6 +159,9 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
         tokenizer: Tokenizer of the run, or None.
         has_end: Whether the data have an end token after each document. Without it, the end token
             of `bytes` is not written, because every byte may be text.
+
+    Raises:
+        OSError: If a file cannot be written.
     """
     content = read_facts(folder / "config.json")
     generation = read_facts(folder / GENERATION)
@@ -176,6 +188,9 @@ def write_byte_level(path: Path) -> None:
 
     Args:
         path: File to write.
+
+    Raises:
+        ModuleNotFoundError: If the package `tokenizers` is missing.
     """
     import tokenizers  # optional package
 

@@ -110,12 +110,15 @@ def quote_text(word: str) -> str:
 def generate(cfg: GenerateRun) -> None:
     """Print each prompt with its continuation on stdout, and the speed on stderr.
 
+    If `interactive` is set, prompts are then read from stdin until its end.
+
     Args:
         cfg: Configuration of the command.
 
     Raises:
-        ConfigError: If an option is invalid, or if `from_run` is damaged (exit code 65) or missing
-            (exit code 66).
+        ConfigError: If an option or a prompt is invalid, or if `from_run` is damaged (exit code 65)
+            or missing (exit code 66).
+        DataError: If a prompt has a character without a token, or the chat template refuses it.
     """
     check_effects()
     # Import torch only now, so that an invalid option is reported without waiting for the import.

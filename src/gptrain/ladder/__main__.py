@@ -67,7 +67,9 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
         only_plan: True to print the cost and stop.
 
     Raises:
-        ConfigError: If a value does not fit, or if the command runs as a rank of a launcher.
+        ConfigError: If a value does not fit, if the command runs as a rank of a launcher, or if
+            there is no train.py.
+        ModuleNotFoundError: If scipy or matplotlib is missing, before the first run.
         SystemExit: If a run fails, with the exit code of this run.
     """
     # Imported late: a wrong command line is reported without the import of torch.

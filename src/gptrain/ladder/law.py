@@ -193,7 +193,9 @@ def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
     """Fit a scaling law to runs, and draw the bootstrap samples for its confidence interval.
 
     A bootstrap sample is a fit to runs that are drawn with replacement. The samples are the same in
-    each call with the same runs. There are N_BOOTSTRAP of them, so that a call takes seconds.
+    each call with the same runs. There are N_BOOTSTRAP of them, so that a call takes seconds. The
+    product n * d must not be equal in all runs: then no sample can be drawn, and the call never
+    ends.
 
     Args:
         count: Key of COUNTS, the meaning of N.

@@ -121,6 +121,10 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     Args:
         folder: Folder of the sweep, which exists. Earlier files are replaced.
         facts: Result of `conclude`, whose target also has the entries `place` and `command`.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ModuleNotFoundError: If matplotlib is missing. ladder.json is written by then.
     """
     print("\n".join([align_columns(table_rows(facts)), *summary_lines(facts)]))
     law = facts["law"]
@@ -189,7 +193,11 @@ def draw(path: Path, facts: Mapping[str, Any]) -> None:
 
     Args:
         path: PNG file to write.
-        facts: Result of `conclude`.
+        facts: Result of `conclude`, whose target also has the entry `place`.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing.
+        OSError: If the file cannot be written.
     """
     from matplotlib.figure import Figure
 

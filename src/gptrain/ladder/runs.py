@@ -40,7 +40,8 @@ def train_size(
     """Train the missing runs of one size and seed, and return one point for each run.
 
     The longest run comes first: the decay phases of the others start from its checkpoints. A run
-    that is done is only read, and one that was interrupted is resumed.
+    that is done is only read, and one that was interrupted is resumed. Prints the folder of each
+    run that is trained.
 
     Args:
         folder: Folder of the sweep.
@@ -133,7 +134,8 @@ def train(script: Path, words: list[str]) -> int:
     """Run `python train.py <words>` in this process and return its exit code.
 
     A run on several devices starts its ranks as processes, as on the command line. `sys.argv` is
-    restored afterwards.
+    restored afterwards. An exit with a message instead of a code gives 70; the message is not
+    printed. Any other exception of the script passes unchanged.
 
     Args:
         script: Path of train.py.

@@ -110,7 +110,8 @@ def main() -> None:
     """Run the command `python -m gptrain.launch` with the words in `sys.argv`, and exit.
 
     The first word is the engine, `slurm` or `kubernetes`. The other words are overrides of train.py
-    and flags. Prints a batch script or a TrainJob, or submits the script with `--submit`.
+    and flags. Prints a batch script or a TrainJob, or submits the script with `--submit`. Errors
+    are printed on stderr. The exit code is 2 for an unknown engine, otherwise as for train.py.
     """
     engine, *typed = sys.argv[1:] or [""]
     if engine not in (*DEFAULTS, "--help", "-h"):

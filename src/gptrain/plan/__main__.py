@@ -65,6 +65,11 @@ def measure(cfg: CollectivesRun) -> None:
 
     Args:
         cfg: Configuration of the command.
+
+    Raises:
+        JobFailedError: If a rank fails, after its error was printed. In a rank of torchrun the
+            process ends instead.
+        ConfigError: If another run holds the folder of the command.
     """
     # Imported late: a plan does not need torch.
     from gptrain import runtime

@@ -91,7 +91,8 @@ def count_visible(known: list[str]) -> int:
 def check_gpus(gpus: list[dict[str, str]], n_local: int) -> Faults:
     """Yield faults of GPUs: mixed models or drivers, MIG mode, and limits of power and clocks.
 
-    MIG mode is a fault only if the run has several devices on this node.
+    MIG mode is a fault only if the run has several devices on this node. A loaded driver without
+    any GPU in `gpus` is a fault, too.
 
     Args:
         gpus: For each GPU, the values of nvidia-smi's fields in FIELDS, as text.

@@ -42,7 +42,7 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
 
 
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
-    """Measure a collective for buffers of growing size, and print a line per size.
+    """Measure a collective for buffers of growing size, and print a line per size on rank 0.
 
     All ranks must call it.
 
@@ -76,13 +76,17 @@ def write_speeds(all_reduce: list[tuple[int, float]], device: torch.device, path
     """Measure the CPU and the link between the ranks, and write the speeds to machine.json.
 
     All ranks must call it, because the CPU is measured while all of them compute. Only rank 0
-    writes. FLOP/s are those of the slowest rank. The bandwidth of the memory is that of all ranks
-    together, measured by an activation function.
+    writes, and prints the path. FLOP/s are those of the slowest rank. The bandwidth of the memory
+    is that of all ranks together, measured by an activation function.
 
     Args:
         all_reduce: Bytes and seconds of all-reduces of growing size.
         device: Device of the all-reduces.
-        path: Path of machine.json. Links that an earlier measurement wrote are kept.
+        path: Path of machine.json, whose folder is created. Links that an earlier measurement wrote
+            are kept. A damaged file is replaced.
+
+    Raises:
+        OSError: On rank 0, if the file cannot be written.
     """
     cpu = torch.device("cpu")
     n_ranks = dist.get_world_size()

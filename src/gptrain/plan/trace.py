@@ -138,6 +138,8 @@ def extrapolate(few: Any, more: Any, times: float) -> Any:
 def trace_all_layers(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
     """Trace a step of a net with all of its layers.
 
+    Makes a process group for the time of the call, so this process must not be in another one.
+
     Args:
         cfg: Checked configuration. `trainer.precision` is not `auto`.
         world_size: Number of ranks.
