@@ -108,7 +108,11 @@ def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) ->
         schema: Type of the config.
 
     Returns:
-        The typed config together with its problems, both errors and warnings. Nothing is raised.
+        The typed config together with its problems, both errors and warnings.
+
+    Raises:
+        ConfigError: If the environment variables of a launcher contradict each other. Problems of
+            the config itself are not raised.
     """
     run, problems = read_config(values, schema)
     checked = CheckedConfig(run, values, schema)
@@ -128,6 +132,9 @@ def find_world_size(run: RunConfig) -> int | None:
 
     Args:
         run: Config of the run, whose invalid values are None.
+
+    Raises:
+        ConfigError: If the environment variables of a launcher contradict each other.
     """
     if this_process().is_rank:
         return this_process().world_size
@@ -139,7 +146,8 @@ def find_world_size(run: RunConfig) -> int | None:
 def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each size of a shipped net that does not fit another size or the data.
 
-    Yields nothing for a net that does not ship with gptrain.
+    Yields nothing for a net that does not ship with gptrain. The data are not compared if their
+    group is not one of those that ship with gptrain.
     """
     model, data = checked.run.model, checked.run.data
     if not isinstance(model, DecoderConfig):
@@ -214,7 +222,8 @@ def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
     Two keys must not give the same length, and a warm-up must not be longer than its schedule. A
     schedule that decays until the last step needs a known number of steps, so that a run which only
-    a time limit ends is a problem, too.
+    a time limit ends is a problem, too. An evaluation and a run with fast_dev_run end by
+    themselves.
     """
     run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
     for name in ("warmup", "decay", "total"):
@@ -257,6 +266,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each option that the strategy or the accelerator does not support.
 
     The options are the precision, torch.compile, `on_spike`, and options of the strategy itself.
+    Under an unknown strategy, which is an error already, only the accelerator is checked.
     """
     run = checked.run
     name, strategy = run.strategy.name, find_strategy(run.strategy.name)
@@ -320,8 +330,9 @@ def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue]:
     """Yield a problem if the net, the batch or the steps cannot be divided over a number of ranks.
 
-    Yields a warning for a strategy of several ranks on one device. Yields nothing if a key of the
-    strategy has an error already.
+    Yields a warning for a strategy of several ranks on one device. Yields nothing if the strategy
+    is unknown or a key of it has an error already, and nothing more if the ranks do not fit the
+    axes of the strategy.
 
     Args:
         checked: Config to check.
@@ -408,9 +419,10 @@ def _check_microbatches(
 def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
     """Yield a problem about the batches of a step, the length of an epoch or the warm-up.
 
-    A global batch size must be divisible by the samples of a micro-step. A data set of known size
-    must have an optimizer step per epoch. Gradient accumulation does not work with
-    `strategy.static_graph`. A warm-up that is longer than the run is a warning.
+    A global batch size must be divisible by the samples of a micro-step. Gradient accumulation does
+    not work with `strategy.static_graph`. For a training, a data set of known size must have an
+    optimizer step per epoch, and a warm-up that is longer than the run is a warning. Yields nothing
+    if the batch size or the accumulation is not known.
 
     Args:
         checked: Config to check.

@@ -69,9 +69,10 @@ def main(
 ) -> NoReturn:
     """Run a job with the command line `sys.argv`, and exit with its exit code.
 
-    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
-    before Hydra creates a folder. Only rank 0 prints errors and warnings, and only rank 0 writes
-    Hydra's files and its log.
+    The job runs once, or once per job of a sweep, under Hydra. A command whose schema has
+    `runs_here=False` runs without Hydra's folder. The config is composed and checked before Hydra
+    creates a folder. Only rank 0 prints errors and warnings, and only rank 0 writes Hydra's files
+    and its log. After an error of the config, the other ranks exit LINGER_S seconds later.
 
     Args:
         job: Function that gets the typed config. In a sweep it returns the value of `objective`.
@@ -100,6 +101,9 @@ def run_command(
     usage: str | None = None,
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
+
+    With `--help` the help is printed, and with `--cfg` the config, and no job runs. At the end of a
+    sweep a table of its jobs is printed and written to results.csv.
 
     Args:
         job: Function that gets the typed config.
@@ -168,8 +172,9 @@ def check(
 ) -> tuple[RunConfig, list[str]]:
     """Check a composed config and return the typed config and one line for each warning.
 
-    If `schema.runs_here` is true, this machine, its folders and its input files are checked, too.
-    The check of its devices imports torch, and is left out if another check found an error.
+    If `schema.runs_here` is true and there are no known problems, this machine, its folders and its
+    input files are checked, too. The check of its classes and devices imports torch and the user's
+    modules, and is left out if another check found an error.
 
     Args:
         cfg: Composed config.
@@ -178,7 +183,9 @@ def check(
         folder: Folder into which the job will write. Defaults to `run_dir`.
 
     Raises:
-        ConfigError: If the config has errors. It contains all of them, and the warnings.
+        ConfigError: If the config or `known_problems` have errors. It contains all of them, and the
+            warnings; but if the config cannot be resolved (see `compose.resolved`), only this error
+            and the known problems. Also if the environment variables of a launcher are damaged.
     """
     try:
         values = resolved(cfg)
@@ -199,8 +206,10 @@ def check(
 def typed_config(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunConfig:
     """Return the typed config of a job whose config was checked.
 
+    Nothing is checked again.
+
     Args:
-        cfg: Composed config of the job.
+        cfg: Composed config of the job, which is not changed.
         schema: Type of the config.
         folder: Folder that Hydra created for the job. It replaces the value of `run_dir`, also in
             the keys that refer to it: in a sweep each job has a folder of its own. In `output_dir`
@@ -228,7 +237,8 @@ def check_environment() -> None:
 def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     """Return the parsed overrides of a sweep and the composed config of its first job.
 
-    Only the overrides are checked here. The config of each job is checked when the job starts.
+    Only the overrides are checked here. The config of each job is checked when the job starts. An
+    override `key=glob(...)` is not applied to the config.
 
     Args:
         overrides: Words of the command line, without flags.
@@ -261,7 +271,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
         `cfg`.
 
     Raises:
-        ConfigError: If a flag is unknown, or the folder of `--config-dir` does not exist.
+        ConfigError: If a flag is unknown, has no value or a wrong one, or if the folder of
+            `--config-dir` does not exist. Also if a word ends with a carriage return.
     """
     spec = sys.modules["__main__"].__spec__  # None if the program is a script
     program = ("-m", spec.parent) if spec and spec.parent else (locations.train_script(),)
@@ -286,7 +297,8 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
     Raises:
         ConfigError: If the run in `from_run` cannot be read, or has overrides that are refused.
-        HydraException: If an override does not fit.
+        HydraException: If an override cannot be parsed or does not fit. Other exceptions of
+            REFUSALS, such as OmegaConfBaseException, are possible, too.
     """
     lines = expand(overrides)
     with open_hydra():
@@ -321,6 +333,8 @@ def _run(
 ) -> int:
     """Let Hydra run the job, or the jobs of a sweep, and return the first exit code that is not 0.
 
+    Errors are printed and not raised. The result is 0 if no job has failed.
+
     Args:
         job: Function that gets the typed config.
         overrides: Overrides of the command line.
@@ -333,8 +347,11 @@ def _run(
     def run_job(cfg: DictConfig) -> float | None:
         """Run one job and return its objective, or None after an error that was printed.
 
-        After an error Hydra's basic sweeper runs its next job. Other sweepers (a search) and
-        launchers (jobs in other processes) need an exception to notice the failure.
+        In a sweep the config is checked here, and a job that has finished in its folder earlier is
+        not run again: the objective of its result is returned. After an error Hydra's basic sweeper
+        runs its next job. Other sweepers (a search) and launchers (jobs in other processes) need an
+        exception to notice the failure. The folder of a job whose config was refused is removed
+        if it is empty; in a sweep it then gets the overrides and a status of the refused job.
 
         Args:
             cfg: Composed config of the job.
@@ -398,7 +415,7 @@ def _report(error: BaseException, debug: bool = False) -> tuple[int, str]:
     stderr, and passed to `gptrain.fit` if that started this process.
 
     Args:
-        error: Exception that the command or the job raised.
+        error: Exception that the command or the job raised. A SystemExit has its own exit code.
         debug: Whether to print the traceback.
     """
     if isinstance(error, JobFailedError):

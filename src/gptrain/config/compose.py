@@ -183,7 +183,9 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 def open_hydra() -> Generator[Any, None, None]:
     """Initialize Hydra with gptrain's resolvers, and yield Hydra's main object.
 
-    Hydra reads the conf/ of the project, or that of the library if there is no project.
+    Hydra reads the conf/ of the project and, behind it, that of the library, or only the latter if
+    there is no project. After the block Hydra's earlier state is restored, but the resolvers and
+    gptrain's search path plugin stay registered in this process.
     """
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
@@ -200,5 +202,11 @@ def open_hydra() -> Generator[Any, None, None]:
 
 
 def _compose(overrides: list[str]) -> DictConfig:
-    """Compose and return the config of train.py, with Hydra's own node."""
+    """Compose and return the config of train.py, with Hydra's own node.
+
+    Call it in a block of `open_hydra`.
+
+    Raises:
+        Exception: One of those in REFUSALS, if an override does not fit.
+    """
     return compose("train", overrides, return_hydra_config=True)

@@ -70,9 +70,11 @@ PLAIN = r"[^$]*|[^${]*\$\{\.*\w[\w.]*\}[^${]*"
 def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     """Return the overrides of the run in `from_run`, followed by the typed overrides.
 
-    Returns `typed` unchanged if it has no `from_run`. A typed key replaces the run's override of
-    the same key, and a typed `~key` removes it. If this user did not start the run on this machine,
-    its overrides may only set plain values, and name classes that the project or the user allows.
+    Returns `typed` unchanged if it has no `from_run`, or one whose value is not a text. A typed key
+    replaces the run's override of the same key, and a typed `~key` removes it. Overrides that
+    belong to the earlier run alone, such as its folder, are left out (see `is_left_out`). If this
+    user did not start the run on this machine, its overrides may only set plain values, and name
+    classes that the project or the user allows.
 
     Args:
         typed: Overrides of the command line.
@@ -80,8 +82,8 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
             of the project.
 
     Raises:
-        ConfigError: If the run cannot be read, or some of its overrides are refused. It has a
-            problem for each of them.
+        ConfigError: If the run cannot be read, if `from_run` has several values, as in a sweep, or
+            if some overrides of the run are refused. It has a problem for each of them.
     """
     typed_overrides, _ = parse(typed)
     sources = [override for override in typed_overrides if override.key_or_group == "from_run"]
@@ -200,10 +202,13 @@ def check_values(
 def named_targets(folders: Iterable[str | Path]) -> set[tuple[str, str]]:
     """Return the pairs (group, `_target_`) in all yaml files below these folders.
 
-    A file that is not valid YAML is skipped.
+    A file that is not valid YAML, and a folder that does not exist, are skipped.
 
     Args:
         folders: Folders with a folder for each config group, such as conf/.
+
+    Raises:
+        OSError: If a file cannot be read.
     """
     pairs = set()
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast

@@ -73,7 +73,11 @@ def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
 
 
 def _before_wildcard(path: Path) -> Path:
-    """Return the part of a glob in front of its first component with a wildcard."""
+    """Return the part of a glob in front of its first component with a wildcard.
+
+    Raises:
+        StopIteration: If the path has no wildcard.
+    """
     n_fixed = next(i for i, part in enumerate(path.parts) if _MAGIC.search(part))
     return Path(*path.parts[:n_fixed])
 

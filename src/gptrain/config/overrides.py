@@ -48,7 +48,10 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[ConfigIssue]]:
 
 
 def line_of(override: Override) -> str:
-    """Return the text from which an override was parsed, such as `+trainer.max_steps=10`."""
+    """Return the text from which an override was parsed, such as `+trainer.max_steps=10`.
+
+    The text is empty if the override was not parsed from a text.
+    """
     return override.input_line or ""
 
 

@@ -16,8 +16,9 @@ def continue_study(cfg: DictConfig) -> list[str]:
 
     A sampler with a fixed seed would draw the points of the first start again. The number of trials
     in the study is therefore added to the seed. Returns no override if the sweeper has no storage
-    (the URL of a database), the sampler has no integer seed, or optuna is not installed. Prints a
-    line if the study continues.
+    (the URL of a database), the sampler has no integer seed, the study has no trials, or optuna is
+    not installed. Prints a line if the study continues. From here on Optuna logs only warnings and
+    errors.
 
     Args:
         cfg: Composed config of the sweep, with Hydra's own node.

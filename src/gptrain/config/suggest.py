@@ -46,10 +46,11 @@ def find_alias(key: str, value: str) -> str | None:
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """Return the known key that is most similar to a key, or None.
+    """Return the known key whose last part is most similar to that of a key, or None.
 
-    A key of the same group is preferred. If several keys have the same last part, the one with the
-    fewest parts is returned.
+    A similar key of the same group is preferred. In other groups the last part must be nearly
+    equal, and None is returned if there is none. If several keys have the same last part, the one
+    with the fewest parts is returned.
 
     Args:
         key: Misspelt dotted key.

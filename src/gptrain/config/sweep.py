@@ -58,7 +58,9 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
     """Return the finished run in the folder of a job, or None if the job has to run.
 
     The run counts as finished if it is done, has the same overrides as the job, and is at least as
-    long as the job. So a sweep that is started again in its folder skips its finished jobs.
+    long as the job. Overrides that `from_run` would leave out, such as the run folder, are not
+    compared. So a sweep that is started again in its folder skips its finished jobs. The result is
+    also None if the folder has no run, or damaged files.
 
     Args:
         folder: Folder of the job, which may be empty.
@@ -120,7 +122,8 @@ def report_sweep(folder: Path, search_path: Sequence[str] = ()) -> None:
     """Print the table of all jobs, the best first, and write it to results.csv.
 
     If the best job has measured the objective, the last line is a command that trains this job for
-    twice as long. Does nothing if the folder has no runs.
+    twice as long. Does nothing if the folder has no runs. A run that cannot be read is left out,
+    with a warning.
 
     Args:
         folder: Folder of the sweep.

@@ -156,7 +156,11 @@ def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> Co
 
 
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> ConfigIssue:
-    """Return the problem of a key that nothing reads, with the most similar known key.
+    """Return the problem of a key that nothing reads, and what to type instead, if that is known.
+
+    An option of another strategy names the strategies that have it. An option of another project
+    gets gptrain's override, and a misspelt key the most similar known key. For any other key the
+    known keys of its group are listed, if the group exists.
 
     Args:
         key: Unknown dotted key.

@@ -74,7 +74,7 @@ def _count_tokens(key: str, tokenizer: str) -> int:
             because its vocabulary is learned with the size that is asked for.
 
     Raises:
-        ConfigError: If its vocabulary cannot be read.
+        ConfigError: If the tokenizer is `bpe`, or if its file is missing or has no vocabulary.
     """
     if tokenizer == "bytes":
         return 256

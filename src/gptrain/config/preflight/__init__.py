@@ -33,7 +33,7 @@ def check_paths(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
 def check_machine(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield the problems of classes, devices and memory.
 
-    Imports torch, but creates no CUDA context.
+    Imports torch and the modules of the user's classes, but creates no CUDA context.
 
     Args:
         checked: Config without errors.

@@ -54,7 +54,8 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     Each class or function is imported, except those of gptrain all of whose keys the schema checks.
     It must take the keys of its node as keyword arguments. The class that a group itself names must
     also fit the group: it is a subclass of the group's base class, or for `data` a dataset. A
-    function of the user fits every group, because its return type is unknown.
+    function of the user fits every group, because its return type is unknown. Hydra's own log
+    messages about failed imports are turned off for the rest of the process.
 
     Args:
         checked: Config without errors.
@@ -125,6 +126,9 @@ def _group_options(optimizer_class: Any) -> list[str]:
 
     They are the arguments of its class method `parameter_groups` after the first three. A class
     without this method has none.
+
+    Raises:
+        ValueError: If the method has fewer than three arguments.
     """
     make_groups = getattr(optimizer_class, "parameter_groups", None)
     if make_groups is None:

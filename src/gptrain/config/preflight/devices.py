@@ -17,6 +17,9 @@ GIB = 2**30
 def check_devices(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield the problems of accelerator, backend, visible GPUs, number of ranks and memory.
 
+    Only the accelerator is reported if this machine does not have it. The memory is checked only if
+    nothing else is wrong, and gives a warning.
+
     Args:
         checked: Config without errors.
     """

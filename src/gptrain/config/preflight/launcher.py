@@ -16,7 +16,11 @@ def check_launcher(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 
     `trainer.devices` and `trainer.num_nodes` must match the number of ranks. On several nodes the
     ranks need an address at which they find each other, and one name for the run folder. A torchrun
-    that could not restart a lost node is a warning.
+    that could not restart a lost node is a warning. Without a launcher, only a run on several nodes
+    is a problem.
+
+    Raises:
+        ConfigError: If the environment variables of the launcher contradict each other.
     """
     process = this_process()
     n_nodes = count_nodes(checked.run.trainer.num_nodes or 1)

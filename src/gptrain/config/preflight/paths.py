@@ -17,7 +17,9 @@ DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
     """Yield a problem if the run folder cannot be made or written, or holds a finished run.
 
-    A finished run is a problem only for a training that does not resume (`ckpt_path` is null).
+    A finished run is a problem only for a training that does not resume (`ckpt_path` is null). A
+    name with `${` is a problem, because Hydra would resolve it. Nothing is written, and at most one
+    problem is yielded.
 
     Args:
         checked: Config whose values were found valid.
@@ -43,8 +45,9 @@ def check_files(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each data file and checkpoint of the config that is missing or empty.
 
     Data files are checked for the data groups that ship with gptrain, and only for a training run
-    or an evaluation: a command with a schema of its own does not read them. A mirror with a URL
-    scheme for which no fsspec package is installed is a problem, too.
+    or an evaluation: a command with a schema of its own does not read them. A glob pattern must
+    match a file. A mirror with a URL scheme for which no fsspec package is installed is a problem,
+    too.
     """
     run = checked.run
     groups: dict[str, DataConfig | PartConfig] = {"data": run.data}
