@@ -147,7 +147,7 @@ def format_rows(rows: Tensor, rows_shown: str) -> str:
 
 
 def print_on_rank_0(line: str) -> None:
-    """Print a line if this process is rank 0."""
+    """Print a line if this process is rank 0 of the process group, and flush stdout."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 

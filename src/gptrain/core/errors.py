@@ -215,7 +215,7 @@ def first_line(error: object) -> str:
 
 
 class ConfigError(Exception):
-    """Raised for wrong input, before anything was started or written.
+    """Raised for wrong input. Nothing was started or written, unless a restart finds the problem.
 
     Attributes:
         problems: All problems, in the order in which they were found. Warnings may be among them,

@@ -41,7 +41,7 @@ class BatchPlan:
         return self.batch_size * self.data_parallel_size * self.accumulate
 
     def steps_per_epoch(self, n_samples: int) -> int:
-        """Return the number of complete optimizer steps in one pass over the data.
+        """Return the number of complete optimizer steps in one pass over the data. It may be 0.
 
         The samples that do not fill a step are left out of the epoch. The next epoch has another
         order, so it leaves out other samples.

@@ -20,7 +20,8 @@ def enter(conf: str | Path | None = None) -> None:
     """Select the project of this process and of the processes that it starts.
 
     Sets GPTRAIN_CONF, if `conf` is given, and appends src/ of the project to `sys.path`, so that
-    classes of the project can be imported even if the project is not installed.
+    classes of the project can be imported even if the project is not installed. Without a project
+    `sys.path` stays as it is.
 
     Args:
         conf: Path of the conf/ folder of the project. None keeps the project that `find_conf`

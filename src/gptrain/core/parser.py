@@ -17,9 +17,13 @@ class Parser(argparse.ArgumentParser):
             args: Words of the command line. None stands for `sys.argv[1:]`.
             namespace: Object that gets the values. None stands for a new one.
 
+        Returns:
+            The namespace, and the list of words that are unknown.
+
         Raises:
-            ConfigError: If a word ends with a carriage return, which a script with Windows line
-                endings adds to the last word of a line.
+            ConfigError: If argparse refuses a word, or if a word ends with a carriage return, which
+                a script with Windows line endings adds to the last word of a line.
+            SystemExit: After `--help`, whose text is printed.
         """
         words = sys.argv[1:] if args is None else args
         if windows_words := [word for word in words if word.endswith("\r")]:

@@ -388,8 +388,9 @@ class CheckpointConfig(Section):
     """Keys of the checkpoint group: when checkpoints are saved, how many are kept, and copies.
 
     Attributes:
-        name: Name of the choice, such as `every_n_steps`.
-        every_n_steps: Optimizer steps between two checkpoints. None saves at validations only.
+        name: Name of the choice, such as `every_n_steps`. With `none` nothing is saved.
+        every_n_steps: Optimizer steps between two checkpoints, in addition to those at validations,
+            or None.
         every_minutes: Minutes without a checkpoint after which one is saved, by the clock of
             rank 0, or None.
         keep: Number of newest checkpoints that are kept, at least 2.

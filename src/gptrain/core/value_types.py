@@ -164,7 +164,10 @@ class KeepsResult:
 
 
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base class of a group of keys. A key that is not a field is a validation error."""
+    """Base class of a group of keys. A key that is not a field is a validation error.
+
+    So are a value of another type, such as a string for a number, and a NaN or an infinity.
+    """
 
     @classmethod
     def keys_that_keep_the_result(cls) -> set[str]:

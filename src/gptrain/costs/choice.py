@@ -125,8 +125,9 @@ def estimates(
 def changed_overrides(typed: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
     """Return the typed overrides with changed keys, as words for the command line.
 
-    Typed options of the strategy, `strategy.<key>=...`, are kept only if the user also typed
-    `strategy=` with the new strategy, because they may belong to another one.
+    The typed words of changed keys are removed, and the changes follow at the end. Typed options
+    of the strategy, `strategy.<key>=...`, are kept only if the user also typed `strategy=` with the
+    new strategy, because they may belong to another one.
 
     Args:
         typed: Overrides that the user typed.

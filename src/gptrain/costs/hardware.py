@@ -18,7 +18,7 @@ class Link:
     """A connection between devices.
 
     Attributes:
-        name: Name of the link, which is its key in LINKS.
+        name: Name of the link: its key in LINKS, or "gloo" for a measured link of CPUs.
         bytes_per_s: One-way bandwidth of one device, in bytes/s.
         latency_s: Seconds that each message of a ring takes in addition to its bytes.
         source: Standard or data sheet that states the bandwidth.

@@ -32,9 +32,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
     """Return the bytes of each part of a rank's memory, and in `total` the peak during a step.
 
     The total is at most the sum of the parts, because gradients are allocated while activations are
-    freed. The peak is the maximum over these moments of the last micro-step: the
-    loss, the backward pass of the last block and its end, that of the block before it, that of the
-    first block and its end, and the addition of the token table's gradient.
+    freed. The peak is the maximum over these moments of the last micro-step: the loss, the backward
+    pass of the last block and its end, that of the block before it, that of the first block and its
+    end, and the addition of the token table's gradient.
 
     Only tensors are counted. The memory of the process, the CUDA context and the fragmentation of
     the allocator come on top.
@@ -44,6 +44,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
 
     Returns:
         {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
+        "buffers" are gathered weights, 16-bit copies, DDP's buckets, and the tensors that exist
+        during the backward pass of one block.
     """
     shape = work.shape
     states = estimate_states(work)

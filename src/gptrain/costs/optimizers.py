@@ -62,7 +62,7 @@ class OptimizerFacts:
         return sum(work.held) * self.bytes_per_parameter(work.weight_bytes)
 
     def flops(self, work: Work) -> float:
-        """Return the FLOPs of a rank's update in addition to its elementwise work.
+        """Return the FLOPs of a rank's update in addition to its elementwise work: here 0.
 
         Args:
             work: Facts about the rank's optimizer step.
@@ -70,7 +70,7 @@ class OptimizerFacts:
         return 0.0
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield what a rank sends for its update, in addition to the gradients.
+        """Yield what a rank sends for its update, in addition to the gradients: here nothing.
 
         Args:
             work: Facts about the rank's optimizer step.

@@ -30,7 +30,8 @@ class DecoderShape:
         is_gated: True if the MLP has three matrices: down(act(gate(x)) * up(x)).
         n_positions: Rows of the learned position table. 0 if there is no such table.
         is_tied: True if the head uses the weights of the token table.
-        has_qk_norm: True if queries and keys are normalized per head, each with its own weight.
+        has_qk_norm: True if queries and keys are normalized per head. All heads share one weight
+            for queries and one for keys.
         d_head: Width of a head. None for `d_model / n_heads`.
     """
 

@@ -67,7 +67,8 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
         communication_s: Seconds of all communication.
         overlapped_s: Seconds of communication that overlap with computation.
         tokens_per_s: Tokens of all ranks per second.
-        mfu: Model FLOPs utilization: `flops` / `step_s`, over the peak of the data sheet.
+        mfu: Model FLOPs utilization: `flops` / `step_s`, over the peak of the data sheet, or over
+            the measured speed of a CPU.
         scaling_efficiency: Fraction of the step in which the rank neither waits in a pipeline nor
             for communication.
     """
@@ -157,6 +158,8 @@ def forward_repeats(work: Work) -> float:
 
 def moved_bytes(work: Work, machine: Machine, weights: float) -> float:
     """Return the bytes that a rank's elementwise operations read and write in a step.
+
+    On a CPU a run in 16 bits counts as if it also read and wrote all activations in fp32.
 
     Args:
         work: Facts about the rank's optimizer step.

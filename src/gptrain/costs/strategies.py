@@ -391,7 +391,7 @@ class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
 
     @property
     def weights(self) -> StrategyCosts:
-        """Costs of the weights and their gradients: those of `fsdp`, or of averaged copies."""
+        """Costs of the weights and their gradients: those of `fsdp`, or of full copies."""
         if self.options.shard:
             return ShardedCosts(self.options, self.dims)
         return AveragingCosts(self.options, self.dims)

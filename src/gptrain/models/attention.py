@@ -35,8 +35,8 @@ class SequenceLayout:
         documents: Index of the document of each token of the full sequences, (B, S), int64. A token
             attends to itself and to the preceding tokens of its document. None if each sequence is
             one document.
-        block_mask: The same mask for FlexAttention. None without documents, and on the CPU, where
-            attention computes the mask from `documents`.
+        block_mask: The same mask for FlexAttention. None without documents, and on any device but
+            CUDA, where attention computes the mask from `documents`.
     """
 
     positions: Tensor

@@ -180,7 +180,7 @@ class HuggingFace(nn.Module):
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of a model's config, without those that name code.
+    """Return the keys of a model's config, without those that name code or the dtype.
 
     Args:
         config: Keys that override those of `path`.
@@ -202,7 +202,7 @@ def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str,
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested keys of a config.json without those that could load code."""
+    """Return nested keys of a config.json without those that could load code or set the dtype."""
     return {
         key: _without_code(value) if isinstance(value, Mapping) else value
         for key, value in keys.items()

@@ -67,7 +67,10 @@ LIBRARIES = ("gptrain.models.", "torch.nn.")
 
 
 class IncomparableError(Exception):
-    """Raised if the plain net cannot be used for a comparison. The message is the reason."""
+    """Raised if the plain (unpartitioned) net cannot be used for a comparison.
+
+    The message is the reason.
+    """
 
 
 def needs_comparison(
@@ -116,7 +119,9 @@ def is_of_library(net: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of a net under a strategy with the plain net. `check` runs it.
+    """Comparison of a net under a strategy with the plain net, the same net without partitioning.
+
+    The method `check` runs the comparison.
 
     Attributes:
         make_net: Function that builds the net, with the same initial weights in every call.

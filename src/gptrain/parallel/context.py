@@ -43,7 +43,8 @@ class ContextParallel(Sharded[ContextParallelOptions]):
     """Train on a part of every sequence per rank, with the weights sharded over all ranks.
 
     Each sequence is divided over the ranks of the context axis. With `strategy.shard=false` every
-    rank has a copy of the weights, and the gradients are averaged once per step.
+    rank has a copy of the weights, and the gradients are averaged once per step. All ranks must
+    call the constructor, which creates the device meshes.
 
     Attributes:
         mesh: Device mesh with the axes "data" and "context".
@@ -78,7 +79,9 @@ class ContextParallel(Sharded[ContextParallelOptions]):
             net.hidden = partial(self.run_part, net.hidden)
 
     def shard(self, net: Net) -> None:
-        """Shard the parameters with FSDP2, in place. Does nothing with `strategy.shard=false`.
+        """Shard the parameters with FSDP2, in place.
+
+        With `strategy.shard=false` the net is recorded and not changed.
 
         Args:
             net: Net after `split`, activation checkpointing and compile.

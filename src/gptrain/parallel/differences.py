@@ -41,7 +41,7 @@ class ForwardRecord:
 
 @dataclass
 class PlainResult:
-    """Results of the plain net's forward and backward pass.
+    """Results of the forward and the backward pass of the plain (unpartitioned) net.
 
     Attributes:
         logits: Logits (N, V).

@@ -98,7 +98,7 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         after the same step.
 
         Args:
-            step: Number of optimizer steps that are complete.
+            step: Number of optimizer steps that are complete, which becomes `synced_step`.
         """
         self.synced_step = step
         for name, anchor in self.anchors.items():

@@ -74,7 +74,9 @@ def is_table(
 
 @torch.no_grad()
 def fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
-    """Copy positions of `source` into `target`, as many as both have; keep the rest of `target`.
+    """Copy the first positions of `source` into `target`, as many as both have.
+
+    All other values of `target` stay.
 
     All ranks that hold a shard of `target` must call this function.
 

@@ -134,7 +134,7 @@ def full_optimizer_state(
     Returns:
         `state` (name -> kind -> value, for example `exp_avg`) and `param_groups` (a list of dicts
         in which `params` is a list of names). `state` is on the CPU of global rank 0, and {} on all
-        other ranks.
+        other ranks. It lacks the parameters for which the optimizer has no state yet.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if an option of

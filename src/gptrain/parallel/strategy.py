@@ -191,7 +191,8 @@ class ParallelStrategy(Generic[OptionsT]):
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
         counted_on_other_stage: Parameters that another pipeline stage counts in the gradient norm.
-        is_partitioned: True if ranks hold different parts of the net. Saves can then be sharded.
+        is_partitioned: True if ranks hold different parts of the net, or compute different parts of
+            a sequence. Saves can then be sharded.
         is_pipeline: True if a schedule runs the stages of a pipeline. No rank can then call the
             net, and `mean_loss` also computes the gradients.
         n_stages: Number of pipeline stages.

@@ -24,13 +24,17 @@ class Unmatched(NamedTuple):
     positions: dict[str, tuple[int, int]]
 
     def describe(self) -> str:
-        """Return one line with the first names of each kind, or "" if everything matches."""
+        """Return one line with the first names of each kind, or "" if everything matches.
+
+        Tables of positions that were loaded in part are not in it: see `describe_positions`.
+        """
         return "; ".join([*self._initialized(), *self._unused()])
 
     def describe_consequences(self) -> str:
         """Return one line about the tensors that keep their initial values or are not used.
 
-        The line is "" if everything matches.
+        The line is "" if everything matches. Tables of positions that were loaded in part are not
+        in it: see `describe_positions`.
         """
         initialized = "; ".join(self._initialized())
         unused = "; ".join(self._unused())
@@ -38,7 +42,7 @@ class Unmatched(NamedTuple):
         return "; ".join(f"{label}: {names}" for label, names in consequences.items() if names)
 
     def describe_positions(self) -> list[str]:
-        """Return one line for each table of learned positions that was loaded in part."""
+        """Return one line for each table of learned positions that was loaded in part, if any."""
         lines = []
         for name, (n_saved, n_net) in self.positions.items():
             loaded = f"{name}: positions 0 to {min(n_saved, n_net) - 1} are loaded"
