@@ -214,6 +214,10 @@ def typed_config(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunCo
         folder: Folder that Hydra created for the job. It replaces the value of `run_dir`, also in
             the keys that refer to it: in a sweep each job has a folder of its own. In `output_dir`
             a `~` is replaced by the home folder.
+
+    Raises:
+        OmegaConfBaseException, ConfigError: If the config cannot be resolved any more, for example
+            because a tokenizer that gives the size of the vocabulary was removed.
     """
     cfg = cfg.copy()
     cfg.run_dir = str(Path(folder))

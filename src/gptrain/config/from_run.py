@@ -176,6 +176,9 @@ def check_values(
         values: Values by dotted key, with references that are not resolved.
         allowed: Packages whose classes the user allows.
         folders: Additional folders of yaml files whose classes are allowed.
+
+    Raises:
+        OSError: If a yaml file of the project cannot be read.
     """
     trusted = named_targets([*find_folders(), *folders])
     nodes = (pair for key, node in values.items() for pair in walk(node, key))
@@ -329,7 +332,11 @@ def _find_refused(
 
 
 def _find_foreign_choices(overrides: Iterable[Override]) -> Iterator[ConfigIssue]:
-    """Yield a problem for each choice of an untrusted run that is not a name of a file in conf/."""
+    """Yield a problem for each choice of an untrusted run that could be a file outside of conf/.
+
+    This is so for a choice of a config group (see `is_choice`) that is an absolute path, or
+    contains `..`, `://` or a reference with `$`.
+    """
     for override in overrides:
         value = line_of(override).partition("=")[2]
         if is_choice(override) and re.search(NO_CHOICE, value):

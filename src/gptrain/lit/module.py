@@ -135,6 +135,9 @@ class LanguageModel(pl.LightningModule):
             batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
                 other, the index of each token's document (B, T).
             batch_idx: Index of the micro-batch in the epoch, not used.
+
+        Raises:
+            IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         tokens, targets, *documents = batch
         return self.loss(tokens, targets, *documents)
@@ -156,6 +159,7 @@ class LanguageModel(pl.LightningModule):
 
         Raises:
             MetricError: If a metric cannot be updated with the batch.
+            IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)

@@ -158,9 +158,13 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
 
 
 def _find_in(part: Callable[[], str]) -> str:
-    """Return what a part of the repetition has found, or a phrase with the name of its error.
+    """Run a part of the repetition of a micro-step, and return a phrase about what it has found.
 
-    The result is empty if all values are finite.
+    The phrase is empty if all values are finite. If the part raises an Exception, the phrase has
+    the name of this error.
+
+    Args:
+        part: Method of `_Repetition`, with its arguments bound.
     """
     try:
         return part()
@@ -171,8 +175,10 @@ def _find_in(part: Callable[[], str]) -> str:
 def _first_of_ranks(finding: str, global_rank: int, strategy: LightningStrategy) -> str:
     """Return the first finding of all ranks in the order of a step, or "" if there is none.
 
-    All ranks that take the step together must call this function. A layer comes before the loss,
-    and then the lowest rank counts. The rank is named if there are several.
+    A finding is a phrase about a value that is not finite. All ranks that take the step together
+    must call this function, and get the same result. A finding in a layer comes before one in the
+    loss and before the error of a rank, and then the lowest rank counts. The rank is named if there
+    are several.
 
     Args:
         finding: Finding of this rank, or "".

@@ -106,7 +106,10 @@ class Report:
             trainer: Trainer of the run, after a fit, a validation or a test without an error.
 
         Returns:
-            Final value of each logged metric by its logged name.
+            Final value of each logged metric by its logged name. `step` is left out.
+
+        Raises:
+            OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
         """
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics.pop(STEP, None)  # the x axis of the loggers
@@ -252,6 +255,9 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
 
     Args:
         trainer: Trainer of the run.
+
+    Raises:
+        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     checkpoints = find_callback(trainer, Checkpoints)
     if checkpoints is None:

@@ -23,6 +23,9 @@ def check_paths(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
     Args:
         checked: Config that was checked by the rules about its values.
         folder: Folder into which the job will write.
+
+    Raises:
+        ConfigError: If the environment variables of a launcher contradict each other.
     """
     yield from check_launcher(checked)
     if this_process().rank == 0 and not checked.wrong_keys & {"run_dir", "name"}:

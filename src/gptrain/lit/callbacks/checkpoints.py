@@ -442,6 +442,9 @@ class Checkpoints(Checkpoint):
         """Return the folders of the checkpoints that have the monitored metric, the best first.
 
         The list is empty if none has it. The checkpoints are not verified.
+
+        Raises:
+            OSError: If the folder of the checkpoints exists and cannot be read.
         """
         return self.store.ranking(self.options.monitor, self.options.mode)
 
@@ -508,7 +511,10 @@ class Checkpoints(Checkpoint):
             wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _prune(self, trainer: Trainer) -> None:
-        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one."""
+        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one.
+
+        Without a checkpoint that has the monitored metric, only the newest ones stay.
+        """
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 

@@ -151,6 +151,7 @@ class TrainingMonitor(Callback):
         Raises:
             PreemptedError: If this rank was asked to stop before the first step.
             IncompatibleModelError: If a hook has switched to manual optimization.
+            OSError: On rank 0, if a logger cannot write its file.
         """
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)

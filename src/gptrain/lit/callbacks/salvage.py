@@ -37,6 +37,9 @@ def may_save(
         facts: Plain values that describe the save. A save is possible only if they are equal on all
             ranks.
         agreement_folder: Shared folder of this start of the run, in which the ranks agree.
+
+    Raises:
+        OSError: If there are several ranks, and the folder cannot be read or written.
     """
     is_salvaged = CAUSES[ending_of(exception).cause].is_salvaged
     if not is_salvaged or isinstance(exception, SaveFailedError):

@@ -34,6 +34,8 @@ def write_checkpoint(
     Raises:
         SaveFailedError: On all ranks, if a rank could not write its files, or if the disk has no
             space for `needed_bytes`.
+        ValueError: If the store has no `run_id`, or if the optimizer's state has a value that a
+            sharded checkpoint cannot hold.
     """
     strategy = strategy_of(trainer)
     writing = store.writing(

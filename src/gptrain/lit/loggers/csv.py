@@ -37,6 +37,9 @@ class Table(LineFile):
         """Add a row as the last line of the file, and a column for each name that is new.
 
         With a new column the whole file is read and written again.
+
+        Raises:
+            OSError: If the file cannot be read or written.
         """
         if row.keys() <= set(self._columns):
             super().append(row)
@@ -47,6 +50,9 @@ class Table(LineFile):
         """Replace the last row of the file, and add a column for each name that is new.
 
         The file must have a row. With a new column the whole file is read and written again.
+
+        Raises:
+            OSError: If the file cannot be read or written.
         """
         if row.keys() <= set(self._columns):
             super().replace_last(row)
@@ -64,6 +70,7 @@ def read_table(path: Path) -> list[Row]:
         path: Path of the file.
 
     Raises:
+        OSError: If the file cannot be read.
         UnreadableFileError: If the path is not a regular file.
         KeyError, ValueError: If a complete row has no `step` that is a whole number.
     """

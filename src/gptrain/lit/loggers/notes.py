@@ -33,6 +33,9 @@ def log_saved_step(trainer: Trainer) -> None:
 
     Args:
         trainer: Trainer of the run.
+
+    Raises:
+        OSError: On rank 0, if a file cannot be written.
     """
     values = values_to_log(trainer) if trainer.training else {}
     if values.get(STEP) != trainer.global_step:

@@ -206,6 +206,8 @@ class SavingStrategy(Strategy):
     def take_fingerprints(self, checkpoint: Any) -> None:
         """Compute the fingerprints of a save that a validation may amend, and keep them in `saved`.
 
+        The fingerprints are checksums of tensors, computed on their devices without communication.
+
         Args:
             checkpoint: Content of the state file that rank 0 writes. Other ranks ignore it.
         """
