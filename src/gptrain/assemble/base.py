@@ -64,8 +64,9 @@ def load_start(
 
     Raises:
         ConfigError: If the weights of `init_from` cannot be loaded.
-        FileNotFoundError, DamagedCheckpointError, ValueError: If the base weights of the checkpoint
-            can no longer be loaded.
+        FileNotFoundError, DamagedCheckpointError, AllDamagedError, ValueError: If the base weights
+            of the checkpoint can no longer be loaded.
+        ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.
     """
     stages = strategy.parallel.stages
     if checkpoint is None and cfg.init_from is None:

@@ -62,7 +62,9 @@ def build_callbacks(
 
     Raises:
         KeyError: If the run saves checkpoints and its folder was never locked.
-        Exception: Any exception that the class of a callback raises.
+        OSError: If timeline.jsonl cannot be written.
+        Exception: Any exception that the class of a callback raises. Those of `build_checkpoints`
+            pass, too.
     """
     named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
     own = [*named.values()]
@@ -154,6 +156,7 @@ def build_checkpoints(
         KeyError: If the run folder was never locked.
         ValueError, ImportError: If the protocol of `checkpoint.mirror` is unknown, or its package
             is missing.
+        ConfigError: If the warm-up is a fraction of a run of unknown length.
     """
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,

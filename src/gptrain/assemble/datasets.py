@@ -50,6 +50,7 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     Raises:
         ConfigError: If the object is no LightningDataModule, if Lightning refuses its hooks or its
             loader, or if nothing ends the run, because the number of its batches is not known.
+        StopIteration: If the first batch is needed to know the batch size, and there is none.
         Exception: Any exception that the module itself raises.
     """
     key = "data._target_"
@@ -161,6 +162,7 @@ def build_datasets(cfg: RunConfig) -> Datasets:
 
     Raises:
         ConfigError: If one of them cannot be used.
+        Exception: Any exception that the class of a dataset or of a data module raises.
     """
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)

@@ -51,6 +51,7 @@ def load(
     Raises:
         FileNotFoundError: If there is no run and no file of weights.
         DamagedCheckpointError, DataError: If a file is damaged.
+        OSError: If a file cannot be read.
         UnsafeCheckpointError: If a file would execute code.
         AllDamagedError: If all checkpoints of the run are damaged.
         ModuleNotFoundError: If an optional package that a file needs is missing.
@@ -96,6 +97,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     Raises:
         ConfigError: If this machine does not have the device, or if `from_run` is damaged (exit
             code 65) or missing (exit code 66).
+        ModuleNotFoundError: If an optional package that a file needs is missing.
     """
     device = accelerator_of(cfg.trainer.accelerator)
     if device is None:
@@ -137,6 +139,9 @@ def build_net(model: ModelConfig) -> nn.Module:
 
     Args:
         model: Model group of the config.
+
+    Raises:
+        Exception: Any exception that the class of the net raises, as in `build_target`.
     """
     return build_target(model.node())
 

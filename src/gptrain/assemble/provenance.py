@@ -25,7 +25,7 @@ def describe_run(devices: RunDevices) -> dict[str, object]:
 
     The keys are `command`, `overrides` (those that were typed; empty without Hydra), `git` (result
     of `read_git`), `versions`, `host`, `devices` (such as `8 x NVIDIA H100`) and `threads` (of one
-    rank). All values can be written as JSON. Runs git, for at most GIT_S seconds.
+    rank). All values can be written as JSON. Runs git, for a few seconds at most.
 
     Args:
         devices: Devices of the run.

@@ -63,6 +63,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         ConfigError: If the checkpoint is damaged or a mere file of weights (exit code 65), does not
             exist (66) or was made with another config (2), or if the folder holds a run and none is
             to be resumed (73).
+        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
     if cfg.task == "fit":
@@ -109,6 +110,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
 
     Raises:
         ConfigError: If the checkpoint cannot be used, or the folder holds another run.
+        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     requested = cfg.ckpt_path
     if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
@@ -146,6 +148,7 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
 
     Raises:
         ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
+        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     requested = cfg.ckpt_path
     which = "last" if requested == "last" else "best"
@@ -161,10 +164,11 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
 def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Return the keys that must not change for an exact resume, with their values.
 
-    They are the keys that decide the result: those of the groups in DECISIVE, the seed, and what
-    a step computes. Under a strategy that does not compute the same as one process (diloco) the
-    options of the strategy are among them. Keys inside data.train and data.val that only repeat a
-    key of data or model are left out.
+    They are the keys that decide the result: those of the groups model, module, data, optimizer and
+    scheduler, the seed, the global batch size, the precision and the clipping of gradients. Under a
+    strategy that does not compute the same as one process (diloco) the options of the strategy are
+    among them. Keys inside data.train and data.val that only repeat a key of data or model are left
+    out, and so are keys that do not change the result, such as `data.num_workers`.
 
     Args:
         cfg: Configuration of the run.

@@ -206,6 +206,8 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
         DataError: If the data are empty or damaged.
+        MissingRanksError: If not all ranks join the process group in time.
+        OSError: If a file cannot be read or written.
         PreemptedError: If this rank is asked to stop while it joins the group or prepares the data.
     """
     process, devices = this_process(), find_devices(cfg)
@@ -320,6 +322,9 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         cfg: Configuration of the run.
         process: Rank and world size of this process.
         devices: Devices of the run.
+
+    Raises:
+        MissingRanksError: If not all ranks start in time, or if their address cannot be used.
     """
     quiet_lightning()
     if devices.accelerator == "cpu" or devices.n_local > 1:  # Adam with cpu_offload uses them, too
@@ -372,9 +377,9 @@ def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
         guard: Watchdog of this rank.
 
     Raises:
-        ConfigError, DataError: If a dataset cannot be used.
+        ConfigError, DataError, OSError: If a dataset cannot be used.
         PreemptedError: If this rank is asked to stop meanwhile.
-        RuntimeError: On the other ranks, if rank 0 needs more than PREPARING_S seconds.
+        RuntimeError: On the other ranks, if rank 0 needs more than a day (PREPARING_S).
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)

@@ -49,6 +49,8 @@ def build_trainer(
     Raises:
         ConfigError: If Lightning refuses the combination of options and callbacks.
         KeyError: If the run saves checkpoints and its folder was never locked.
+        Exception: Any other exception that the class of a callback, a logger or the profiler
+            raises.
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks, accumulate = build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
@@ -89,6 +91,9 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 
     Args:
         cfg: Configuration of the run.
+
+    Raises:
+        Exception: Any exception that the class of a logger raises.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []

@@ -149,6 +149,7 @@ def load_weights(
         DamagedCheckpointError: If a file is damaged, or the frozen weights have changed.
         AllDamagedError: If all checkpoints of a run folder are damaged.
         UnsafeCheckpointError: If the file would execute code.
+        OSError: If a file cannot be read.
         ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
@@ -181,6 +182,7 @@ def find_base(base: Mapping[str, str], *, verifies: bool = True) -> Checkpoint |
         FileNotFoundError: If the weights do not exist.
         DamagedCheckpointError: If they are damaged or have another hash.
         AllDamagedError: If the path is a run folder whose checkpoints are all damaged.
+        OSError, UnreadableFileError: If a file cannot be read.
     """
     path = base["path"]
     if not Path(path).exists():
@@ -252,6 +254,8 @@ def start_from(
 
     Raises:
         ConfigError: If the weights are damaged or do not fit (exit code 65), or do not exist (66).
+        OSError: If a file cannot be read.
+        ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
@@ -277,6 +281,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: If the file is missing.
+        OSError: If a safetensors file or a config.json cannot be read.
         DamagedCheckpointError, UnreadableFileError: If the file is damaged.
         UnsafeCheckpointError: If the file would execute code.
         ModuleNotFoundError: If a safetensors file needs the missing package `safetensors`.

@@ -49,10 +49,11 @@ def fingerprints(state: Any) -> Fingerprints:
 
 
 def amend(state: Any, before: Fingerprints) -> bytes:
-    """Return the content of the additional file: the state after the validation.
+    """Return the content of validated.ckpt: the state of a run after the validation of a step.
 
-    Each tensor that has not changed since the save is replaced by the text UNCHANGED. torch.save
-    makes the file.
+    The file is added to the checkpoint of the step, which was saved before the validation. A marker
+    text (UNCHANGED) replaces each tensor that has not changed since then. torch.save makes the
+    file.
 
     Args:
         state: Nested dicts, lists and tuples after the validation.
@@ -82,10 +83,11 @@ def is_unchanged(state: Any, before: Fingerprints) -> bool:
 
 
 def load_state(folder: Path, *, mmap: bool = False) -> Any:
-    """Return the state of rank 0 in a checkpoint, after the validation if that was added.
+    """Return the state of rank 0 in a checkpoint: that of state.ckpt, merged with validated.ckpt.
 
-    Otherwise it is the state before the validation. Does not verify the hashes of the files: call
-    `manifest.verify` before.
+    validated.ckpt has the changes by the validation of the step. A checkpoint without this file
+    gives the state of state.ckpt. Does not verify the hashes of the files: call `manifest.verify`
+    before.
 
     Args:
         folder: Folder of a checkpoint.
@@ -108,7 +110,7 @@ def _merge(state: Any, amended: Any) -> Any:
 
     Args:
         state: State that was saved in state.ckpt, with all tensors.
-        amended: State after the validation, with UNCHANGED in place of unchanged tensors.
+        amended: State after the validation, with the text UNCHANGED in place of unchanged tensors.
     """
     if isinstance(amended, str) and amended == UNCHANGED:
         return state

@@ -86,7 +86,9 @@ class Checkpoint:
 
 
 def seal(content: dict) -> bytes:
-    """Return the JSON text of a manifest, with the hash of its other entries as the last entry.
+    """Return the text of manifest.json, which lists the files of a checkpoint.
+
+    The last entry, `sha256`, is the hash of the text of all other entries.
 
     Args:
         content: Entries of the manifest. `format` is added, and an old `sha256` is replaced.

@@ -203,6 +203,7 @@ class Mirror:
         Raises:
             FileNotFoundError: If the copy has no manifest or lacks a file.
             DamagedCheckpointError: If the manifest is damaged.
+            OSError: If the mirror cannot be read, or the folder cannot be written.
         """
         fileops.remove_tree(draft)
         text = self._manifest(name)

@@ -203,7 +203,7 @@ class ShardWriter(FileSystemWriter):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that allows the names in `_METADATA_NAMES` and dtypes only."""
+    """Unpickler that creates only dtypes and the classes of torch's index of shards."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or dtype of this name, if it is allowed. pickle calls this method.
@@ -265,7 +265,7 @@ def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
 
     Raises:
         UnpicklingError: If the file contains anything but tensors and plain values. A damaged file
-            may raise any of `_UNPICKLING_ERRORS`.
+            may raise many other exceptions, which are listed in `_UNPICKLING_ERRORS`.
     """
     with warnings.catch_warnings():  # a pickle that torch.save did not write raises an error anyway
         warnings.filterwarnings("ignore", "Detected pickle protocol")
@@ -289,7 +289,7 @@ class _DraftFolder(FileSystem):
 
         Args:
             path: Path that torch would write to. Only its file name counts, without `.tmp`.
-            mode: Not used.
+            mode: Mode of the file, which has no effect.
         """
         # torch writes .metadata.tmp and renames it. The draft's folder is renamed after all files
         # were written, so .metadata can have its final name from the start.

@@ -210,6 +210,7 @@ class CheckpointStore:
 
         Raises:
             SaveFailedError: If fewer than `needed_bytes` bytes are free.
+            OSError: If the parent of the checkpoints' folder does not exist.
         """
         free = free_bytes(self.folder)
         if free < needed_bytes:
@@ -334,6 +335,9 @@ class CheckpointStore:
         Args:
             keep: Number of newest checkpoints that stay, at least 1.
             protect: Folders of more checkpoints that stay. They do not count in `keep`.
+
+        Raises:
+            OSError: If the folder of the checkpoints exists and cannot be read.
         """
         for step in self.steps()[:-keep]:
             path = self.folder / folder_name(step)

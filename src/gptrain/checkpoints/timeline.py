@@ -57,6 +57,7 @@ def add_start(run_dir: str | Path, step: int) -> None:
 
     Raises:
         OSError: If the file cannot be read or written.
+        UnreadableFileError: If its path is no regular file.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -76,6 +77,7 @@ class Timeline:
 
     Raises:
         OSError: If the file cannot be read or written. The methods raise it, too.
+        UnreadableFileError: If its path is no regular file.
     """
 
     def __init__(self, folder: Path | None):
@@ -119,7 +121,7 @@ class Timeline:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:
-        """Record that the current phase continues, at most once per UPDATE_S.
+        """Record that the current phase continues, at most once in UPDATE_S (half a second).
 
         Args:
             step: Number of optimizer steps done.
@@ -166,8 +168,9 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         rows: Lines of timeline.jsonl, which may come from an untrusted folder.
 
     Returns:
-        `goodput`, and the seconds of each kind of time in TIMES, under names such as `steps_s`.
-        Empty if no time of steps was kept, or if any line is malformed.
+        `goodput`, and the seconds of each kind of time in TIMES, such as `steps_s` (steps whose
+        result was kept), `redone_s` (steps whose result was lost) and `saves_s`. Empty if no time
+        of steps was kept, or if any line is malformed.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count

@@ -72,7 +72,7 @@ class JsonText:
 
         Raises:
             DataError: If no JSON value follows, for example because the file has ended, if it is
-                nested too deeply, or if it is incomplete after `_LONGEST_VALUE` characters.
+                nested too deeply, or if it is incomplete after 2^28 characters.
         """
         self.peek_char()  # passes white space
         while True:

@@ -93,10 +93,10 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Args:
         path: File of JSON lines, plain or compressed.
-        text_key: Not used. All readers of `read_records` have this argument.
+        text_key: Name without an effect. All readers of `read_records` have this argument.
 
     Raises:
-        DataError: If the compressed file is damaged.
+        DataError: If the compressed file is damaged, or the path is no regular file.
         OSError: If the file cannot be opened.
         ModuleNotFoundError: If a .zst file needs the package `zstandard`, which is missing.
     """
@@ -120,10 +120,10 @@ def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, in
 
     Args:
         path: JSON file with an array, plain or compressed.
-        text_key: Not used. All readers of `read_records` have this argument.
+        text_key: Name without an effect. All readers of `read_records` have this argument.
 
     Raises:
-        DataError: If the file is damaged or has no array.
+        DataError: If the file is damaged or has no array, or the path is no regular file.
         OSError: If the file cannot be opened.
         ModuleNotFoundError: If a .zst file needs the package `zstandard`, which is missing.
     """
@@ -142,7 +142,7 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
         text_key: Name of the text column.
 
     Raises:
-        DataError: If the file is damaged or has no such column.
+        DataError: If the file is damaged or has no such column, or the path is no regular file.
         OSError: If the file cannot be opened.
         ModuleNotFoundError: If the package `pyarrow` is missing. The message has the pip command.
     """

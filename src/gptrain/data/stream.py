@@ -245,6 +245,9 @@ class PositionReader(Dataset):
         Args:
             indices: Sequence of the length of the batch. Its values are not used. If it is empty,
                 nothing is read, and the batch is None.
+
+        Raises:
+            DataError: If the stream has no sample for this part, or its samples form no batch.
         """
         batch = self.batches.__getitems__(indices) if indices else None
         return batch, self.stream.number, self.stream.position()

@@ -165,8 +165,8 @@ class TextDataset(TokenDataset):
             DataError: If there is too little text or none, if a file is damaged or holds records
                 although no format is declared, if the tokenizer has more tokens than the model or
                 lacks a needed one, or if the cache was modified.
-            ValueError: If `val_fraction` is not between 0 and 1, or if the `vocab_size` of a new
-                `bpe` is too small.
+            ValueError: If `val_fraction` is not between 0 and 1, if the `vocab_size` of a new `bpe`
+                is too small, or if a chat_template.jinja next to the tokenizer is not UTF-8.
             OSError: If a file cannot be read, or the disk is full or not writable. Incomplete files
                 are removed.
         """
@@ -328,7 +328,8 @@ def _prepare(
         DataError: If the training or the validation set would be empty, if a source is damaged or
             has changed since it was hashed, or if a character has no token.
         ValueError: If `vocab_size` is too small for a BPE tokenizer.
-        OSError: If a file cannot be written.
+        ModuleNotFoundError: If an optional package is missing.
+        OSError: If a file cannot be read or written.
     """
     n_bytes = sum(source.size_bytes for source in sources)
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)

@@ -133,6 +133,9 @@ def _find_below(folder: str, split: str) -> list[Path]:
         folder: Folder that is searched at any depth.
         split: "train" or "val", which leaves out the files of the other splits. An empty text takes
             all files.
+
+    Raises:
+        OSError: If the folder cannot be read.
     """
     skipped = SkippedPaths()
     files = [file for file in walk_files(folder, skipped) if file.name.endswith(".bin")]
@@ -168,7 +171,7 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
         dtype: Type of the tokens of a raw file, uint16 or uint32.
 
     Raises:
-        FileNotFoundError: If the file does not exist.
+        OSError: If the file does not exist or cannot be read.
         DataError: If the file is not a regular file, if it is empty, if it ends inside a token, if
             its header or index has another version, or if the number of tokens does not match the
             size.
@@ -213,6 +216,7 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
         path: Path of the index, with the suffix .idx.
 
     Raises:
+        OSError: If the file does not exist or cannot be read.
         DataError: If the file is not an index of version 1, is truncated, has no sequence, or has
             tokens of an unknown type.
     """

@@ -151,7 +151,7 @@ class JsonTokenizer:
         control_tokens: Ids of all special tokens of the vocabulary, by their texts.
 
     Raises:
-        FileNotFoundError: If the file does not exist.
+        OSError: If the file does not exist or cannot be read.
         DataError: If the file is not a tokenizer.
         UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is missing.
@@ -366,8 +366,8 @@ class JsonTokenizer:
     def _find_end(self) -> str | None:
         """Return the text of the token that may end a document, or None if there is no such token.
 
-        It is the `eos_token` that the configuration names, or else the first of `END_TOKENS`. Only
-        a special token of the vocabulary counts.
+        It is the `eos_token` that the configuration names, or else the first of the usual end
+        tokens (END_TOKENS), such as <|endoftext|>. Only a special token of the vocabulary counts.
         """
         names = (self.special_tokens.get("eos_token"), *END_TOKENS)
         return next((name for name in names if name in self.control_tokens), None)
@@ -427,6 +427,7 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
 
     Raises:
         FileNotFoundError: If the file does not exist.
+        OSError: If the file cannot be read.
         DataError: If the file is not a tokenizer.
         UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is needed and missing.

@@ -44,6 +44,7 @@ class TokenDataset(BatchDataset):
 
     Raises:
         FileNotFoundError: If there is no such file.
+        OSError: If a file or a folder cannot be read.
         DataError: If a file is damaged, or if the files hold no window at all.
     """
 

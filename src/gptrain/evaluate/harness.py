@@ -63,6 +63,9 @@ class RunModel(TemplateLM):
         Args:
             requests: Requests of lm-evaluation-harness, each with a text as its first argument.
             options: Options of lm-evaluation-harness, which have no effect.
+
+        Raises:
+            DataError: If a text has a character that the tokenizer has no token for.
         """
         texts = [request.args[0] for request in requests]
         return [-scored.nats for scored in score(self.net, self.tokenizer, texts)]
@@ -74,6 +77,10 @@ class RunModel(TemplateLM):
             requests: Requests of lm-evaluation-harness, each with two arguments: the prompt and a
                 dict of `until` (stop texts) and `max_gen_toks` (largest number of tokens, 256).
             options: Options of lm-evaluation-harness, which have no effect.
+
+        Raises:
+            ValueError: If a prompt has no token.
+            DataError: If a prompt has a character that the tokenizer has no token for.
         """
         texts = []
         for prompt, how in (request.args for request in requests):

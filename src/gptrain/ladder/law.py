@@ -80,8 +80,9 @@ class Law:
     The law is L(N, D) = E + A N^-a + B D^-b for K = 5 constants, or L = A (N D)^-a for K = 2.
 
     Attributes:
-        count: Key of COUNTS: which parameters N counts.
-        constants: The K constants of the law, in the order of NAMES.
+        count: Parameters that N counts: `all`, `matrices` (those outside of embedding tables) or
+            `blocks` (those outside of embeddings and head).
+        constants: The K constants of the law: E, A, a, B, b, or A, a.
         samples: Constants of each bootstrap sample, shape (S, K).
         noise: Log residuals of single runs, one for each bootstrap sample, shape (S,).
     """
@@ -139,18 +140,18 @@ def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarra
     """Fit the constants of the scaling law to runs.
 
     If `count_constants(n, d)` is 5, the constants minimize the Huber loss of the log residuals,
-    with exponents from 0 to STEEPEST. If it is 2, they minimize the squared log residuals.
+    with exponents from 0 to 3. If it is 2, they minimize the squared log residuals.
 
     Args:
         n: Number of parameters of each run, shape (P,).
         d: Number of tokens of each run, shape (P,).
         loss: Loss of each run, shape (P,).
         start: Five constants at which the search for five constants begins, for example those of a
-            fit to nearly the same runs. None tries the N_STARTS best points of GRID. Ignored for
-            two constants.
+            fit to nearly the same runs. None tries the best points of a grid. Ignored for two
+            constants.
 
     Returns:
-        The constants in the order of NAMES, shape (5,) or (2,).
+        The constants E, A, a, B, b, shape (5,), or A, a, shape (2,).
     """
     from scipy.optimize import least_squares
 
@@ -193,12 +194,11 @@ def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
     """Fit a scaling law to runs, and draw the bootstrap samples for its confidence interval.
 
     A bootstrap sample is a fit to runs that are drawn with replacement. The samples are the same in
-    each call with the same runs. There are N_BOOTSTRAP of them, so that a call takes seconds. The
-    product n * d must not be equal in all runs: then no sample can be drawn, and the call never
-    ends.
+    each call with the same runs. There are 200 of them, so that a call takes seconds. The product
+    n * d must not be equal in all runs: then no sample can be drawn, and the call never ends.
 
     Args:
-        count: Key of COUNTS, the meaning of N.
+        count: Parameters that N counts: `all`, `matrices` or `blocks` (see `Law`).
         n: Number of parameters of each run, shape (P,).
         d: Number of tokens of each run, shape (P,).
         loss: Loss of each run, shape (P,).

@@ -60,6 +60,8 @@ def train_size(
     Raises:
         ConfigError: If a run folder holds another run, or a run has no such objective.
         SystemExit: If a run fails, with the exit code of this run.
+        OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError: If the files of
+            a run are damaged, as in `read_run`.
     """
     points = []
     size_folder = folder / str(size.counts["all"])
@@ -117,6 +119,8 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
 
     Raises:
         ConfigError: If a key has another value in the saved run.
+        OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError: If the files of
+            the run are damaged, as in `read_run`.
     """
     run = read_run(run_dir)
     saved = run.typed

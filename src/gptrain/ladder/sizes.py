@@ -69,9 +69,10 @@ class Size:
 
 
 def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
-    """Return the target, and the models of the sweep in ascending order of their parameters.
+    """Return the target, whose loss is predicted, and the smaller models that the sweep trains.
 
-    The target trains on the hardware of the config, the models of the sweep on this machine.
+    The smaller models are in ascending order of their numbers of parameters. The target trains on
+    the hardware of the config, the smaller models on this machine.
 
     Args:
         cfg: Configuration of the target and of the sweep.
@@ -79,6 +80,7 @@ def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
 
     Raises:
         ConfigError: If a config is not valid, or if two models have the same number of parameters.
+        HydraException: If an override of a model is not valid.
     """
     options = cfg.ladder
     width = options.lr_width or cfg.model.arguments.get("d_model")
@@ -140,6 +142,7 @@ def make_size(
 
     Raises:
         ConfigError: If the config is not valid, or if the net cannot be built.
+        HydraException: If an override is not valid.
     """
     checked = check_config(resolved(compose_command(replace_overrides(typed, words))))
     if checked.errors:
@@ -283,6 +286,7 @@ def find_phases(size: Size, counts: Sequence[float]) -> Phases:
 
     Raises:
         ConfigError: If the warm-up is not over before the first decay phase.
+        ValueError: If `scheduler.warmup_tokens` is less than the tokens of one step.
     """
     scheduler = size.cfg.scheduler
     decay = scheduler.phase("decay").steps or DEFAULT_DECAY

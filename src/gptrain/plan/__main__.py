@@ -84,7 +84,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     Args:
         cfg: Configuration of the run and of its hardware.
         words: Overrides that the user typed, for the printed command.
-        flags: Flags that the user typed: some of FLAGS.
+        flags: Flags that the user typed: some of --json, --doctor and --trace.
 
     Raises:
         ConfigError: If a value does not fit.

@@ -21,8 +21,8 @@ class Sent(TorchDispatchMode):
     collectives of DDP, FSDP and DTensor, because they all pass through torch's dispatcher.
 
     Attributes:
-        n_bytes: Bytes that this rank sent, for each of COLLECTIVES.
-        calls: Number of calls of each of COLLECTIVES.
+        n_bytes: Bytes that this rank sent, by kind of collective, such as `allreduce`.
+        calls: Number of calls, by kind of collective.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ def _sent_bytes(kind: str, args: Any, out: Any) -> float:
     """Return the bytes that a rank sends in one collective.
 
     Args:
-        kind: One of COLLECTIVES.
+        kind: Kind of the collective, one of COLLECTIVES, such as `allreduce`.
         args: Arguments of the operation. Operations of `c10d` change their arguments in place.
         out: Result of the operation. Operations of `_c10d_functional` return the new tensor.
     """

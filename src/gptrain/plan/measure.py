@@ -31,6 +31,10 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
 
     Returns:
         An empty dict: no metrics.
+
+    Raises:
+        MissingRanksError: If not all ranks start in time, or if their address cannot be used.
+        OSError: On rank 0, if machine.json cannot be written.
     """
     times = {}
     with process_group(cfg) as device:
@@ -47,7 +51,7 @@ def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, fl
     All ranks must call it.
 
     Args:
-        name: Key of COLLECTIVES.
+        name: Name of the collective, a key of COLLECTIVES such as `all_reduce`.
         device: Device of the buffers.
         max_bytes: Largest size of a rank's buffer, in bytes.
 

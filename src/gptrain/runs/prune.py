@@ -55,7 +55,7 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     A run keeps its newest checkpoint, the newest intact one, the best one, and those whose frozen
     weights another run uses. Other runs are found below the default output folder and next to the
     given runs; a run in another place is not found, and loses its frozen weights. Prints what will
-    be deleted and kept before anything is deleted. Does not touch the copies in a mirror.
+    be deleted and kept before anything is deleted. Does not touch copies in `checkpoint.mirror`.
 
     Args:
         runs: Runs whose checkpoints are deleted.
@@ -66,6 +66,7 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
             checkpoint of a run is intact, or the deletion was not confirmed. Nothing was deleted
             then, unless a run was started after the confirmation.
         OSError: If a checkpoint cannot be read or deleted. Those before it are deleted.
+        EOFError: If the user ends the input (Ctrl-D) without an answer. Nothing was deleted.
     """
     users = find_users(runs)
     surpluses = [find_surplus(run, users) for run in runs]
@@ -97,8 +98,9 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
 def find_users(runs: Sequence[RunRecord]) -> dict[Path, Path]:
     """Return the checkpoints to which runs refer, with the folder of one such run each.
 
-    Looks for runs up to DEPTH levels below the default output folder and below each folder that
-    holds one of the given runs. A run in another place is not found.
+    Looks for runs up to three levels (DEPTH) below the default output folder and below each folder
+    that holds one of the given runs. A run in another place is not found. A checkpoint with a
+    damaged manifest counts as one that refers to nothing.
 
     Args:
         runs: Runs whose checkpoints may be referred to.

@@ -21,7 +21,7 @@ YAML_SPELLING = {"None": "null", "True": "true", "False": "false"}
 def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values are not equal in all mappings, in order of first appearance.
 
-    A missing key counts as None. Keys that hold a location (`LOCATION_KEYS`) are left out.
+    A missing key counts as None. Keys that hold a location, such as `run_dir`, are left out.
 
     Args:
         sides: Values of each run by key. There is at least one run.

@@ -53,6 +53,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
             has the exit code. A rank of a launcher ends its process with this code instead.
         ConfigError: If the config does not fit the content of its folder, or another run holds the
             folder: no training has begun then. Also if restarts made no progress.
+        OSError: If the record of the run cannot be written into its folder.
     """
     process = this_process()
     with StopFlag() as stop:
@@ -89,6 +90,9 @@ def report_folder(run_dir: str) -> None:
 
     Args:
         run_dir: Run folder, which this run holds.
+
+    Raises:
+        OSError: If the file for `gptrain.fit` cannot be written.
     """
     if locations.REPORT_VARIABLE in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)

@@ -131,6 +131,9 @@ def set_threads(n_local: int) -> None:
 
     Args:
         n_local: Number of ranks on this node, which share its cores.
+
+    Raises:
+        ConfigError: As in `cores_per_rank`.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank(n_local))

@@ -37,7 +37,7 @@ def find_peak(device: torch.device, precision: str) -> Peak:
     """Return the peak speed of a device in matrix multiplications, from a table or by measurement.
 
     For a GPU in the table of `gptrain.costs.hardware` it is the dense 16-bit peak of the data
-    sheet. Any other device, also every CPU, is measured for MEASURE_S seconds.
+    sheet. Any other device, also every CPU, is measured for a fraction of a second.
 
     Args:
         device: Device of this rank.

@@ -289,6 +289,9 @@ def run_stamp() -> str:
     `.<step>` after the first srun of the job. It is equal on all nodes, and does not change when
     the job is requeued. The resolver of `${run_stamp:}` in the default `run_dir` calls this
     function.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     env = os.environ
     process = this_process()
@@ -351,6 +354,9 @@ def store_path(run_dir: str | Path) -> str | None:
     Returns:
         The path, or None if this process is not a rank, the job has several nodes, or a SLURM job
         script has set MASTER_ADDR.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     process = this_process()
     has_address = process.launcher == "slurm" and "MASTER_ADDR" in os.environ
@@ -367,7 +373,10 @@ def set_rendezvous(run_dir: str | Path) -> None:
     is not a rank, or if the ranks use a file (`store_path`).
 
     Args:
-        run_dir: Run folder, which decides with `store_path` whether a file is used.
+        run_dir: Run folder, of which `store_path` gives the path of the file, if one is used.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     env = os.environ
     process = this_process()
@@ -411,6 +420,9 @@ def attempt_folder(run_dir: str | Path) -> Path:
 
     Args:
         run_dir: Run folder.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     return Path(run_dir) / ATTEMPTS_NAME / attempt()
 
@@ -422,6 +434,9 @@ def attempt() -> str:
     `run_stamp()` followed by the restart counts of the launchers. On several nodes it contains
     MASTER_PORT instead, because each agent of torchrun counts its own restarts only. All agents
     agree on the port, and with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start has a new port.
+
+    Raises:
+        ConfigError: If the launcher's variables are wrong (see `this_process`).
     """
     env = os.environ
     process = this_process()

@@ -27,11 +27,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class StopFlag:
     """Flag that becomes true when the run is asked to stop by SIGTERM, SIGINT or SIGUSR1.
 
-    A second SIGINT, more than SAME_REQUEST_S after the first, ends the process at once. Install the
-    handlers on the main thread, after all other code that installs signal handlers; a `with` block
-    installs them and restores the previous ones. While the main thread is in a C++ call that does
-    not return, no handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A rank then
-    prints its stacks.
+    A second SIGINT, more than 0.3 s after the first, ends the process with exit code 130 at once,
+    without a checkpoint. Install the handlers on the main thread, after all other code that
+    installs signal handlers; a `with` block installs them and restores the previous ones. While the
+    main thread is in a C++ call that does not return, no handler runs, and only SIGQUIT
+    (Ctrl+backslash) ends the process. A rank then prints its stacks.
 
     Attributes:
         signal: Name of the first signal, or another reason to stop. None if the run was not asked
@@ -81,7 +81,7 @@ class StopFlag:
     def _handle(self, number: int, _frame: object) -> None:
         """Handle a signal: make the flag true, or end the process at the second SIGINT.
 
-        A SIGINT within SAME_REQUEST_S of the first one counts as the same request.
+        A SIGINT within 0.3 s of the first one counts as the same request.
 
         Args:
             number: Number of the signal.

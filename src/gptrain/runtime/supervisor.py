@@ -119,8 +119,9 @@ def prepare_start(
         The config with the folder of the checkpoint in `ckpt_path`, or None if nothing is loaded.
 
     Raises:
-        ConfigError: If the config does not fit the folder, or FRUITLESS_STARTS restarts in a row
-            made no progress (exit code 70).
+        ConfigError: If the config does not fit the folder, or three restarts in a row made no
+            progress (exit code 70).
+        OSError: If the run folder cannot be read or written.
     """
     if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg = cfg.changed({"ckpt_path": "last"})
@@ -234,9 +235,10 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
     """Wait until all ranks have ended, or for a limited time after one has failed or hangs.
 
     Forwards a request to stop to the ranks by SIGTERM, and reports a killed rank or a hang. After a
-    rank has failed the others have GRACE_S seconds to end by themselves, and after a request to
-    stop the time that a save needs. After a hang the silent ranks have PRINT_STACKS_S to print
-    their stacks. Ranks that live longer are left to the caller, which kills them.
+    rank has failed the others have a few seconds (GRACE_S) to end by themselves, and after a
+    request to stop the time that a save needs. After a hang the silent ranks have a few seconds
+    (PRINT_STACKS_S) to print their stacks. Ranks that live longer are left to the caller, which
+    kills them.
 
     Args:
         cfg: Configuration of the run.

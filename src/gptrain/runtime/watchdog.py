@@ -235,6 +235,9 @@ class Guard:
     Attributes:
         heartbeat: Heartbeat of this rank.
         doing: Description of the current activity, for the report of an exception.
+
+    Raises:
+        OSError: If the heartbeat file cannot be created.
     """
 
     def __init__(
@@ -326,7 +329,7 @@ class Guard:
         """End this process, because another process of the job has failed.
 
         After a hang of another rank this process prints its stacks and ends at once. Otherwise its
-        main thread has GRACE_S seconds to end by itself; then this method returns.
+        main thread has a few seconds (GRACE_S) to end by itself. If it does, this method returns.
 
         Args:
             reason: Reason, which is printed.

@@ -170,9 +170,9 @@ class ChatFormat:
             raise DataError(f"the chat template refuses these messages: {error}") from None
 
     def _without_control(self, value: Any, control: Sequence[str]) -> Any:
-        """Return a message with a BREAK inside the name of each control token in its texts.
+        """Return a message with a mark, BREAK, inside the name of each control token in its texts.
 
-        The text is later cut at each BREAK, so that the names are encoded as plain text.
+        The text is later cut at each mark, so that the names are encoded as plain text.
 
         Args:
             value: Message, or a value in it.
