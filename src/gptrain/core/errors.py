@@ -159,7 +159,7 @@ class ConfigIssue:
 def show(value: object) -> str:
     """Return a value in the notation of a Hydra override, for an error message.
 
-    A text longer than LONGEST_VALUE characters is cut.
+    Strings are not quoted. A text longer than LONGEST_VALUE characters is cut and ends with "...".
 
     Args:
         value: String, number, bool, None, or nested lists and dicts of them.

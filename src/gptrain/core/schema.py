@@ -165,7 +165,7 @@ class ModuleConfig(TargetConfig):
 
     @property
     def metric_nodes(self) -> dict[str, dict[str, Any]]:
-        """Node with the `_target_` of each metric, by the metric's name."""
+        """Node with the `_target_` of each metric, by the metric's name. Empty without metrics."""
         return self.plain().get("metrics") or {}
 
 
@@ -252,7 +252,7 @@ class SchedulerConfig(TargetConfig):
 
     Attributes:
         warmup_steps: Optimizer steps of the warm-up, or a fraction of the run below 1. None stands
-            for 100 steps, but at most a tenth of the run.
+            for 100 steps, but at most a tenth of the run, if `warmup_tokens` is None, too.
         warmup_tokens: Length of the warm-up in tokens, over all ranks.
         total_steps: Length of the schedule in steps. None for the length of the run.
         total_tokens: Length of the schedule in tokens, over all ranks.
@@ -294,8 +294,8 @@ class StableDecayConfig(DecayConfig):
     """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase.
 
     Attributes:
-        decay_steps: Optimizer steps of the decay, or a fraction of the run below 1. None for a
-            fifth.
+        decay_steps: Optimizer steps of the decay, or a fraction of the run below 1. None stands for
+            a fifth of the run, if `decay_tokens` is None, too.
         decay_tokens: Length of the decay in tokens, over all ranks.
     """
 

@@ -26,7 +26,8 @@ def override(key: str, value: object) -> str:
 
     Args:
         key: Dotted key.
-        value: String, path, number, bool, None, or nested lists and dicts of them.
+        value: String, path, number, bool or None. Lists and dicts are written by `errors.show`,
+            which neither quotes the strings in them nor keeps long ones complete.
     """
     if not isinstance(value, str | os.PathLike):
         return f"{key}={show(value)}"
@@ -76,7 +77,7 @@ def option(key: str, value: object) -> str:
 
     Args:
         key: Dotted key.
-        value: String, path, number, bool, None, or nested lists and dicts of them.
+        value: String, path, number, bool or None, as for `override`.
     """
     return command(override(key, value))
 

@@ -100,7 +100,8 @@ class HuggingFace(nn.Module):
 
         Some models scale or bound their logits, and no config key shows that. The check runs the
         model on one token and compares the identity of tensors and of their storage, not values,
-        so that it works on the meta device. The model is in training mode afterwards.
+        so that it works on the meta device. The model is in training mode afterwards. An exception
+        of the model is passed on.
 
         Args:
             head: Output embedding of the model.

@@ -347,7 +347,7 @@ class _LossWithGradients(torch.autograd.Function):
 
     The backward pass computes no gradients. If `scale` is a number, the backward pass raises an
     IncompatibleModelError unless the gradient of the loss equals `scale`, by which the schedule has
-    multiplied the loss.
+    multiplied the loss, up to 0.1 %.
     """
 
     @staticmethod

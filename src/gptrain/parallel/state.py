@@ -411,7 +411,7 @@ def _saved_tensors(net: nn.Module, stages: Stages) -> dict[str, Tensor]:
     """Return name in a checkpoint -> tensor of the net, or this rank's shard of the tensor.
 
     Parameters and persistent buffers are included. A tied parameter appears once, under its first
-    name.
+    name. Also frees weights that FSDP has gathered.
 
     Args:
         net: Net as the strategy has partitioned it.

@@ -441,7 +441,7 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
 
 
 def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
-    """Pad indices (..., T) with index 0 to (..., T'), where T' is a multiple of n."""
+    """Pad indices (..., T) with index 0 to (..., T'): T rounded up to a multiple of n."""
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
 
 
