@@ -49,8 +49,8 @@ class TextDataModule(pl.LightningDataModule):
         equal_lengths: Names of the datasets, among "train", "val" and "test", that a step of
             LanguageModel itself reads. Every sample of these datasets that is stacked here must
             have as many positions as the first one.
-        vocab_size: Number of token ids V of the net. A sample of the datasets in `equal_lengths`
-            with a token outside of 0 to V - 1, or with such a target that is not -100, raises a
+        vocab_size: Number of token ids V of the net. In the datasets in `equal_lengths`, a token
+            outside of 0 to V - 1, or a target that is neither in this range nor -100, raises a
             DataError. None does not check.
         num_workers: Number of processes per data loader that load batches. 0 loads them in the
             training process.

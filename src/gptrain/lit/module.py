@@ -237,7 +237,8 @@ class LanguageModel(pl.LightningModule):
             DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
                 were -100. A sanity check that reads only the first batches of the validation does
                 not raise it.
-            MetricError: If a metric cannot compute its value, or the value is not made of numbers.
+            MetricError: If a metric cannot compute its value, or the value is not made of numbers,
+                or of more than `metrics.MAX_SCALARS`.
         """
         values: dict[str, Tensor] = {}
         if self.eval_sums is not None:
@@ -316,8 +317,8 @@ class LanguageModel(pl.LightningModule):
             The dict, or None if the run has no schedule.
 
         Raises:
-            ConfigError: In a run of gptrain, if the config does not give the length of the schedule
-                or of one of its phases.
+            ConfigError: In a run of gptrain, if the length of a phase of the schedule cannot be
+                computed, for example a fraction of a run of unknown length.
         """
         self.groups_read.add("scheduler")
         return self._schedule_factory(optimizer) if self._schedule_factory else None

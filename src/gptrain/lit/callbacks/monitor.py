@@ -361,7 +361,7 @@ class TrainingMonitor(Callback):
         Raises:
             DataError: On all ranks, if all targets of the evaluation were -100, except in a sanity
                 check that reads only the first batches.
-            MetricError: If a metric cannot compute its value, or the value is not made of numbers.
+            MetricError: If a metric cannot compute its value, or the value cannot be logged.
         """
         values = {}
         if isinstance(pl_module, LanguageModel):
