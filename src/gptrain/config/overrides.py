@@ -61,7 +61,9 @@ def explain(
     values: dict[str, Any],
     choices: Callable[[str], list[str]],
 ) -> ConfigIssue:
-    """Return one line about an override that Hydra refused, with the name that was probably meant.
+    """Return the problem of an override that Hydra refused, with the name that was meant, if any.
+
+    This name is the most similar choice of a config group, or the most similar known key.
 
     Args:
         override: Override that Hydra refused.

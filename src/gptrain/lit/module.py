@@ -174,7 +174,9 @@ class LanguageModel(pl.LightningModule):
         and logged the metrics before. So they are logged even if a subclass overrides this hook.
 
         Raises:
-            DataError, MetricError: As `take_evaluation` raises them.
+            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
+                were -100.
+            MetricError: If a metric cannot compute its value, or the value cannot be logged.
         """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
@@ -331,7 +333,8 @@ class LanguageModel(pl.LightningModule):
             `lr_scheduler`, which is stepped after each optimizer step unless it has an `interval`.
 
         Raises:
-            ConfigError: As `make_optimizer` and `make_schedule` raise it.
+            ConfigError: In a run of gptrain, if the optimizer or the schedule cannot be built from
+                the config.
         """
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)

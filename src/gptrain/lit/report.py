@@ -80,6 +80,9 @@ class Report:
 
         Args:
             trainer: Trainer of the run.
+
+        Raises:
+            OSError: On rank 0, if plan.json cannot be written.
         """
         self.start_s = time.perf_counter()
         self.start_time_s = time.time()

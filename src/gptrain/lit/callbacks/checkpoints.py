@@ -244,7 +244,9 @@ class Checkpoints(Checkpoint):
             trainer: Trainer of the run.
 
         Raises:
-            SaveFailedError, RefusedStepError, DataError: As `save` raises them.
+            SaveFailedError: On all ranks, if a rank could not write its files.
+            RefusedStepError: If the last step was refused and the run ends because of it.
+            DataError: If the last step is step 0 of the run and had no target.
         """
         strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
         if self.saved.step < trainer.global_step:
@@ -309,7 +311,9 @@ class Checkpoints(Checkpoint):
         All ranks must call this method.
 
         Raises:
-            SaveFailedError, RefusedStepError, DataError: As `save` raises them.
+            SaveFailedError: On all ranks, if a rank could not write its files.
+            RefusedStepError: If the last step was refused and the run ends because of it.
+            DataError: If the last step is step 0 of the run and had no target.
         """
         if trainer.global_step > self.saved.step:
             self.save(trainer)

@@ -180,8 +180,9 @@ class TrainingMonitor(Callback):
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError, RefusedStepError, DataError: Instead, as `Checkpoints.save` raises
-                them, if the last step cannot be saved or was refused.
+            SaveFailedError: Instead, on all ranks, if a rank could not write its files.
+            RefusedStepError: Instead, if the last step was refused and the run ends because of it.
+            DataError: Instead, if the last step is step 0 of the run and had no target.
             MissingMonitorError: On all ranks, if a callback monitors a value that is never logged.
         """
         set_log_interval(trainer, self.every_n_steps)
@@ -318,7 +319,9 @@ class TrainingMonitor(Callback):
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError, RefusedStepError, DataError: As `Checkpoints.save` raises them.
+            SaveFailedError: On all ranks, if a rank could not write its files.
+            RefusedStepError: If the last step was refused and the run ends because of it.
+            DataError: If the last step is step 0 of the run and had no target.
         """
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -473,7 +476,9 @@ class TrainingMonitor(Callback):
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError, RefusedStepError, DataError: As `Checkpoints.save` raises them.
+            SaveFailedError: On all ranks, if a rank could not write its files.
+            RefusedStepError: If the last step was refused and the run ends because of it.
+            DataError: If the last step is step 0 of the run and had no target.
         """
         if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
             return

@@ -167,7 +167,8 @@ def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
         changed: Names of the optimizer options that may change, such as `lr`.
 
     Yields:
-        One message for each schedule that gives another learning rate than the saved one.
+        One message for each schedule that gives the first parameter group another learning rate
+        than the saved one.
     """
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler

@@ -27,7 +27,13 @@ class Table(LineFile):
         return line.getvalue().encode()
 
     def rewrite(self, rows: Sequence[Row]) -> None:
-        """Replace the file by one with these rows, and with a column for each of their names."""
+        """Replace the file by one with these rows, and with a column for each of their names.
+
+        `step` is the first column, also if there are no rows.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
         names = [name for row in rows for name in row]
         self._columns = list(dict.fromkeys(["step", *names]))
         header = {name: name for name in self._columns}

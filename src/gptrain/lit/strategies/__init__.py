@@ -79,7 +79,10 @@ def build_strategy(
 
     @unset_fake_temporarily()
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
-        """Turn a full net into the part that this rank holds, in place, and compile it if asked."""
+        """Turn a full net into the part that this rank holds, in place.
+
+        Activation checkpointing and torch.compile are applied to it, if the config asks for them.
+        """
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing, compile)
         apply_compile(net, compile)
