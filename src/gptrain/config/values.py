@@ -37,7 +37,7 @@ PHRASES = {
 def read_config(
     values: dict[str, Any], schema: type[RunConfig] = RunConfig
 ) -> tuple[RunConfig, list[ConfigIssue]]:
-    """Validate a config.
+    """Validate each value of a config, and return the typed config and the problems.
 
     Args:
         values: Config as nested dicts and lists, with all references resolved.

@@ -215,7 +215,7 @@ class _Repetition:
         self.loss: Any = None
 
     def check_parameters(self) -> str:
-        """Check the parameters before the step."""
+        """Return a phrase about the first parameter that is not finite, before the step."""
         for name, parameter in self.watched.named_parameters():
             if not _is_finite([parameter]):
                 return f"first not finite in the parameter {_without_wrappers(name)}"
