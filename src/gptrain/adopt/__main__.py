@@ -83,7 +83,8 @@ def answer(args: argparse.Namespace) -> int:
             `check`.
 
     Raises:
-        ConfigError: If the words do not fit together.
+        ConfigError: If the words do not fit together, there is no project, or the project cannot be
+            made or upgraded.
         OSError: If a file cannot be read or written.
     """
     options = {"library": VENDORED, "recipes": ""}

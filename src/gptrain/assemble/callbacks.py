@@ -46,15 +46,14 @@ def build_callbacks(
 
     TrainingMonitor comes first: it computes the values of a step that the other callbacks read, and
     checks the step before they see it. Checkpoints comes last, because it saves the state of all
-    other callbacks.
+    other callbacks. For a training, rank 0 adds the first line of this start to timeline.jsonl in
+    the run folder.
 
     Args:
         cfg: Configuration of the run.
         lengths: Batch arithmetic and number of steps.
         guard: Watchdog of this rank.
         train: Training set, whose fingerprint is saved with each checkpoint.
-
-    For a training, rank 0 adds the first line of this start to timeline.jsonl in the run folder.
 
     Returns:
         The callbacks in the order in which the Trainer calls them. Checkpoints is left out of an

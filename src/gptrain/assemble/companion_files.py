@@ -27,17 +27,17 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     """Copy the files that belong to a run's tokenizer into the run folder.
 
     They are files such as the special tokens, the chat template and the generation config. They are
-    copied from each source that has the same tokenizer.json as the run, or none if the run has
-    none. Files in the run folder are replaced; if several sources have a file, that of the first
-    source counts.
+    copied from each source that has the same tokenizer.json as the run. For a run without a
+    tokenizer.json they are copied from each source without one. Files in the run folder are
+    replaced; if several sources have a file, that of the first source counts.
 
     Older folders of transformers have the ids of special tokens only in config.json. These ids are
     added to the generation_config.json of the run.
 
     Args:
         sources: Folders of a tokenizer or of weights, or files in them.
-        run_dir: Run folder. If it has no tokenizer.json, the tokenizer of the first source that has
-            one is copied before.
+        run_dir: Run folder. If it has no tokenizer.json, the files of TOKENIZER, such as
+            tokenizer.json or vocab.json, are copied before, from the first source that has any.
 
     Raises:
         OSError: If a file cannot be read or written.

@@ -47,6 +47,9 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
         cfg: Configuration of the run.
         section: The data group, whose `_target_` is the module.
 
+    Returns:
+        The data module, with the facts about its batches that a run needs.
+
     Raises:
         ConfigError: If the object is no LightningDataModule, if Lightning refuses its hooks or its
             loader, or if nothing ends the run, because the number of its batches is not known.
@@ -85,7 +88,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     An iterable dataset is wrapped into one with an index: the training set is then read during the
     run. Of any other set, all samples are read into memory now, or as many as an integer
     `trainer.limit_<name>_batches` needs. For a LanguageModel, dicts in the form of Hugging Face are
-    turned into pairs of tokens and targets. An error of the dataset's own class passes unchanged.
+    turned into pairs of tokens and targets, with a warning about keys that are not used. An error
+    of the dataset's own class passes unchanged.
 
     Args:
         cfg: Configuration of the run.
@@ -132,6 +136,8 @@ def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
 
 def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
     """Check that a training ends although the length of its data may not be known.
+
+    Does nothing for an evaluation.
 
     Args:
         cfg: Configuration of the run.

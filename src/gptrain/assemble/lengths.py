@@ -17,6 +17,8 @@ def plan_lengths(
 ) -> RunLengths:
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
+    An epoch has at least one step, also if the data or trainer.limit_train_batches give less.
+
     Args:
         cfg: Configuration of the run.
         n_samples: Number of training samples.

@@ -35,7 +35,7 @@ def load(
 
     Only tensors and plain values are read from the folder, and the names of the net's classes.
     These classes must be named by the project's conf/ or belong to an allowed package. Neither
-    Hydra's global state nor any random number generator is changed.
+    Hydra's global state nor torch's random number generator is changed.
 
     Args:
         source: Run folder, checkpoint folder, folder of gptrain.export, or file that Lightning

@@ -98,7 +98,8 @@ class TrainingRun:
         the data a test loader.
 
         Raises:
-            ConfigError: If Lightning or a part of the run refuses the config.
+            ConfigError: If Lightning or a part of the run refuses the config. Other exceptions of
+                the training pass unchanged.
         """
         cfg, trainer = self.cfg, self.trainer
         use_checkpoint(trainer, self.checkpoint)

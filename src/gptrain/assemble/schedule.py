@@ -28,7 +28,7 @@ def configured_length(cfg: RunConfig, phase: str, step_tokens: int) -> float | N
         step_tokens: Tokens of one optimizer step, over all ranks.
 
     Returns:
-        None if the config gives no length for this phase.
+        The length, or None if the config gives no length for this phase.
 
     Raises:
         ConfigError: If the phase is given in tokens and is shorter than one step.

@@ -45,7 +45,7 @@ def write_new_file(
 
     Raises:
         FileExistsError: If a file or a link of this name exists.
-        OSError: If the file cannot be written.
+        OSError: If the file cannot be written. An incomplete file stays then.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     left = memoryview(data)

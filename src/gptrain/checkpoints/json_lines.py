@@ -29,7 +29,11 @@ class LineFile:
         self.rewrite(rows)
 
     def encode(self, row: Row) -> bytes:
-        """Return the bytes of a row's line, with the line end. A subclass implements it."""
+        """Return the bytes of a row's line, with the line end. A subclass implements it.
+
+        Raises:
+            NotImplementedError: In this base class.
+        """
         raise NotImplementedError
 
     def rewrite(self, rows: Sequence[Row]) -> None:

@@ -102,7 +102,7 @@ class Mirror:
         self._last = self._thread.submit(self._copy, store)
 
     def wait(self) -> None:
-        """Wait until the last `update` is done or has failed. Raises no error of the copy."""
+        """Wait until the last `update`, if any, is done or has failed. Raises no error of it."""
         if self._last is not None:
             self._last.result()
 

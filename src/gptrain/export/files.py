@@ -58,6 +58,7 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
 
     Raises:
         OSError: If a file cannot be written.
+        ModuleNotFoundError: If the package `safetensors` is missing.
     """
     if format == "peft":
         content, tensors = cast(Any, net).to_peft()
@@ -83,6 +84,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
     Raises:
         OSError: If the file cannot be written.
+        ModuleNotFoundError: If the package `safetensors` is missing.
     """
     from safetensors import SafetensorError  # optional package
     from safetensors.torch import save_file
@@ -151,8 +153,9 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
     """Write the ids of the special tokens to config.json and generation_config.json.
 
     transformers reads the ids from these two files. Ids in a generation_config.json that was copied
-    from the run take precedence over those of the tokenizer. The end token of the tokenizer is
-    added to the end tokens. Does nothing if there are no ids and no generation_config.json.
+    from the run take precedence over those of the tokenizer, except ids that are not below
+    `vocab_size` of config.json. The end token of the tokenizer is added to the end tokens. Does
+    nothing if there are no ids and no generation_config.json.
 
     Args:
         folder: Folder with a config.json and, possibly, a generation_config.json.

@@ -151,7 +151,8 @@ def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
         words: Overrides. One with several values, such as `seed=1,2`, makes several jobs.
 
     Returns:
-        The shared overrides, and one list for each combination of the values.
+        The shared overrides, and one list for each combination of the values. It is one empty list
+        if no override has several values.
     """
     swept = [override for override in parse(words)[0] if override.is_discrete_sweep()]
     swept_words = {line_of(override) for override in swept}
@@ -249,6 +250,9 @@ def submit(cfg: LaunchRun, script: str) -> str:
 
 def train_job(cfg: LaunchRun, words: list[str]) -> str:
     """Return the TrainJob manifest for kubectl, with the Dockerfile of its image in comments above.
+
+    The run folder gets the name of the job. A training gets `ckpt_path=last`, unless `ckpt_path`
+    was typed, so that a job that is started again resumes.
 
     Args:
         cfg: Configuration of the run.

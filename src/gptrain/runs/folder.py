@@ -34,7 +34,8 @@ class RunRecord:
     Attributes:
         path: Folder of the run.
         overrides: Overrides as they were typed.
-        metrics: Final metrics, or those of the newest checkpoint if the run is not done.
+        metrics: Final metrics, or those of the newest checkpoint if the run is not done. Values
+            that are not finite are left out.
         steps: Number of optimizer steps, or None if it is not known.
         seconds: Time that the run took, in seconds, or None if it is not done.
         is_done: True if the run reached its own end.

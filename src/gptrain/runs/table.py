@@ -100,6 +100,8 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
     """Return the table for a terminal. Runs of an unusual length have a mark and a footnote.
 
+    The metrics are the objective, the losses and the speed, as far as any of the runs has them.
+
     Args:
         runs: Runs in the order of the rows.
         metric: Name of the objective, which is the first metric of the table.

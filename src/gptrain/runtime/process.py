@@ -120,11 +120,11 @@ def this_process() -> Process:
     1). A shell inside a SLURM allocation has no launcher either: only a step of several tasks
     (srun) starts ranks (pytorch-lightning#20391). Under mpirun on SLURM's nodes the variables of
     both are set, because mpirun starts one srun task on each node. Then the variables of MPI are
-    used.
+    used. If RANK and WORLD_SIZE were set by hand, without LOCAL_RANK, the local rank is the rank.
 
     Raises:
-        ConfigError: If a variable is not a number, if the numbers contradict each other, or if the
-            launcher has not set the local rank.
+        ConfigError: If a variable is not a number, if the numbers contradict each other, or if a
+            launcher other than torchrun has not set the local rank.
     """
     for launcher, names in LAUNCHERS.items():
         rank, local_rank = read_number(names.rank), read_number(names.local_rank)
@@ -207,6 +207,9 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
 
     Args:
         devices: Value of trainer.devices in any of its forms.
+
+    Raises:
+        ValueError: If an entry of a list is not a number.
     """
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part.strip()] if "," in devices else ()
@@ -373,7 +376,7 @@ def set_rendezvous(run_dir: str | Path) -> None:
     is not a rank, or if the ranks use a file (`store_path`).
 
     Args:
-        run_dir: Run folder, of which `store_path` gives the path of the file, if one is used.
+        run_dir: Run folder, the argument of `store_path`.
 
     Raises:
         ConfigError: If the launcher's variables are wrong (see `this_process`).
@@ -454,7 +457,7 @@ def reserve_gpus(devices: Any) -> None:
     submitit_local shows the same `hydra.launcher.gpus_per_node` GPUs to all jobs that run at once.
     Each job therefore reserves its GPUs, and sets CUDA_VISIBLE_DEVICES to them. A reservation is a
     socket with a name in Linux's abstract namespace, which the kernel frees when the process ends.
-    Does nothing in a process that is not such a job.
+    Waits without a limit. Does nothing in a process that is not such a job.
 
     Args:
         devices: Value of trainer.devices, which determines the number of GPUs to reserve. "auto"

@@ -122,7 +122,8 @@ class Heartbeat:
 def read_progress(folder: str | Path) -> list[Progress]:
     """Return the last heartbeat of every rank that writes into a folder, in rank order.
 
-    A rank that has closed its heartbeat, because it is done, is left out.
+    A rank that has closed its heartbeat, because it is done, is left out. The list is empty if the
+    folder does not exist.
 
     Args:
         folder: Folder of the heartbeats of one start.
@@ -196,6 +197,7 @@ class StallWatch:
         """Return the last heartbeats of the ranks that have been silent for too long.
 
         Call it at least every two seconds: a longer gap between two calls counts as two seconds.
+        The first call returns an empty list.
         """
         now_s = time.monotonic()
         elapsed_s = min(now_s - self._looked_s, _MAX_GAP_S)
@@ -341,7 +343,7 @@ class Guard:
             os._exit(exit_code)
 
     def _hang(self, limit_s: float) -> None:
-        """Report the silent ranks, print the stacks of this rank, write status.json, and end it.
+        """Print the silent ranks and this rank's stacks, write status.json, and end this process.
 
         Returns without an effect if the main thread makes progress at the last moment.
 

@@ -136,7 +136,8 @@ class Writer:
     def write(self, prompt: str) -> None:
         """Print a prompt and its continuation, and then the speed to stderr.
 
-        In a chat the prompt is the user's next message, and only the answer is printed.
+        In a chat the prompt is the user's next message, and only the answer is printed. Prompt and
+        answer are then added to the conversation.
 
         Args:
             prompt: Text, or token ids separated by spaces or commas if there is no tokenizer.
