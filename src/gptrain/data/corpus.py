@@ -107,7 +107,8 @@ class Piece(NamedTuple):
         ends_part: Whether a part of a text file, or a record, ends with this piece. In the token
             files this position counts as the end of a document.
         ends_document: Whether the document ends with this piece.
-        n_read_bytes: Bytes of the source that were read for this piece.
+        n_read_bytes: Bytes of the source that were read for this piece. If a record has several
+            pieces, the last one has the bytes of the record, and the others have 0.
     """
 
     text: bytes
@@ -150,7 +151,8 @@ def find_sources(
     skipped.
 
     Args:
-        path: File, folder, glob pattern or a list of these. None takes `default_corpus`.
+        path: File, folder, glob pattern or a list of these. None takes `default_corpus`, for which
+            `format` and `cache_dir` have no effect.
         pattern: Pattern that the names of files within folders must match, for example `*.py`. A
             pattern with a slash is matched with the path below the folder. Hidden files and folders
             are left out.

@@ -200,9 +200,9 @@ class MixtureOrder:
 
     Each position belongs to a part, and this division repeats in cycles of 2^16 positions. If a
     part has n positions of a cycle, the j-th of them is at the fraction (j + 1/2) / n of the cycle,
-    with j from 0, as far as positions of other parts leave space. In any window of
-    positions, each part therefore has its share to within a few samples. The samples of a part
-    follow the part's own permutations, one after another.
+    with j from 0, as far as positions of other parts leave space. In any window of positions, each
+    part therefore has its share to within a few samples. The samples of a part follow the part's
+    own permutations, one after another.
 
     Args:
         lengths: Number of samples of each part by name.

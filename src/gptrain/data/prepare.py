@@ -42,7 +42,7 @@ def write_tokens(
     So every byte of the text is a target. The documents follow one after another. `train.ends` and
     `val.ends` hold int64 positions, counted in tokens: where the first document begins, then where
     each document ends. Each part of a text file that is divided between the splits counts as a
-    document.
+    document. Shows a progress bar on a terminal.
 
     Args:
         folder: Folder for the four files.

@@ -36,7 +36,7 @@ def format_of(path: Path) -> str:
     the beginning of the content decides, too. "json" is an array that begins with an object or a
     string, or an object whose key "data" holds an array that begins with an object. Any other plain
     .json file is "text": package.json, for example, is one document. Any other compressed one is
-    "jsonl".
+    "jsonl", also a damaged one.
 
     Args:
         path: Path of an existing file.

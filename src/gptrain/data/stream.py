@@ -117,8 +117,9 @@ class StreamDataset(Dataset):
     def warn(self, position: dict[str, Any] | None) -> None:
         """Warn if samples will be read and not used. Call it on one rank, before the training.
 
-        This is so if every reader has to read the samples of all parts, and if the stream could not
-        save its position, so that a resumed run reads the samples before the position again.
+        There is one warning if every reader has to read the samples of all parts, and one if the
+        stream could not save its position, so that a resumed run reads the samples before the
+        position again.
 
         Args:
             position: Position at which the reading begins. None is the beginning of the stream.

@@ -63,7 +63,8 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
 
     Args:
         cfg: Configuration of the target and of the sweep.
-        typed: Overrides for train.py that the user typed, without the words of this command (OWN).
+        typed: Overrides for train.py that the user typed, without the words of this command, such
+            as `ladder.sizes`.
         only_plan: True to print the cost and stop.
 
     Raises:

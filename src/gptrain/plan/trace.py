@@ -74,7 +74,8 @@ def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[st
 
     Returns:
         parameters: Number of parameters.
-        layers: [FEW, MORE, number of layers] if the result is extrapolated, else an empty list.
+        layers: [6, 12, number of layers] if the result is extrapolated from nets of 6 and of 12
+            layers, because the net has more than 16, else an empty list.
         strategies: {name: {"bytes_per_device", "flops", "wire_bytes_per_step", "wire"}} with the
             name of the strategy: bytes by part and in `total`, FLOPs with recomputation and the
             update, bytes that this rank sends, and the same by kind of collective.
