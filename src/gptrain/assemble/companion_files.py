@@ -87,8 +87,8 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
 
     Args:
         facts: Content of a config.json or a generation_config.json.
-        vocab_size: Number of tokens of the net. Larger ids are left out, because they are defaults
-            of transformers for another tokenizer. None keeps all ids.
+        vocab_size: Number of tokens of the net. Ids that are not below it are left out, because
+            they are defaults of transformers for another tokenizer. None keeps all ids.
 
     Returns:
         The ids under the keys `bos_token_id`, `eos_token_id` and `pad_token_id`. A key without a

@@ -168,6 +168,9 @@ class Mirror:
     def _put(self, source: Path) -> None:
         """Copy a checkpoint to the mirror: the files that it does not have yet, then the manifest.
 
+        Does nothing if the copy has the same manifest. Another manifest is removed before any file
+        is copied.
+
         Args:
             source: Folder of the checkpoint in the store.
 

@@ -61,6 +61,7 @@ class Mixture(BatchDataset):
         DataError: If there is no part, if the first sample of a part has another form or not
             `seq_len` positions, or if two parts have different tokenizers.
         KeyError: If a part has no weight.
+        IndexError: If a part is empty, or the error that its dataset raises for sample 0.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ def count_positions(part: Dataset, name: str) -> int:
     Raises:
         DataError: If the sample is not a pair of sequences of equal length, which may be followed
             by the index of each token's document.
+        IndexError: If the part is empty, or the error that its dataset raises for sample 0.
     """
     sample = part[0]
     if isinstance(sample, tuple | list) and (len(sample) == 2 or has_documents(sample)):

@@ -189,6 +189,8 @@ def _complete(head: str) -> str:
 def _record_places(value: object, keys: tuple[str, ...]) -> Iterator[Place]:
     """Yield each array or object of records in a JSON value, with the keys that lead to it.
 
+    Records under more than four nested keys, or in arrays of other values, are not found.
+
     Args:
         value: JSON value that is searched, with the values in it.
         keys: Keys that lead from the file's value to this value.

@@ -81,6 +81,9 @@ def measure(cfg: CollectivesRun) -> None:
 def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     """Print the plan, the traced step or the faults of the machine.
 
+    --doctor prints the faults of this machine. The step is traced with --trace, and if the planner
+    has no estimate for the net. --json prints the result as JSON.
+
     Args:
         cfg: Configuration of the run and of its hardware.
         words: Overrides that the user typed, for the printed command.

@@ -279,6 +279,8 @@ class Step:
     def attach(self, n_steps: int | None) -> torch.optim.Optimizer:
         """Connect the module with the strategy, as a Trainer does, and return its optimizer.
 
+        The module gets a stand-in for a Trainer, and its `log` and `log_dict` do nothing then.
+
         Args:
             n_steps: Optimizer steps of the run, for the schedule. None if the number is unknown.
         """
