@@ -156,6 +156,8 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
     Raises:
         DataError: If the tokenizer's file cannot be used.
+        OSError: If the tokenizer's file exists and cannot be read.
+        UnicodeDecodeError: If a chat_template.jinja in the folder is not UTF-8.
         ModuleNotFoundError: If the tokenizer needs the package `tokenizers`, which is missing.
     """
     try:

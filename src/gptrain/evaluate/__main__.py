@@ -48,6 +48,7 @@ def evaluate(cfg: EvaluateRun) -> None:
     Raises:
         ConfigError: If no callback can score, the device or the tokenizer is missing, or the run is
             damaged (exit code 65) or missing (66).
+        ModuleNotFoundError: If an optional package that a file of the run needs is missing.
         Exception: Any exception that a callback raises.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.

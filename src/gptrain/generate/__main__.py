@@ -119,6 +119,7 @@ def generate(cfg: GenerateRun) -> None:
         ConfigError: If an option or a prompt is invalid, or if `from_run` is damaged (exit code 65)
             or missing (exit code 66).
         DataError: If a prompt has a character without a token, or the chat template refuses it.
+        ModuleNotFoundError: If an optional package that a file of the run needs is missing.
     """
     check_effects()
     # Import torch only now, so that an invalid option is reported without waiting for the import.

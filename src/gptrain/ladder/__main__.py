@@ -70,6 +70,7 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     Raises:
         ConfigError: If a value does not fit, if the command runs as a rank of a launcher, or if
             there is no train.py.
+        HydraException: If an override in `ladder.sizes` or `ladder.target` is not valid.
         ModuleNotFoundError: If scipy or matplotlib is missing, before the first run.
         SystemExit: If a run fails, with the exit code of this run.
     """

@@ -200,6 +200,9 @@ def report_ending(
         rank: Rank that ended, unless `ending` names another rank.
         step: Last optimizer step of that rank. None if unknown.
         replace: Whether to replace what another rank has reported.
+
+    Raises:
+        OSError: If the stop is reported and the folder of the checkpoints cannot be read.
     """
     if not (record_ending(cfg, ending, rank, step, replace) or cfg.debug):
         return
