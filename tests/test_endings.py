@@ -66,6 +66,13 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert ending.rank == expected_rank
 
 
+def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():
+    needs = "Tried to allocate 12.49 GiB. GPU 0 has a total capacity of 139.80 GiB of which 9.8 GiB"
+    others = "Process 462 has 920.00 MiB memory in use. If reserved memory is large try setting …"
+    error = RuntimeError(f"CUDA out of memory. {needs} is free. {others}")
+    assert ending_of(error).line == f"error: out of memory: {needs} is free"
+
+
 def test_an_error_names_the_samples_of_a_step_or_says_that_there_are_more():
     first = ", ".join(map(str, range(16)))
     assert str(NonFiniteError(3, 1, [*range(16)])).endswith(f"; samples: {first}")

@@ -116,6 +116,8 @@ CAUSES = {
 # Parts of error messages of gloo and NCCL after another rank has exited.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 # Parts of error messages of torch, on a CPU and on a GPU.
+# The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
+CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\.")
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 # First line of an error that torch raises again for a data worker.
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
@@ -328,6 +330,8 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
             return Ending(FAILED, "peer", f"error: another rank has exited: {message}")
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
+        if match := CUDA_MEMORY.search(message):
+            message = match[1]
         return Ending(FAILED, "memory", f"error: out of memory: {message}", trace)
     line = f"error: {type(error).__name__}: {message}" + (f"; at {doing}" if doing else "")
     return Ending(FAILED, "error", line, trace)

@@ -39,6 +39,7 @@ HIDDEN_WARNINGS = (
     "You called `self.log('step'",  # gptrain logs `step` as the x axis of all loggers
     "but loading a checkpoint outside the 'fit' stage",  # a checkpoint's weights are the averages
     "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
+    "GPU available but not used",  # trainer.accelerator=cpu was typed
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
     "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
 )
