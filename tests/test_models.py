@@ -20,6 +20,7 @@ from gptrain.models.attention import (
     SequenceLayout,
     attend,
     document_block_mask,
+    document_mask,
 )
 from gptrain.models.rms_norm import RMSNorm
 from gptrain.parallel.activation import apply_activation_checkpointing
@@ -105,6 +106,25 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone(net):
     q, k, v = torch.randn(3, 2, 4, 16, FLEX_MIN_D_HEAD)  # (B, H, T, K)
     made = [attend(q, k[:, :2], v[:, :2], layout=chosen) for chosen in (layout, flex)]
     torch.testing.assert_close(*made)
+
+
+@pytest.mark.parametrize("n_tokens", [100, 256, 600])
+def test_the_block_mask_of_documents_is_that_of_all_pairs_of_tokens(n_tokens):
+    """Documents end in a block, at its end, and after several blocks; their indices fall."""
+    from torch.nn.attention.flex_attention import create_block_mask  # loads torch's compiler
+
+    ends = torch.tensor([[30, 128, 140, 600], [250, 256, 512, 590]])
+    documents = -torch.searchsorted(ends, torch.arange(n_tokens).expand(2, -1), right=True)
+    made = document_block_mask(documents)
+    dense = document_mask(documents)
+    expected = create_block_mask(
+        lambda sample, _, query, key: dense[sample, 0, query, key],
+        *(2, None, n_tokens, n_tokens, "cpu"),
+    )
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_indices", "full_q_indices"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    assert torch.equal(made.to_dense(), expected.to_dense())
+    assert made.seq_lengths == expected.seq_lengths == (n_tokens, n_tokens)
 
 
 def test_future_tokens_do_not_change_past_logits(net):
