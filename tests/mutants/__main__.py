@@ -7,8 +7,9 @@ constant, a removed statement or two swapped arguments. All work is done in a cl
 so that only what is committed is tried. First, every file of tests runs once by itself, and
 coverage.py records which test runs which line, also in forked ranks and in commands. This takes
 about half an hour and prints nothing. Then each mutant is tried with the tests that run its line,
-the shortest first, until one fails or the time is over. Records and verdicts of a commit are kept
-in outputs/mutants: type the same command again to continue an interrupted campaign.
+those first that have the least in common, until one fails or the time is over. Records and verdicts
+of a commit are kept in outputs/mutants: type the same command again to continue an interrupted
+campaign.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import random
 import shutil
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired, check_output
@@ -55,7 +56,7 @@ def record(checkout: Path, tests: Path, data: Path) -> None:
 
 
 class Records:
-    """Tests that run each line, and the number of lines that each test runs.
+    """Tests that run each line, and the lines that each test runs, as the bits of an integer.
 
     The process that a test starts does not know the name of the test. For the lines of such a
     process, all tests of the file are one test.
@@ -65,29 +66,45 @@ class Records:
     """
 
     def __init__(self, folder: Path):
-        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
-        self.n_lines: Counter[str] = Counter()
+        self.places: dict[tuple[str, int], int] = {}  # file and line -> place of its bit
+        self.lines: dict[str, int] = defaultdict(int)  # test -> its lines
         for path in folder.glob("tests:*"):
             tests = Path(path.name.replace(":", "/"))
             data = CoverageData(str(path))
             data.read()
             for file in data.measured_files():
                 for line, contexts in data.contexts_by_lineno(file).items():
+                    place = self.places.setdefault((file, line), len(self.places))
                     for context in contexts:
                         module, _, name = context.rpartition(".")
                         test = f"{tests}::{name}" if module == tests.stem else str(tests)
-                        self.tests[file, line].add(test)
-                        self.n_lines[test] += 1
+                        self.lines[test] |= 1 << place
 
     def choose(self, file: Path, line: int) -> list[str]:
-        """Return the tests that run a line of a file, those first that run few lines in all.
+        """Return the tests that run a line of a file, in the order in which to run them.
+
+        There is no time for all tests of a line that every training runs. Therefore the next test
+        is always the one with the largest part of lines that no test before it runs, and of equal
+        ones the shortest. Files of which all tests are one test come last.
 
         Python does not report every line of an expression, and no test runs what runs at import.
         For such a line, the nearest line before it that a test runs is used.
         """
-        while line > 1 and (str(file), line) not in self.tests:
+        while line > 1 and (str(file), line) not in self.places:
             line -= 1
-        return sorted(self.tests[str(file), line], key=lambda test: self.n_lines[test])
+        place = self.places.get((str(file), line), len(self.places))  # the last bit is of no test
+        left = [test for test, lines in self.lines.items() if lines >> place & 1]
+        chosen, known = [], 0
+        while left:
+            left.sort(key=lambda test: self.rank(test, known))
+            chosen.append(left.pop())
+            known |= self.lines[chosen[-1]]
+        return chosen
+
+    def rank(self, test: str, known: int) -> tuple[bool, float, int]:
+        """Return a key that is largest for the test to run next after tests of the known lines."""
+        n_lines = self.lines[test].bit_count()
+        return "::" in test, (self.lines[test] & ~known).bit_count() / n_lines, -n_lines
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
