@@ -32,7 +32,18 @@ def test_a_terminal_shows_it_once_and_a_file_gets_nothing(stream, rank, is_shown
             bar.start_t = bar.last_print_t = bar.start_t - 3  # pretend a start 3 s ago
         bar.update(500)
     output = sys.stderr.getvalue()
-    assert "verifying:  50%" in output and "B/s" in output if is_shown else not output
+    if not is_shown:
+        assert not output
+        return
+    assert "verifying:  50%" in output and "| 500/1.00k [" in output and "B/s" in output
+    assert output.endswith("\r")  # the bar was removed from the screen
+
+
+def test_a_bar_appears_for_long_work_only(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress_bar("verifying", 1000) as bar:
+        bar.update(500)
+    assert not sys.stderr.getvalue()
 
 
 def test_the_bar_of_a_training_shows_the_last_logged_step():

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 from gptrain.assemble.datasets import (
     build_dataset,
@@ -287,17 +287,19 @@ def read_by_ranks(run) -> list[dict]:
 
 
 def test_a_lightning_data_module_trains_validates_and_resumes(fit):
-    run = fit(*DATA_MODULE, *EPOCHS, "checkpoint.keep=99", "+data.n_loaders=2")
+    words = (*DATA_MODULE, *EPOCHS, "+data.n_loaders=2", "seed=5")
+    run = fit(*words, "checkpoint.keep=99")
     (read,) = read_by_ranks(run)
     epoch = sorted({*range(44)} - {*read["val"]})
     assert len(epoch) == 35 and read["prepared"]
+    torch.manual_seed(5)
+    assert read["val"] == sorted(random_split(range(44), [35, 9])[1].indices)
     assert sorted(read["seen"][:35]) == sorted(read["seen"][35:]) == epoch
     assert len(run.column("train/loss")) == 18 and len(run.column("val/loss")) == 2
     assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
     assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
     assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
-    again = fit(*DATA_MODULE, *EPOCHS, "+data.n_loaders=2", "ckpt_path=last",
-                name=run.copy_until(5, "again"))  # fmt: skip
+    again = fit(*words, "ckpt_path=last", name=run.copy_until(5, "again"))
     (read_again,) = read_by_ranks(again)
     assert read_again["val"] == read["val"] and again.column("step")[-1] == 18
     validated = fit(f"from_run={run.folder}", "task=validate", name="validated")
