@@ -94,7 +94,7 @@ def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     path = write_records(tmp_path / f"docs{suffix}", TEXTS)
     n_read = sum(piece.n_read_bytes for piece in read_pieces(find_sources(path), 0.1))
     n_bytes = path.stat().st_size  # the progress bar counts these bytes
-    assert n_read == n_bytes or suffix == ".parquet" and 0.8 * n_bytes < n_read <= n_bytes
+    assert n_read == n_bytes or (suffix == ".parquet" and 0.8 * n_bytes < n_read <= n_bytes)
     dataset = read(path)
     train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
     assert Counter(train + val) == Counter(text + "\n" for text in TEXTS)
