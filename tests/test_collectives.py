@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 
 import pytest
 import torch
@@ -12,27 +13,11 @@ from forked import forked_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptrain.collectives import operations
-from gptrain.collectives.command import DEFAULTS, CollectivesRun, default_devices, start
+from gptrain.collectives.command import DEFAULTS, CollectivesRun, default_devices, main
 from gptrain.config.cli import run_command
 from gptrain.plan import measure as measurement
 from gptrain.plan.__main__ import measure
 from tests.command_line import compose_run
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Runs the verb on so many gloo processes; returns what rank 0 printed."""
-
-    def run(n_ranks: int, *overrides: str, job=start) -> str:
-        out = tmp_path / f"out-{n_ranks}-{job.__name__}"
-        words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536",
-                 f"run_dir='{tmp_path}/run #{n_ranks}%41'"]  # fmt: skip
-        with forked_ranks(out, tmp_path / "err"):
-            code = run_command(job, [*words, *overrides], CollectivesRun, DEFAULTS)
-        assert code == 0, (tmp_path / "err").read_text()
-        return out.read_text()
-
-    return run
 
 
 def expected(name: str, given: torch.Tensor) -> list[torch.Tensor | None]:
@@ -66,8 +51,18 @@ def check_pictures(text: str, n_ranks: int) -> None:
         assert [a if a == "-" else list(map(int, a.split())) for a in after] == words, name
 
 
-def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(run, tmp_path):
-    text = run(4, "max_bytes=4194304")
+def command_line() -> None:
+    """Run `python -m gptrain.collectives` in this process."""
+    runpy.run_module("gptrain.collectives", run_name="__main__")
+
+
+def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(typed, tmp_path):
+    """The buffer of the last comparison has 16 MiB by default."""
+    words = (f"run_dir='{tmp_path}/run #4%41'", "--explain", "trainer.accelerator=cpu")
+    with forked_ranks(tmp_path / "out", tmp_path / "err"):
+        code, _, _ = typed(command_line, *words, "trainer.devices=4")
+    assert code == 0, (tmp_path / "err").read_text()
+    text = (tmp_path / "out").read_text()
     check_pictures(text, 4)
     # The ranks used this folder as their rendezvous.
     assert not list((tmp_path / "run #4%41" / ".beats").iterdir())
@@ -76,7 +71,14 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
         name.strip(): (float(root), float(other))
         for name, root, other in re.findall(r"^(.{21})\s*([\d.]+) MiB\s+([\d.]+) MiB", text, re.M)
     }
-    assert sent == {"through rank 0": (12.0, 4.0), "around a ring": (6.0, 6.0)}
+    assert sent == {"through rank 0": (48.0, 16.0), "around a ring": (24.0, 24.0)}
+
+
+def test_the_help_explains_the_command_and_the_smallest_buffer_has_64_kib(typed):
+    code, out, _ = typed(main, "--help")
+    assert code == 0 and out.startswith("Run the eight collectives between processes")
+    code, _, err = typed(main, "max_bytes=65535")
+    assert code == 2 and "max_bytes=65535" in err and "65536" in err
 
 
 def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp_path):
@@ -118,10 +120,16 @@ FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 4 / 3} | dict.fromkeys(
 
 
 @pytest.mark.slow
-def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_path):
+def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(tmp_path):
     (tmp_path / "machine.json").write_text("{}")  # damaged
     for n_ranks in (2, 3):
-        text = run(n_ranks, f"output_dir={tmp_path}", job=measure)
+        out = tmp_path / f"out-{n_ranks}"
+        words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536",
+                 f"output_dir={tmp_path}", f"run_dir={tmp_path}/run-{n_ranks}"]  # fmt: skip
+        with forked_ranks(out, tmp_path / "err"):
+            code = run_command(measure, words, CollectivesRun, DEFAULTS)
+        assert code == 0, (tmp_path / "err").read_text()
+    text = out.read_text()
     tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", text, re.MULTILINE))
     assert len(tables) == 8
     for name, factor in FACTORS.items():
