@@ -1,6 +1,8 @@
 """The planner's formulas for memory, traffic and time of a step."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from gptrain.costs.work import Work, find_work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
 from tests.command_line import compose_run
+from tests.plan_figures import figures
 from tests.plan_scale import mpt_errors
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
@@ -540,3 +543,12 @@ def test_tf32_speeds_up_a_run_in_fp32_but_not_one_in_fp64(name, precision, dtype
     machine = machine_of(DEVICES[name], 1)
     work = Work(GPT2, default_options("single"), ParallelDims(), 4, 512, precision=precision)
     assert matmul_flops_per_s(work, machine) == machine.flops_per_s[dtype]
+
+
+def test_the_figures_of_whole_plans_are_those_that_were_checked():
+    """The file is an earlier output of `python -m tests.plan_figures`, whose diff is reviewed."""
+    expected = json.loads(Path(__file__).with_name("plan_figures.json").read_text())
+    rows = figures()
+    assert rows.keys() == expected.keys()
+    for name, row in rows.items():
+        assert row == expected[name], name
