@@ -95,6 +95,20 @@ def test_a_draft_that_a_dead_process_has_left_does_not_stop_a_replacement(tmp_pa
     assert (file.name, file.read_text()) == ("status.json", "new")
 
 
+@pytest.mark.parametrize("operation", ["write", "rename"])
+def test_a_replacement_that_fails_keeps_the_old_content_and_leaves_no_draft(
+    operation, tmp_path, monkeypatch
+):
+    fileops.replace(tmp_path / "status.json", b"old")
+    shim = Shim(monkeypatch)
+    fileops.replace(tmp_path / "status.json", b"old")
+    shim.arm(shim.names.index(operation) + 1, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        fileops.replace(tmp_path / "status.json", b"new")
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.read_text()) == ("status.json", "old")
+
+
 # Whole
 
 

@@ -198,12 +198,30 @@ def test_a_number_at_the_end_of_a_block_of_a_json_file_is_read_to_its_last_digit
         ('[{"text": "a"}, ' + "[" * 10**6, "nested too deeply"),
         ('["a", "b"]', "record 1: not an object but str; try: data.format=text"),
         ('{"data": [{"text": 1}]}', "record 1: 'text' is not a text but int"),
+        ('{"data": [{"text": "a"}], "more" 1}', r"broken JSON \(a key has no value\)"),
+        ('{"data": [{"text": "a"}], "more": 1', "more text after the array"),
     ],
 )
 def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, message, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(DataError, match=rf"a\.json: {message}"):
         read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "content", ["1", '{"more" 1}', '{"more": [1] "data": [1]}', '{"more": [1], data: [1]}', "{}"]
+)
+def test_a_file_declared_as_json_without_an_array_names_the_other_formats(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    message = 'a.json: neither one JSON array nor an object with an array under "data"; try: '
+    with pytest.raises(DataError, match=f"{message}data.format=jsonl, or data.format=text"):
+        read(tmp_path / "a.json", format="json")
+
+
+def test_a_json_file_in_another_encoding_is_one_line(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "é"}]', encoding="latin-1")
+    with pytest.raises(DataError, match=r"a\.json: not UTF-8 text \(invalid continuation byte\)"):
+        read(tmp_path / "a.json", format="json")
 
 
 def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(tmp_path):
@@ -346,9 +364,23 @@ def test_files_that_are_empty_or_damaged_are_named(name, content, message, tmp_p
 @PYARROW
 def test_a_parquet_file_without_the_column_names_those_that_it_has(tmp_path):
     path = write_records(tmp_path / "d.parquet", TEXTS, key="content")
-    with pytest.raises(DataError, match=r"no column 'text'; columns of the file: content"):
+    message = "no column 'text'; columns of the file: content; try: data.text_key=content"
+    with pytest.raises(DataError, match=message):
         read(path)
     read(path, text_key="content")
+
+
+def test_a_file_whose_optional_package_is_missing_names_the_command_to_install_it(
+    tmp_path, monkeypatch
+):
+    modules = {"a.jsonl.zst": ("zstandard", "zstd"), "b.parquet": ("pyarrow.parquet", "parquet")}
+    for name, (module, extra) in modules.items():
+        (tmp_path / name).write_bytes(b"any")
+        monkeypatch.setitem(sys.modules, module, None)
+        package = module.partition(".")[0]
+        needed = rf"needs the package {package}: pip install 'gptrain\[{extra}\]'"
+        with pytest.raises(ModuleNotFoundError, match=needed):
+            read(tmp_path / name)
 
 
 def test_half_a_surrogate_pair_is_no_reason_to_end(tmp_path):

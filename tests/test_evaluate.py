@@ -10,6 +10,7 @@ import pytest
 
 from gptrain.config.cli import run_command
 from gptrain.evaluate.__main__ import EvaluateRun, evaluate
+from gptrain.text.scoring import score
 from gptrain.text.writing import generate
 
 METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
@@ -70,6 +71,9 @@ def test_the_scores_are_those_of_lm_evaluation_harness(speaker, tmp_path, capfd,
         for metric in METRICS
     }
     assert len(model.tok_encode("a b")) and model.eot_token_id == model.tokenizer.end_id
+    texts = ["the fox", "a dog"]
+    scored = [-scored.nats for scored in score(model.net, model.tokenizer, texts)]
+    assert model.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts]) == scored
     request = SimpleNamespace(args=("the", {"until": [], "max_gen_toks": 7}))
     expected = generate(model.net, model.tokenizer, ["the"], 7, temperature=0)
     assert model.generate_until([request]) == expected

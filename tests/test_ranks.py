@@ -112,7 +112,16 @@ ALONE = {
     "no port": (ADDRESS | {"RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x: MASTER_ADDR and"),
     "port taken": (
         ADDRESS | {"RANK": "0", "MASTER_PORT": "TAKEN"},
-        "MASTER_PORT=TAKEN of this host cannot be used by rank 0: taken by another process",
+        "MASTER_PORT=TAKEN of this host cannot be used by rank 0: taken by another process; "
+        "try: another MASTER_PORT, the same in all ranks",
+    ),
+    "port 0": (
+        ADDRESS | {"RANK": "0", "MASTER_PORT": "0"},
+        "MASTER_PORT=0 is not a port number; allowed: 1 to 65535",
+    ),
+    "port too large": (
+        ADDRESS | {"RANK": "1", "MASTER_PORT": "65536"},
+        "MASTER_PORT=65536 is not a port number; allowed: 1 to 65535",
     ),
 }
 

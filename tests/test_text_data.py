@@ -159,6 +159,7 @@ def test_a_block_is_cut_between_characters(characters):
     cut = cut_at(block)
     assert 0 < cut < len(block)
     assert (block[:cut].decode() + block[cut:].decode()).encode() == block
+    assert cut_at(b"") == 0
 
 
 @pytest.mark.parametrize("val_fraction", [1e-9, 0.1])

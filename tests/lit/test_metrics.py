@@ -11,13 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from torch import nn
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.core.errors import DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
-from gptrain.lit.metrics import named_scalars, try_metric
+from gptrain.lit.metrics import MAX_SCALARS, named_scalars, try_metric
 from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN
@@ -209,6 +210,34 @@ def test_each_value_of_a_metric_that_returns_a_dict_has_a_name_of_its_own():
     scalars = named_scalars("rouge", {"recall": 0.5, "each": torch.tensor([1.0, 2.0])})
     values = {name: float(value) for name, value in scalars.items()}
     assert values == {"rouge/recall": 0.5, "rouge/each/0": 1.0, "rouge/each/1": 2.0}
+    scalars = named_scalars("f", [torch.tensor([[7.0]]), (2, 3.0)])
+    assert {name: value.tolist() for name, value in scalars.items()} == {
+        "f/0": 7.0, "f/1/0": 2, "f/1/1": 3.0,
+    }  # fmt: skip
+    assert len(named_scalars("f", torch.ones(MAX_SCALARS))) == MAX_SCALARS
+    assert len(named_scalars("f", [1.0] * MAX_SCALARS)) == MAX_SCALARS
+    for value, reason in (
+        ("a text", "its value is a str; allowed: numbers"),
+        ([0.0] * (MAX_SCALARS + 1), "its value has 257 numbers; allowed: at most 256"),
+        (torch.ones(1, 257), r"its value has shape \(1, 257\); allowed: at most 256 numbers"),
+    ):
+        with pytest.raises(ValueError, match=f"^{reason}$"):
+            named_scalars("f", value)
+
+
+class Broken(MeanMetric):
+    """A metric that takes no logits."""
+
+    def update(self, logits, targets):
+        raise TypeError("needs texts")
+
+
+def test_a_metric_of_the_users_that_fails_on_random_values_is_only_a_warning(caplog):
+    try_metric("module.metrics.a", "my.Broken", Broken(), vocab_size=10)
+    assert caplog.messages == [
+        "warning: module.metrics.a=my.Broken: fails on logits (16, 10) and targets (16,): "
+        "TypeError: needs texts"
+    ]
 
 
 def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):

@@ -95,6 +95,9 @@ def _open_network_store(
         )
         raise MissingRanksError(f"{settings}: {message}")
     port = int(port_text)
+    if not 1 <= port <= 65535:
+        message = f"MASTER_PORT={port} is not a port number; allowed: 1 to 65535"
+        raise MissingRanksError(f"{settings}: {message}")
     _wait_for_name(host, timeout_s, end_s, settings)
     if rank == 0:
         _check_port_is_free(port, settings)
@@ -156,8 +159,6 @@ def _check_port_is_free(port: int, settings: str) -> None:
             message = f"MASTER_PORT={port} of this host cannot be used by rank 0: {reason}"
             hint = "another MASTER_PORT, the same in all ranks"
             raise MissingRanksError(f"{settings}: {message}; try: {hint}") from None
-        except OverflowError:
-            raise MissingRanksError(f"{settings}: {_invalid_port(port)}") from None
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, settings: str) -> None:
@@ -173,14 +174,12 @@ def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, setti
         settings: Environment variables with which the error message begins.
 
     Raises:
-        MissingRanksError: If rank 0 does not listen before `end_s`, or if there is no such port.
+        MissingRanksError: If rank 0 does not listen before `end_s`.
     """
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
-        except OverflowError:
-            raise MissingRanksError(f"{settings}: {_invalid_port(port)}") from None
         except OSError as error:
             if time.monotonic() > end_s:
                 reason = error.strerror or str(error)
@@ -238,11 +237,6 @@ def _describe_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {numbers}"
     return f"ranks {numbers}, …" if len(ranks) > 8 else f"ranks {numbers}"
-
-
-def _invalid_port(port: int) -> str:
-    """Return the message about a port number that does not exist."""
-    return f"MASTER_PORT={port} is not a port number; allowed: 1 to 65535"
 
 
 def _hint(settings: str) -> str:
