@@ -180,7 +180,8 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     code, lines = run("other", *recipe, cwd=project / "conf")
     assert code == 0 and shlex.split(lines[-1])[:4] == ["next", "cd", f"{tmp_path}/b;c d", "&&"]
     left = {line.split()[1] for line in lines if line.startswith("left")}
-    assert "notes.txt" in left and not any(name.startswith(("src/", "conf/")) for name in left)
+    written = {"README.md", "pyproject.toml", ".gitignore", ".ci/run"}
+    assert left == {"notes.txt"} | written
     to = tmp_path / "b;c d"
     assert (to / "src" / "other" / "words.bin").read_bytes() == b"\0\xff"
     assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"
@@ -191,8 +192,8 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     done = inside(to, sys.executable, "-m", "gptrain.adopt", "--check")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     code, (line,) = run("again", "recipes=[chat]", "--to", f"{tmp_path}/e", cwd=to)
-    assert code == 2 and line.startswith(
-        "error: recipes=chat: the project already has a different file chat.py"
+    assert code == 2 and line == (
+        "error: recipes=chat: the project already has a different file chat.py; try: rename it"
     )
 
 
@@ -244,7 +245,8 @@ def test_the_files_of_an_interrupted_upgrade_are_replaced(project, tmp_path):
 def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run):
     word = f"library={project}"
     code, (line,) = run("--upgrade", word, cwd=project)
-    assert code == 2 and "the project uses this copy already" in line
+    assert code == 2
+    assert line.endswith("the project uses this copy already; try: library=<a newer checkout>")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=project, check=True)
@@ -269,19 +271,37 @@ def test_an_external_library_is_a_requirement(run, tmp_path):
     )
     code, (line,) = run("--upgrade", cwd=project)
     assert code == 2 and line.startswith("error: library=vendored: the project neither contains")
+    assert line.endswith("; try: library=<a folder, a wheel, git+https://...>")
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["a-b", "--to", "new"], "error: name=a-b: not a name that Python can import"),
+        (
+            ["a-b", "--to", "new"],
+            "error: name=a-b: not a name that Python can import, or the name of an installed"
+            " package; try: my_project",
+        ),
         (["torch", "--to", "new"], "error: name=torch: not a name that Python can import, or the"),
         (["another", "--to", "."], "error: --to=.: already exists"),
-        (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: not a"),
-        (["another", "--to", "new", "recipes=[x]"], "error: recipes=x: no recipe of this name"),
-        (["--check", "recipes=[x]"], "error: recipes=[x]: only a new project gets recipes"),
-        (["another"], "error: --to: needed: the folder"),
-        ([], "error: name: one name is needed"),
+        (
+            ["another", "--to", "new", "library=/no/where"],
+            "error: library=/no/where: not a library; allowed: vendored, a folder of gptrain, a ",
+        ),
+        (
+            ["another", "--to", "new", "recipes=[x]"],
+            "error: recipes=x: no recipe of this name; allowed: chat, distill, ",
+        ),
+        (
+            ["--check", "recipes=[x]"],
+            "error: recipes=[x]: only a new project gets recipes; try: copy the recipe's files",
+        ),
+        (
+            ["another"],
+            "error: --to: needed: the folder in which the project is made; try: --to ../mine",
+        ),
+        ([], "error: name: one name is needed; try: python -m gptrain.adopt --help"),
+        (["mine", "--check"], "error: name=mine: no name is needed; try: python -m gptrain."),
         (["--upgrade"], "error: --to: no project here"),
         (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
     ],
@@ -295,7 +315,8 @@ def test_a_project_that_cannot_be_created_is_one_line(words, message, run, tmp_p
 def test_a_project_is_not_made_inside_another(run):
     before = sorted(ROOT.iterdir())
     code, (line,) = run("another", "--to", "src/new", cwd=ROOT)
-    assert code == 2 and line.startswith("error: --to=src/new: lies inside this project")
+    assert code == 2
+    assert line == "error: --to=src/new: lies inside this project; try: ../my_project"
     assert sorted(ROOT.iterdir()) == before and not (ROOT / "src" / "new").exists()
 
 

@@ -60,6 +60,9 @@ ONE_LINE = {
     ],
     "data.global_batch_size=3 data.batch_size=1 trainer.devices=4": ["nearest: 4"],
     "data.num_samples=3": ["data.num_samples=3", "one step needs 32"],
+    "data.seq_len=1": ["data.seq_len=1", ">= 2"],
+    "data=text data.val_fraction=0": ["data.val_fraction=0", "must be > 0"],
+    "data=text data.val_fraction=1": ["data.val_fraction=1", "must be < 1"],
     # No key of this choice, or no key at all -> the one that was meant.
     "model.hidden_size=3": ["unknown key of this model", "d_model"],
     "lr=1e-3": ["optimizer.lr"],
@@ -192,6 +195,10 @@ def test_an_option_of_another_project_names_the_override_to_type_here():
     assert find_alias("data.batch_sizes", "8") is None
     # A similar key of the same group is meant rather than the same name in another group.
     assert nearest_key("data.max_len", ["model.max_len", "data.max_lens"]) == "data.max_lens"
+    # Of several keys with the same last part, the one with the fewest parts is meant.
+    assert nearest_key("lrr", ["a.lr", "a.b.lr", "b.lr"]) == "a.lr"
+    assert nearest_key("x.max_lens", ["a.max_len"]) == "a.max_len"
+    assert nearest_key("x.max_lens", ["a.min_len"]) is None  # similar, but not nearly equal
 
 
 @pytest.mark.parametrize("number", range(11))
@@ -238,7 +245,8 @@ RIGHT = [
     "trainer.max_time={hours:1} scheduler.total_steps=900", "max_tokens=1e6",
     "trainer.max_epochs=-1 trainer.max_steps=5", "trainer.limit_train_batches=0.5",
     "trainer.limit_val_batches=0", "trainer.gradient_clip_val=null", "trainer.deterministic=warn",
-    "trainer.fast_dev_run=2", "data.seq_len=257", "data.global_batch_size=64", "data=text",
+    "trainer.fast_dev_run=2", "data.seq_len=257", "data.seq_len=2",
+    "data.global_batch_size=64", "data=text",
     "data=text data.tokenizer=bpe", "optimizer=muon", "optimizer.fused=null",
     "scheduler.warmup_steps=50 scheduler.total_steps=900 trainer.max_steps=10",
     "scheduler.warmup_steps=0.1", "scheduler.start_factor=0", "name=a/b", "~callbacks.sample",

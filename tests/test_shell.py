@@ -79,6 +79,14 @@ def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp
         assert locations.expand_home(folder) == folder == tmp_path / typed
 
 
+def test_numbers_have_their_noun_and_a_long_list_is_cut():
+    assert [labels.count_text(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert labels.shorten(list(range(16))).endswith("13, 14, 15")
+    assert labels.shorten(list(range(17))).endswith("13, 14, 15, …")
+    assert labels.line("run", "a\nb") == "run       a\n          b"
+    assert labels.line("strategies", "a") == "strategies a"
+
+
 def test_a_run_folder_that_hydra_would_take_for_a_reference_is_refused(train):
     run = train(shell.override("run_dir", "out/${a}"))
     (line,) = run.err.splitlines()

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
-from gptrain.core.errors import DataError
+from gptrain.assemble.config_errors import missing_monitor_as_config_error
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.lit.metrics import MAX_SCALARS, named_scalars, try_metric
 from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
+from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN
 from tests.lit.own.metrics import Nats
 
@@ -170,6 +175,26 @@ def test_a_schedule_of_a_user_module_that_monitors_an_unknown_name_is_found_afte
     assert line.startswith(f"error: module._target_={target}: no value is logged")
     assert "with the name val/los, which its schedule monitors; allowed: " in line
     assert run.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Early stopping conditioned on metric `val/x` which is not available. Pass in or modify",
+        "`ModelCheckpoint(monitor='val/x')` could not find the monitored key in the returned",
+    ],
+)
+def test_what_a_callback_of_the_users_code_monitors_is_named_with_the_logged_names(message):
+    trainer = SimpleNamespace(callback_metrics={"val/b": 1, "val/a": 2})
+    with (
+        pytest.raises(ConfigError) as refused,
+        missing_monitor_as_config_error(compose_run(), cast(Any, trainer)),
+    ):
+        raise MisconfigurationException(message)
+    assert refused.value.lines == [
+        "error: callbacks: no value is logged with the name val/x, which a callback monitors; "
+        "allowed: val/a, val/b"
+    ]
 
 
 def test_training_metrics_may_be_monitored(fit):
