@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import pickle
@@ -320,12 +321,20 @@ def reseal(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_bytes(seal(read_manifest(path) | changes))
 
 
+def forge(path: Path) -> None:
+    """Write a manifest that has the right hash and is not JSON."""
+    text = b"{"
+    sha256 = hashlib.sha256(text + b"\n}\n").hexdigest().encode()
+    (path / "manifest.json").write_bytes(text + b',\n "sha256": "' + sha256 + b'"\n}\n')
+
+
 DAMAGES = {
     "truncated": lambda path: os.truncate(path / "state.ckpt", 1000),
     "empty": lambda path: os.truncate(path / "state.ckpt", 0),
     "missing": lambda path: (path / "state.ckpt").unlink(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "torn manifest": lambda path: os.truncate(path / "manifest.json", 50),
+    "forged manifest": forge,
     "swapped": swap,
     "renamed": lambda path: path.rename(path.with_name("step-00000009")),
     "belongs to another run": lambda path: reseal(path, run_id="b" * 32),

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,10 +130,10 @@ def parse(text: bytes, path: Path) -> dict:
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    manifest = json.loads(text)
-    if not _is_manifest(manifest):
-        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
-    return manifest
+    with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
+        if _is_manifest(manifest := json.loads(text)):
+            return manifest
+    raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
 
 
 def verify(path: Path, run_id: str | None = None) -> dict:
