@@ -151,8 +151,7 @@ class Muon(torch.optim.Optimizer):
         # Share groups and state at each step, because load_state_dict() replaces both.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
-        if self.found_inf is not None:
-            cast(Any, self._adamw).found_inf = self.found_inf
+        cast(Any, self._adamw).found_inf = self.found_inf
         self._adamw.step()
         for group in self.param_groups:
             if group["use_muon"]:
