@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,19 +151,57 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(tmp_path):
         assert 0 <= link["wait_s"] < 1
 
 
-def test_the_bandwidth_of_the_memory_is_that_of_all_ranks_together(tmp_path, monkeypatch):
-    """Each of two ranks reads and writes 2^18 fp32 values in a pass, which takes 1 ms here."""
-    monkeypatch.setattr(measurement, "time_calls", lambda *_: 1e-3)
+def test_a_measurement_has_the_bandwidths_of_nccl_tests_and_of_all_ranks_memory(
+    tmp_path, monkeypatch, capsys
+):
+    """Every call takes 1 ms here. Each of three ranks reads and writes 2^18 fp32 values in a pass.
+
+    A ring all-reduce of three ranks has four messages.
+    """
+    phases, timed = [], []
+    guard = SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda phase: phases.append(phase)))
+    cpu = torch.device("cpu")
+
+    def time_calls(call, device, n_calls, *_):
+        timed.append(n_calls)
+        return 1e-3
+
+    monkeypatch.setattr(measurement, "process_group", lambda cfg: nullcontext(cpu))
+    monkeypatch.setattr(measurement, "time_calls", time_calls)
     monkeypatch.setattr(measurement, "measure_matmul", lambda *_: 1e9)
-    monkeypatch.setattr(measurement, "gather", lambda value: [value] * 2)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    monkeypatch.setattr(measurement, "gather", lambda value: [value, value / 2, value])
+    cfg = SimpleNamespace(max_bytes=2**20, output_dir=str(tmp_path / "output"))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
     try:
-        times = [(4096, 1e-5), (65536, 2e-5)]
-        measurement.write_speeds(times, torch.device("cpu"), tmp_path / "machine.json")
+        assert measurement.measure(cfg, guard) == {}
+        seconds = iter((1e-3, 5e-3, 8e-3))  # sending, computing, and both
+        monkeypatch.setattr(measurement, "time_calls", lambda *_: next(seconds))
+        link = measurement.measure_link([(4096, 1e-5), (65536, 2e-5), (2**20, 5e-5)], cpu)
     finally:
         dist.destroy_process_group()
-    facts = json.loads((tmp_path / "machine.json").read_text())
-    assert facts["memory_bytes_per_s"] == pytest.approx(2 * 2 * 4 * 2**18 / 1e-3)
+    assert phases == list(operations.COLLECTIVES)
+    out = capsys.readouterr().out
+    tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", out, re.MULTILINE))
+    assert tables.keys() == FACTORS.keys()
+    for name, factor in FACTORS.items():
+        rows = [list(map(float, row.split())) for row in tables[name].splitlines()]
+        # Three rows of fp32 values are at most 4 KiB, 64 KiB and 1 MiB.
+        assert [row[0] for row in rows] == [4092, 65532, 1048572]
+        for n_bytes, micros, algorithm, bus in rows:
+            assert micros == 1000.0
+            assert algorithm == pytest.approx(n_bytes / 1e6, abs=1e-3)
+            assert bus == pytest.approx(factor * n_bytes / 1e6, abs=1e-3)
+    assert timed[:3] == [20, 20, 16]  # calls of at most 16 MiB in all
+    path = tmp_path / "output" / "machine.json"
+    assert f"kept in {path}" in out
+    facts = json.loads(path.read_text())
+    assert facts["flops_per_s"] == {"float32": 5e8, "bfloat16": 5e8}  # of the slowest rank
+    assert facts["memory_bytes_per_s"] == pytest.approx(3 * 2 * 4 * 2**18 / 1e-3)
+    assert facts["op_s"] == 1e-3 and facts["threads"] == torch.get_num_threads()
+    assert facts["links"].keys() == {"fake"} and facts["links"]["fake"].keys() == {"3"}
+    assert link["latency_s"] == pytest.approx(1e-3 / 4)
+    assert link["bytes_per_s"] == pytest.approx(4 / 3 * (2**20 - 4096) / 4e-5)
+    assert link["wait_s"] == pytest.approx(2e-3)
 
 
 @pytest.mark.gpu

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
@@ -138,6 +139,25 @@ def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     assert b"val/top5" in content and b"seed: 3" in content and b"width" not in content
     assert events(tmp_path, "loss/test") == [(7, 2.5)]
     assert events(tmp_path, "test/top5") == [(7, 0.5)]
+
+
+@pytest.mark.engine("wandb")
+@pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])
+def test_wandb_has_the_id_of_the_folder_and_is_told_how_the_run_ends(tmp_path, status, exit_code):
+    """No run of Weights & Biases is started."""
+    from gptrain.lit.loggers.wandb import WandbLogger
+
+    with RunLock(tmp_path) as lock:
+        run_id = lock.run_id
+    logger = WandbLogger(str(tmp_path), project="mine", offline=True)
+    assert (logger.version, logger.save_dir, logger.name) == (run_id, str(tmp_path), "mine")
+    assert "anonymous" not in logger._wandb_init
+    logger.finalize(status)  # no run was started
+    exits = []
+    logger._experiment = SimpleNamespace(finish=lambda exit_code: exits.append(exit_code))
+    logger.finalize(status)
+    logger.finalize(status)  # the run has ended already
+    assert exits == [exit_code]
 
 
 @pytest.mark.slow

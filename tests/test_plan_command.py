@@ -11,7 +11,14 @@ import pytest
 from gptrain.core.data_schema import DataConfig, DummyTextConfig
 from gptrain.costs import machine
 from gptrain.costs.choice import changed_overrides
-from gptrain.plan.__main__ import PARTS, main, memory_lines, planned_lines, step_table
+from gptrain.plan.__main__ import (
+    PARTS,
+    main,
+    memory_lines,
+    planned_lines,
+    step_table,
+    traced_lines,
+)
 from tests.conftest import ROOT
 
 SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
@@ -213,6 +220,17 @@ def test_the_tables_show_each_number_under_its_name():
     result["changes"] = None
     last = planned_lines(None, result)[-1]
     assert last == "best      nothing fits: more devices, or a smaller model"
+    traced = {"single": rows["single"] | {"flops": 2.5e12, "wire": {"weights": 2**21, "heads": 0}}}
+    result |= {"strategies": traced, "layers": (6, 12, 80)}
+    assert traced_lines(result)[2:] == [
+        "a step    2.5 TFLOP of a device, traced; sent: weights 2.0 MiB, heads 0.0 MiB",
+        "layers    of 80; 6 and 12 were traced, the rest is extrapolated",
+    ]
+    result["layers"] = None
+    traced["single"]["wire"] = {}
+    assert traced_lines(result) == [
+        *memory_lines(result), "a step    2.5 TFLOP of a device, traced; sent: nothing"
+    ]  # fmt: skip
 
 
 def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path, monkeypatch):

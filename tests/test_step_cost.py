@@ -177,6 +177,30 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
     assert computing.read() == 0.0
 
 
+def test_the_clock_of_a_gpu_counts_the_milliseconds_between_events(monkeypatch):
+    """A stream without a GPU: each event happens one second after the event before it."""
+    happened, waited = [], []
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+
+        def record(self):
+            happened.append(self)
+
+        def elapsed_time(self, end):
+            assert waited  # a GPU that is not idle has not reached the event yet
+            return 1000.0 * (happened.index(end) - happened.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(len(happened)))
+    computing = clock.ComputeClock(torch.device("cuda", 0))
+    computing.start_step()
+    with computing.paused():
+        pass
+    assert computing.read() == 2.0 and waited == [4]
+
+
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
 def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler, tmp_path):
     earlier = tmp_path / "run" / "fit-profile-.txt"  # file of an earlier start
