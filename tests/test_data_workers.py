@@ -1,10 +1,16 @@
 """Data workers send batches through /dev/shm. A full /dev/shm is an error, never a hang."""
 
+import errno
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import Dataset
+
+from gptrain.core.errors import DataError
+from gptrain.lit import datamodule
 
 READ_ALL = """
 import os
@@ -24,6 +30,50 @@ loader = Loader(
 for batch in loader:
     pass
 """
+
+
+class Fails(Dataset):
+    """Raises an error for its third sample."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise self.error
+        return index
+
+
+def test_an_error_of_a_data_worker_is_one_line():
+    """PyTorch puts the traceback of a worker in front of the message."""
+    cases = (
+        (
+            DataError("Caught DataError in a worker.\nTraceback:\nDataError: bad\n"),
+            DataError,
+            "bad",
+        ),
+        (RuntimeError("unable to write: No space left on device (28)"), OSError, "no space left"),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    )
+    for error, kind, message in cases:
+        loader = datamodule.Loader(Fails(error), batch_size=1)
+        with pytest.raises(kind, match=f"^(.Errno 28. )?{message}") as raised:
+            list(loader)
+        if kind is OSError:
+            assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/shm")
+        else:
+            assert str(raised.value) == message
+
+
+def test_a_worker_of_a_stream_reads_its_part_and_ends_with_its_rank(monkeypatch):
+    called = []
+    monkeypatch.setattr(datamodule, "ignore_in_worker", called.append)
+    stream = SimpleNamespace(start=lambda *part: called.append(part))
+    datamodule.start_stream_worker(77, stream, [(0, "a"), (1, "b")], 1)
+    assert called == [77, (1, "b")]
 
 
 @pytest.mark.slow

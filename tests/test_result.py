@@ -15,11 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, describe, measure
+from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.datamodule import Loader
 from gptrain.lit.report import waiting_line
 from gptrain.runtime.devices import find_devices
@@ -59,6 +61,18 @@ def test_a_run_says_why_it_ended(train, words, reason, detail):
     assert re.fullmatch(detail, ended["detail"])
     (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
     assert line.endswith(f" · {reason}, {ended['detail']}")
+
+
+def test_a_timer_has_ended_a_run_only_if_no_time_remains():
+    timer = Timer()
+    trainer = SimpleNamespace(callbacks=[timer], early_stopping_callbacks=[], global_step=3)
+    for remaining_s, reason in ((0.5, "stopped"), (-0.1, "max_time"), (None, "stopped")):
+        timer.time_remaining = lambda s=remaining_s: s
+        ended = why_ended(trainer, SimpleNamespace(n_steps=9), 0)
+        assert ended["reason"] == reason
+    assert ended["detail"] == "by a callback or the module (trainer.should_stop), at step 3"
+    ended = why_ended(trainer, SimpleNamespace(n_steps=3), None)
+    assert ended["reason"] == "nothing left to train" and "step 3 is the last" in ended["detail"]
 
 
 HELD = 300_000_000

@@ -351,6 +351,13 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", name=run.copy_until(1, "again"))
 
 
+@pytest.mark.parametrize("loader", [[], [DataLoader(range(4)), range(4)]])
+def test_a_loader_that_is_no_dataloader_is_refused(loader):
+    message = "data._target_=DataModule: its loader is a list; needed: a DataLoader, or several"
+    with pytest.raises(ConfigError, match=message):
+        UserData(DataModule(20), loader, "data._target_", 1)
+
+
 def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refused):
     name = f"{DATA}.DataModule"
     assert f"data.train._target_={name}: a LightningDataModule, which is data._target_; needed" in (

@@ -8,7 +8,7 @@ Source: Chowdhery et al. 2022, "PaLM", appendix B, arXiv:2204.02311.
 
 
 def train_flops_per_token(
-    n_matrix_weights: int, n_layers: int = 0, d_attention: int = 0, seq_len: int = 0
+    n_matrix_weights: int, n_layers: int, d_attention: int, seq_len: int
 ) -> int:
     """Return the model FLOPs of one token in a training step: 6 N + 12 L (H Q) T.
 

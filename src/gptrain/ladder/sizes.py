@@ -163,7 +163,7 @@ def make_size(
     n_data = parallel_dims(cfg.strategy, n_devices, n_nodes).data
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
     shape = find_shape(cfg.model)
-    attention = (shape.n_layers, shape.d_q, lengths.sample_tokens) if shape else ()
+    attention = (shape.n_layers, shape.d_q, lengths.sample_tokens) if shape else (0, 0, 0)
     flops = train_flops_per_token(counts["matrices"], *attention)
     rows = estimates(cfg, lengths.sample_tokens, machine, n_nodes)
     row = rows.get(strategy_name(cfg.strategy.name, n_devices))
