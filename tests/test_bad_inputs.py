@@ -71,6 +71,9 @@ ONE_LINE = {
     "trainer.logger=csv": ["logger=csv"],
     "data=text data.num_samples=64": ["data.num_samples=64: unknown key of this data", "val_frac"],
     "data.val=null": ["data.val=null: not a group of keys"],
+    "data=mixture +data@data.parts.a=dummy_text ~data.parts.a.val": [
+        "data.parts.a.val: missing, but required",
+    ],
     # Options that would be without effect, or that cannot be together.
     "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": ["no effect under strategy=fsdp"],
     "strategy=context_parallel strategy.shard=false strategy.accumulate_shards=true "

@@ -97,7 +97,8 @@ def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
         if seq_len is not None and "seq_len" in part:
             part.seq_len = seq_len
         node = part.get(key, 1)
-        values[name] = OmegaConf.to_container(node, resolve=True) if key != "weight" else node
+        is_node = OmegaConf.is_config(node)
+        values[name] = OmegaConf.to_container(node, resolve=True) if is_node else node
     return values
 
 
