@@ -415,12 +415,13 @@ def _run(
 def _report(error: BaseException, debug: bool = False) -> tuple[int, str]:
     """Print the error of a command or its job, and return its exit code and message.
 
-    The message of a JobFailedError has been printed by the job. Every other message is printed on
-    stderr, and passed to `gptrain.fit` if that started this process.
+    No message is printed for a JobFailedError, because the job has printed it, and for a
+    SystemExit, which has its own exit code. Every other message is printed on stderr by rank 0, and
+    passed to `gptrain.fit` if that started this process.
 
     Args:
-        error: Exception that the command or the job raised. A SystemExit has its own exit code.
-        debug: Whether to print the traceback.
+        error: Exception that the command or the job raised.
+        debug: Whether to print the traceback, except that of a JobFailedError.
     """
     if isinstance(error, JobFailedError):
         return error.code, str(error)

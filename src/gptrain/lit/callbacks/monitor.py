@@ -183,7 +183,8 @@ class TrainingMonitor(Callback):
             SaveFailedError: Instead, on all ranks, if a rank could not write its files.
             RefusedStepError: Instead, if the last step was refused and the run ends because of it.
             DataError: Instead, if the last step is step 0 of the run and had no target.
-            MissingMonitorError: On all ranks, if a callback monitors a value that is never logged.
+            MissingMonitorError: On all ranks, if a callback or a schedule monitors a value that is
+                never logged.
         """
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)

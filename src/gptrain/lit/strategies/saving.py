@@ -253,7 +253,9 @@ class SavingStrategy(Strategy):
 
         Args:
             checkpoint: Result of `load_checkpoint`.
-            strict: Whether names outside `net` must be equal. Names of the net always must.
+            strict: Whether names outside `net` must be equal. Names of the net always must, unless
+                every rank holds the full net and the save is unsharded: then `strict` decides about
+                all names. Frozen tensors in `base` may be missing in either case.
 
         Raises:
             ValueError: If the tensors of a partitioned or sharded net have other names or shapes
