@@ -261,7 +261,7 @@ def _is_allowed(
         place: Dotted key of the `_target_`.
         target: Dotted name of the class. Any value but a string is refused.
         allowed: Packages whose classes the user allows.
-        trusted: Pairs (group, `_target_`) of the user's own yaml files.
+        trusted: Pairs (group, `_target_`) of the yaml files of the user and of the library.
     """
     group = _group_of(place)
     pattern = LIBRARY_CLASSES.get(group)

@@ -45,9 +45,9 @@ def check_files(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for each data file and checkpoint of the config that is missing or empty.
 
     Data files are checked for the data groups that ship with gptrain, and only for a training run
-    or an evaluation: a command with a schema of its own does not read them. A glob pattern must
-    match a file. A mirror with a URL scheme for which no fsspec package is installed is a problem,
-    too.
+    or an evaluation: a command with a schema of its own does not read them. A glob pattern of a
+    data key must match a file. A mirror with a URL scheme for which no fsspec package is installed
+    is a problem, too.
     """
     run = checked.run
     groups: dict[str, DataConfig | PartConfig] = {"data": run.data}
