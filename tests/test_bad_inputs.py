@@ -117,7 +117,7 @@ ONE_LINE = {
     ],
     "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun"],
     # Words that cannot be read.
-    "seed": ["seed: not key=value"],
+    "seed": ["seed: not key=value; try: ", "--help"],
     "seed=[1,": ["\"seed='[1,'\""],
     "name=é": ["\"name='é'\""],
     "trainer.devices=0,1": ["'trainer.devices=[0,1]'"],
@@ -318,7 +318,7 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
 
 def test_files_that_are_not_there_are_not_found(tmp_path):
     (line,) = refused("data=text", "data.path=/x/y", *NANO, code=66)
-    assert "data.path=/x/y: no such file" in line
+    assert "data.path=/x/y: no such file or folder; try: data.path=<file or folder>" in line
     train_path = f"data.train_path={__file__}"
     (line,) = refused("data=tokens", train_path, "data.val_path=/x/y", *NANO, code=66)
     assert "data.val_path=/x/y: no such file" in line
@@ -332,7 +332,7 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
     (line,) = refused(*part, *NANO, code=66)
     assert "data.parts.a.path=/x/y: no such file" in line
     (line,) = refused("data=text", "data.path=/dev/null", *NANO, code=65)
-    assert "data.path=/dev/null: empty" in line
+    assert "data.path=/dev/null: empty; try: data.path=<file>" in line
     (line,) = refused("ckpt_path=missing.ckpt", *NANO, code=66)
     assert "ckpt_path=missing.ckpt: no such file" in line and "ckpt_path=last" in line
     (line,) = refused("init_from=best", *NANO, code=66)

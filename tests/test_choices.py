@@ -145,13 +145,16 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     (tmp_path / "config.json").write_text('{"vocab_size": 1, "text_config": {"vocab_size": 640}}')
     cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
     assert cfg.model.vocab_size == 640  # of a model that also reads images
-    for words, message in (
-        ((), "model.vocab_size=auto: neither data.tokenizer nor model.path has a vocabulary"),
-        (("data=text", "data.tokenizer=bpe"), "data.tokenizer=bpe: needs a number for"),
-        (("data=text", "data.tokenizer=/none"), "data.tokenizer=/none: no tokenizer.json with a"),
+    hugging_face = ("model=hugging_face", "model.path=/none")
+    for words, message, code in (
+        ((), "auto: neither data.tokenizer nor .* a vocabulary; try: model.vocab_size=50304", 2),
+        (("data=text", "data.tokenizer=bpe"), "bpe: needs a .*; try: model.vocab_size=4096", 2),
+        (("data=text", "data.tokenizer=/none"), "=/none: no tokenizer.json with a vocabulary", 66),
+        (hugging_face, "model.path=/none: no config.json with a vocab_size", 66),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message) as refused:
             compose_run("model.vocab_size=auto", *words)
+        assert refused.value.code == code
 
 
 # Keys that a user adds with a `+`, so that no yaml file has them.

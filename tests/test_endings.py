@@ -66,6 +66,24 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert ending.rank == expected_rank
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PreemptedError(5), "asked to stop: saved at step 5"),
+        (PreemptedError(), "asked to stop: there was nothing to save"),
+        (DataError("a.txt: empty"), "error: a.txt: empty"),
+        (OSError(errno.EIO, "x", "f"), "error: OSError: [Errno 5] x: 'f'"),
+        (ModuleNotFoundError("no wandb", name="wandb"), "error: no wandb; try: pip install wandb"),
+        (ModuleNotFoundError("needs pyarrow"), "error: needs pyarrow"),
+        (RuntimeError("Timed out waiting 9ms"), "error: a collective timed out: Timed out waiting"),
+        (RuntimeError("Connection closed by peer"), "error: another rank has exited: Connection "),
+        (ValueError("wrong"), "error: ValueError: wrong; at step 7"),
+    ],
+)
+def test_the_line_of_an_exception_says_what_happened_and_what_to_try(error, line):
+    assert ending_of(error, doing="step 7").line.startswith(line)
+
+
 def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():
     needs = "Tried to allocate 12.49 GiB. GPU 0 has a total capacity of 139.80 GiB of which 9.8 GiB"
     others = "Process 462 has 920.00 MiB memory in use. If reserved memory is large try setting …"

@@ -49,7 +49,7 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
     for word in ("-m", "--help", "seed"):
         with pytest.raises(gptrain.ConfigError, match=f"error: {word}: not key=value"):
             gptrain.fit([word])
-    with pytest.raises(gptrain.ConfigError, match="no project here"):
+    with pytest.raises(gptrain.ConfigError, match=r"no project here, .* conf=.project/conf"):
         gptrain.fit(conf=tmp_path / "conf")
 
 

@@ -194,7 +194,8 @@ def test_a_sweep_inside_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (line,) = refused("-m", "seed=1,2")
-    assert "sweep" in line
+    assert "-m: a sweep cannot run inside the ranks of a launcher; try: python " in line
+    assert line.endswith(" -m ... trainer.devices=<n>")
 
 
 @pytest.mark.engine("optuna")

@@ -186,6 +186,9 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, typed, saved_
     assert err == (
         "error: prompt=hello: the run's folder has no tokenizer; try: token ids, as in '1 2 3'\n"
     )
+    code, _, err = write(saved_twice.folder, "prompt=5", "chat=true")
+    message = "the run's folder has no chat template; try: chat=false"
+    assert (code, err) == (2, f"error: chat=true: {message}\n")
     code, _, err = write(saved_twice.folder, "prompt=5 256")
     assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 255" in err
 

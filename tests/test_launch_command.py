@@ -109,10 +109,15 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
     [
         ((), "error: '' is not an engine; allowed: slurm, kubernetes"),
         (("slurm", "slurm.save_s=0"), "error: slurm.save_s=0: must be >= 1"),
-        (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster must know"),
+        (
+            ("slurm", "trainer.devices=auto"),
+            "error: trainer.devices=auto: the cluster must know the number before the job starts;"
+            " try: trainer.devices=2",
+        ),
         (
             ("slurm", "trainer.num_nodes=auto"),
-            "error: trainer.num_nodes=auto: the cluster must know",
+            "error: trainer.num_nodes=auto: the cluster must know the number before the job starts;"
+            " try: trainer.num_nodes=2",
         ),
         (("slurm", "slurm.account='a\nb'"), "error: slurm.account=a\\nb: "),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),

@@ -87,6 +87,12 @@ def test_loading_an_untrusted_folder_runs_no_code(tmp_path, model):
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path):
+    odd = {"_target_": "gptrain.models.SimpleGPT", "vocab_size": 8, "d_model": 6, "n_heads": 4}
+    torch.save({"state_dict": {}, "model": odd}, tmp_path / "x.ckpt")
+    with pytest.raises(ConfigError, match="cannot be made: ") as e:
+        gptrain.load(tmp_path / "x.ckpt")
+    assert e.value.code == 65
+    (tmp_path / "x.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match="no run in this folder"):
         gptrain.load(tmp_path)
     with pytest.raises(ValueError, match="allowed: best, last"):

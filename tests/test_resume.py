@@ -113,6 +113,7 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
     words = ("ckpt_path=last", "max_tokens=1e6", "data.batch_size=16")
     problem = refused(compose(*words, "allow_changes=[data.global_batch_size]"))
     assert (problem.code, problem.problems[0].key) == (2, "max_tokens")
+    assert problem.lines[0].endswith("; try: trainer.max_steps=<n> max_tokens=null")
 
 
 def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
@@ -207,9 +208,9 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     save(compose(), 5)
     problem = refused(compose())
     assert problem.code == 73 and "saved at step 5" in str(problem)
-    assert "ckpt_path=last" in str(problem)
+    assert "; try: ckpt_path=last to resume it, or another run_dir" in str(problem)
     problem = refused(compose("task=test"))
-    assert problem.code == 73 and "holds a trained run" in str(problem)
+    assert problem.code == 73 and "holds a trained run; try: from_run=" in str(problem)
     # fast_dev_run saves nothing, so that neither the folder nor the mirror of a run matters.
     another, mirror = CheckpointStore(tmp_path / "another", "b" * 32), Mirror(f"{tmp_path}/mirror")
     with another.writing(1) as draft, draft.open("state.ckpt") as file:
@@ -218,7 +219,8 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     mirror.wait()
     mirrored = f"checkpoint.mirror={tmp_path}/mirror"
     assert find_checkpoint(compose("trainer.fast_dev_run=true", mirrored), LOCK, 1) is None
-    assert "holds another run" in str(refused(compose("ckpt_path=last", mirrored)))
+    hint = "holds another run; try: ckpt_path=last in a new run_dir to resume that run"
+    assert str(refused(compose("ckpt_path=last", mirrored))).endswith(hint)
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):

@@ -246,7 +246,8 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
     outside = tmp_path / "outside"
     (folder / names[2]).rename(outside)
     (folder / names[2]).symlink_to(outside)
-    assert typed(main, "--prune")[0] == 2  # --prune needs a folder
+    code, _, err = typed(main, "--prune")
+    assert (code, err) == (2, "error: --prune: needs a folder; try: --prune FOLDER\n")
     code, out, err = typed(main, "--prune", str(run.folder))  # stdin is not a terminal
     assert code == 2 and f"delete    {folder / names[1]}" in out and "--yes" in err
     assert f"keep      {run.folder}: {names[0]}, {names[3]}" in out

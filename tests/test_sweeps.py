@@ -13,10 +13,11 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as build
 from gptrain.checkpoints.status import write_result, write_status
-from gptrain.config import cli
+from gptrain.config import cli, study
 from gptrain.config.compose import job_folder
 from gptrain.config.overrides import parse
 from gptrain.config.sweep import find_finished, report_sweep
+from gptrain.core.errors import ConfigError
 from tests.conftest import TINY
 
 
@@ -230,6 +231,20 @@ def test_an_interrupted_search_continues_from_its_sqlite_file_with_new_points(se
     assert "study     s: continues after 2 trials" in again.out
     assert len(starts) == len(set(starts)) == 4
     assert (again.folder / "results.csv").read_text().count("steps done") == 3
+
+
+def test_packages_that_cannot_store_a_study_are_refused_with_the_command(monkeypatch):
+    versions = {"optuna": "2.10.1", "sqlalchemy": "2.0.1"}
+    monkeypatch.setattr(study, "version", versions.get)
+    with pytest.raises(ConfigError) as refused:
+        study.check_versions("sqlite:///a.db")
+    assert str(refused.value).endswith(
+        "=sqlite:///a.db: optuna 2.10.1 with sqlalchemy 2.0.1 cannot store a study; "
+        'try: pip install "sqlalchemy<2" "alembic<1.20"'
+    )
+    for name, number in (("optuna", "3.0.0"), ("sqlalchemy", "1.4.54")):
+        monkeypatch.setattr(study, "version", (versions | {name: number}).get)
+        study.check_versions("sqlite:///a.db")
 
 
 @pytest.mark.engine("optuna")

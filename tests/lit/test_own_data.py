@@ -265,6 +265,11 @@ def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     assert again.column("train/loss")[-2:] == losses[-2:]
     val = build_dataset(compose_run(*SHORT_VALIDATION, *words), "val")
     assert len(val) == 3 * 4 * 2  # batches, samples of a batch, ranks
+    hint = "a stream has no index, and is read once; try: trainer.overfit_batches=0"
+    with pytest.raises(ConfigError, match=f"trainer.overfit_batches=2: {hint}"):
+        build_dataset(
+            compose_run(*words, "trainer.max_steps=5", "trainer.overfit_batches=2"), "train"
+        )
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
@@ -364,6 +369,10 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
         refused(f"data.train._target_={name}")
     )
     assert "data._target_=tests" in refused("~data", f"+data._target_={DATA}.Points")
+    with pytest.raises(ConfigError, match=r"only train.py knows the samples; try: data.train._t"):
+        build_dataset(compose_run("model=gpt_nano", *DATA_MODULE), "train")
+    with pytest.raises(ConfigError, match=r"made a Identity, whose samples .*; try: a torch\.uti"):
+        build_dataset(compose_run("data.train._target_=torch.nn.Identity"), "train")
     assert "strategy.name=fsdp: not with a LightningDataModule" in refused(
         *DATA_MODULE, *TWO, "strategy=fsdp"
     )
