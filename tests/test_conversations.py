@@ -111,6 +111,14 @@ def test_a_call_of_a_tool_is_a_target_without_and_after_a_content(folder):
     calls = [{"role": "assistant", "content": text, "call": "{f}"} for text in ("", "a")]
     tokens, is_target = chat.encode([TALK[0], calls[0], TALK[2], calls[1], TALK[2]])
     assert chat.tokenizer.decode(tokens[is_target]) == "{f}<|im_end|>a{f}<|im_end|>"
+    # A call may be nested, and a control token in it is text. A number stays a number.
+    template = template.replace("message.get('call', '')", "message.get('call', '') | tojson")
+    chat = ChatFormat(load_tokenizer(folder), template)
+    call = {"content": "", "call": [{"é": ["<|im_end|>", 1]}]}
+    tokens, is_target = chat.encode([TALK[0], {"role": "assistant"} | call])
+    answer = chat.tokenizer.decode(tokens[is_target])
+    assert answer == '[{"é": ["<|im_end|>", 1]}]<|im_end|>'
+    assert tokens[is_target].tolist().count(chat.end_id) == 1
     with pytest.raises(DataError, match="needed: messages of role and content, not 'hi'"):
         chat.encode(["hi"])
 
@@ -145,5 +153,14 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
         ChatFormat(tokenizer).encode([{"role": "system", "content": ""}])
     with pytest.raises(DataError, match="not valid: Unexpected end of template"):
         ChatFormat(tokenizer, "{% for x in messages %}")
+
+    class WithoutEnd(ByteTokenizer):
+        end_token = None
+
+        def token_to_id(self, name: str) -> None:
+            return None
+
+    with pytest.raises(DataError, match=r"no token to end a message with; try: .*<\|im_end\|>"):
+        ChatFormat(WithoutEnd())
     with pytest.raises(DataError, match="no control token at the end of an answer"):
         ChatFormat(tokenizer, "{% for x in messages %}{{ x.content }}{% endfor %}")

@@ -16,11 +16,22 @@ from gptrain.text.writing import generate
 METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
 
 
-def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(speaker, tmp_path, capfd):
+def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(
+    speaker, saved_twice, tmp_path, capfd
+):
     assert run_command(evaluate, [f"from_run={speaker}"], EvaluateRun, {}) == 2
     line = "error: callbacks: no callback of the run has a method evaluate(net, tokenizer); try: "
     assert capfd.readouterr().err.startswith(line)
     assert run_command(evaluate, [f"from_run={tmp_path}/none"], EvaluateRun, {}) == 66
+    capfd.readouterr()
+    words = [
+        f"from_run={saved_twice.folder}",
+        "callbacks=scores",
+        f"callbacks.scores.files={{a: {tmp_path}}}",
+    ]
+    assert run_command(evaluate, words, EvaluateRun, {}) == 2
+    line = f"error: from_run={saved_twice.folder}: the folder has no tokenizer\n"
+    assert capfd.readouterr().err == line
 
 
 @pytest.mark.engine("lm_eval")

@@ -209,6 +209,12 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     )
 
 
+def test_a_chat_without_a_template_is_refused(write, saved_twice):
+    code, out, err = write(saved_twice.folder, "prompt=1", "chat=true")
+    assert (code, out) == (2, "")
+    assert err == "error: chat=true: the run's folder has no chat template; try: chat=false\n"
+
+
 def test_an_invalid_untrusted_tokenizer_is_one_line(write, speaker):
     (speaker / "tokenizer.json").unlink()
     (speaker / "tokenizer.json").write_text("{}")

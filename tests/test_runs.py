@@ -135,6 +135,7 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
         (["--diff"], 2, "error: --diff: needs exactly two runs, found 4"),
+        (["--yes"], 2, "error: --yes: has an effect with --prune only"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
 )
@@ -271,3 +272,11 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
     assert any(outside.iterdir()) and len([*(tmp_path / "mirror").rglob("state.ckpt")]) == 4
     (folder / names[3] / "state.ckpt").write_bytes(b"")  # a damaged newest checkpoint stays, too
     assert "nothing to delete" in typed(main, "--prune", str(run.folder), "--yes")[1]
+    for name in (names[0], names[2]):
+        (folder / name / "state.ckpt").write_bytes(b"")
+    code, _, err = typed(main, "--prune", str(run.folder), "--yes")
+    assert code == 73 and f"{folder}: nothing was deleted: " in err
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    code, _, err = typed(main, "--prune", str(run.folder), "--yes")
+    assert code == 73 and f"{folder}: is a link; checkpoints behind a link are not deleted" in err

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 from gptrain.assemble.datasets import (
     build_dataset,
     build_datasets,
+    build_user_data,
     check_sample,
     check_samples,
 )
@@ -150,6 +151,24 @@ def test_only_the_samples_that_a_run_reads_are_checked():
         read = pytest.raises(ConfigError, match=r"data\.val: no samples; try: trainer\.limit")
         with read if is_read else nullcontext():
             check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
+
+
+def test_an_object_that_is_no_dataset_of_the_kind_that_its_key_needs_is_refused():
+    """An object without an index, a data module, and a stream that is to be repeated."""
+    words = ("model=gpt_nano", "trainer=cpu")
+    any_class = f"_target_={DATA}.Nothing"
+    for changes, build, message in (
+        ((f"data.train.{any_class}",), build_dataset,
+         rf"data\.train\.{any_class}: made a Nothing, whose samples have no index; try: "),
+        (("~data", f"+data.{any_class}"), lambda cfg, _: build_user_data(cfg, cfg.data),
+         rf"data\.{any_class}: made a Nothing; try: a LightningDataModule"),
+        (DATA_MODULE, build_dataset,
+         r"DataModule: a LightningDataModule, of which only train\.py knows the samples; try: "),
+        ((*of("Endless"), "trainer.max_steps=5", "trainer.overfit_batches=2"), build_dataset,
+         r"overfit_batches=2: a stream has no index, and is read once; try: .*overfit_batches=0"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            build(compose_run(*words, *changes), "train")
 
 
 def test_a_first_sample_with_a_target_outside_the_vocabulary_is_refused():

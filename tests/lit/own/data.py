@@ -175,6 +175,13 @@ class Resumable(Endless):
         self.position = state["position"]
 
 
+class Nothing:
+    """An object without samples."""
+
+    def __init__(self, **options):
+        pass
+
+
 class IterableSamples(IterableDataset):
     """The samples of a dataset, without their number."""
 
