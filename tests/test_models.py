@@ -190,6 +190,7 @@ def test_sizes_that_cannot_be_built_are_refused():
         (small_gpt, {"activation": "relu"}, r"'relu'.*gelu, gelu_tanh"),
         (small_llama, {"n_kv_heads": 3}, r"n_kv_heads=3.*n_heads=4"),
         (small_llama, {"d_model": 36}, r"n_heads=4: d_model=36"),
+        (small_llama, {"d_head": 7}, "d_head=7: odd"),
     ):
         with pytest.raises(ValueError, match=message):
             make(**sizes)

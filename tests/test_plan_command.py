@@ -11,6 +11,7 @@ import pytest
 from gptrain.core.data_schema import DataConfig, DummyTextConfig
 from gptrain.costs import machine
 from gptrain.costs.choice import changed_overrides
+from gptrain.costs.topology import parse_topology
 from gptrain.plan.__main__ import (
     PARTS,
     main,
@@ -217,6 +218,11 @@ def test_the_tables_show_each_number_under_its_name():
     assert planned_lines(None, result)[-2:] == [best, "command   python train.py"]
     result["changes"] = {"strategy": "fsdp"}
     assert planned_lines(None, result)[-2] == "best      fsdp"
+    topology = parse_topology(CHAIN)
+    assert planned_lines(topology, result)[-3] == (
+        f"topology  tensor parallelism inside {topology.tensor_groups}, "
+        f"slowest link of a ring {topology.slowest_ring_link}"
+    )
     result["changes"] = None
     last = planned_lines(None, result)[-1]
     assert last == "best      nothing fits: more devices, or a smaller model"

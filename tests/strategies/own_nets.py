@@ -238,6 +238,30 @@ class CappedGPT(SimpleGPT):
         return 2 * torch.tanh(super().forward(tokens, cache) / 2)
 
 
+class Infinite(OwnNet):
+    """A net whose logits are not finite."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) / 0
+
+
+class Random(OwnNet):
+    """A net that draws random numbers also in evaluation mode."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * torch.rand(())
+
+
+class Raises(OwnNet):
+    """A net that fails, and says so by another error."""
+
+    def forward(self, tokens):
+        try:
+            raise OSError("two\nlines")
+        except OSError as error:
+            raise ValueError("the last error") from error
+
+
 class ExchangingAttention(Attention):
     """Attention that exchanges positions for heads, as context parallelism needs."""
 

@@ -1,6 +1,8 @@
 """A user net is compared with its unpartitioned form before the first step."""
 
 import random
+import unittest
+from contextlib import nullcontext
 
 import numpy
 import own_nets
@@ -102,6 +104,25 @@ def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_an
         check_fit(net, options, parallel_dims(options, 2), **modes)
 
 
+def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_plan():
+    options = default_options("context_parallel")
+    modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
+    net = own_nets.DividesSequences()
+    net.n_heads = 6
+    for n_ranks, message in ((3, None), (4, "4 ranks do not divide n_heads=6; .*: 1, 2, 3, 6$")):
+        refused = pytest.raises(IncompatibleModelError, match=message) if message else nullcontext()
+        with refused as error:
+            check_fit(net, options, parallel_dims(options, n_ranks), **modes)
+        assert not message or error.value.key == "strategy.context_parallel_size"
+    for plan, reason in (
+        (("blocks.*.norm_2",), r"blocks\.0\.norm_2, which has no attribute exchange \(see"),
+        (("layers.*",), r"\('layers.\*',\) names no module of the net \(see"),
+    ):
+        net.context_plan = plan
+        with pytest.raises(IncompatibleModelError, match=rf"\.context_plan=.*{reason}"):
+            check_fit(net, options, parallel_dims(options, 2), **modes)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_net_without_blocks_is_refused_for_what_works_block_by_block(mode):
     options, net = default_options("single"), torch.nn.Linear(2, 2)
@@ -149,6 +170,17 @@ def test_a_pipeline_accepts_nets_that_are_a_chain_of_their_parts_and_refuses_the
 def test_fsdp_and_activation_checkpointing_accept_any_forward():
     for net_class in (own_nets.OwnNet, own_nets.MaskOfTokens, own_nets.SoftCapped):
         build("fsdp", net_class, activation_checkpointing="full", precision="bf16-mixed")
+    # A net that cannot be compared is trained after a warning that names the first cause.
+    for net_class, reason in (
+        (own_nets.Infinite, "the logits of the plain net are not finite"),
+        (own_nets.Random, "in evaluation mode the logits of the plain net are random, or depend"),
+        (own_nets.Raises, "OSError: two lines"),
+    ):
+        with unittest.TestCase().assertLogs("gptrain", "WARNING") as logged:
+            build("fsdp", net_class)
+        (record,) = logged.records
+        expected = f"warning: the partitioned net was not compared with the plain net: {reason}"
+        assert record.getMessage().startswith(expected), record.getMessage()
 
 
 @on_ranks(4)
