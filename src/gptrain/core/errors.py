@@ -115,9 +115,9 @@ CAUSES = {
 
 # Parts of error messages of gloo and NCCL after another rank has exited.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-# Parts of error messages of torch, on a CPU and on a GPU.
 # The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
 CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\.")
+# Parts of error messages of torch when memory runs out, on a CPU and on a GPU.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 # First line of an error that torch raises again for a data worker.
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")

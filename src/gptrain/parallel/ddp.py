@@ -22,7 +22,8 @@ SYNC_BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+# Options of the strategy that DistributedDataParallel takes as arguments of the same names
+ARGUMENTS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 
 
 class Replicated(ParallelStrategy[DDPOptions]):
@@ -35,7 +36,7 @@ class Replicated(ParallelStrategy[DDPOptions]):
         self.data_group = dist.group.WORLD
         self.replicas = build_mesh(self.device.type, self.dims)["data"]
         self.comm_hook = build_comm_hook(self.options.comm_hook)
-        self.ddp_arguments = {key: getattr(self.options, key) for key in OPTIONS}
+        self.ddp_arguments = {key: getattr(self.options, key) for key in ARGUMENTS}
         self.ddp_arguments[SYNC_BUFFERS] = False
 
     @property
