@@ -22,6 +22,7 @@ ONE_LINE = {
     "strategy=ddpp": ["strategy=ddpp", 'did you mean "ddp"', "auto, context_parallel, ddp", "fsdp"],
     "strategy=dp": ["strategy=dp", 'did you mean "ddp"', "try: strategy=ddp"],
     "trainer.precision=fp12": ["trainer.precision=fp12", "32-true, bf16-mixed, 16-mixed"],
+    "trainer.precision=transformer-engine": ["=transformer-engine: unknown", "32-true, bf16-mixed"],
     "trainer.precision=16-mixed trainer.accelerator=cpu": ["16-mixed", "on CPU", "bf16-mixed"],
     "strategy=tensor_parallel trainer.devices=4 strategy.tensor_parallel_size=4 model.n_heads=6 "
     "model.d_model=510": ["strategy.tensor_parallel_size=4", "model.n_heads=6", "1, 2, 3, 6"],

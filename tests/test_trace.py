@@ -39,7 +39,7 @@ ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
 FEW = [
     ("single", 1, GPT),
     ("ddp", 8, f"{LLAMA} optimizer=muon"),
-    ("fsdp", 8, f"{LLAMA} {FSDP} {HALF}"),
+    ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16"),  # short for bf16-mixed
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
     ("context_parallel", 4, f"{LLAMA} strategy=context_parallel {HALF}"),

@@ -20,6 +20,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
+from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
 from gptrain.costs.optimizers import facts_of
@@ -103,7 +104,7 @@ def build_rules(cfg: RunConfig) -> list[StepRule]:
     Args:
         cfg: Configuration of the run, with the precision from `resolve_precision`.
     """
-    is_scaled = cfg.trainer.precision == "16-mixed"
+    is_scaled = find_precision(cfg.trainer.precision).has_loss_scaler
     rules: list[StepRule] = [LossScalerRule() if is_scaled else NonFiniteRule(cfg.on_nonfinite)]
     if cfg.on_spike != "none":
         rules.append(SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window))

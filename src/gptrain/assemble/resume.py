@@ -18,6 +18,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
 from gptrain.core.lengths import RunLengths
+from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
@@ -27,7 +28,6 @@ from gptrain.runtime.process import count_nodes
 
 log = logging.getLogger(__name__)
 
-SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Groups whose keys change what is computed, except those whose type has the mark KeepsResult. A
 # resume must not change them without permission.
 DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
@@ -174,12 +174,11 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         cfg: Configuration of the run.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
-    precision = str(cfg.trainer.precision)
     facts = {
         "seed": cfg.seed,
         "data.global_batch_size": global_batch_size,
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
-        "trainer.precision": SPELT_OUT.get(precision, precision),
+        "trainer.precision": full_name(cfg.trainer.precision),
     }
     row = STRATEGIES.get(cfg.strategy.name)  # "auto" has no row
     for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):

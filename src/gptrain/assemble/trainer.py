@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.callbacks import build_callbacks
 from gptrain.assemble.load import build_target
-from gptrain.assemble.resume import SPELT_OUT
 from gptrain.core.lengths import RunLengths
+from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
@@ -129,5 +129,5 @@ def resolve_precision(cfg: RunConfig, devices: RunDevices) -> str:
         cfg: Configuration of the run.
         devices: Devices of the run.
     """
-    precision = str(cfg.trainer.precision)
-    return native_precision(devices) if precision == "auto" else SPELT_OUT.get(precision, precision)
+    precision = cfg.trainer.precision
+    return native_precision(devices) if precision == "auto" else full_name(precision)

@@ -18,7 +18,8 @@ from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DataModuleConfig, DummyTextConfig
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
 from gptrain.core.lengths import effective_max_epochs, run_steps
-from gptrain.core.schema import FP16, DecayConfig, DecoderConfig, RunConfig
+from gptrain.core.precision import find_precision
+from gptrain.core.schema import DecayConfig, DecoderConfig, RunConfig
 from gptrain.core.strategies import (
     CONTEXT,
     PIPELINE,
@@ -274,7 +275,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         yield from check_cpu(checked)
     if strategy is None:
         return
-    if run.trainer.precision in FP16 and not strategy.is_standard:
+    if find_precision(run.trainer.precision).is_fp16 and not strategy.is_standard:
         message = f"strategy={name} does not scale the loss, which fp16 needs"
         yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
     if isinstance(run.strategy, ContextParallelOptions) and run.strategy.shard is False:
@@ -300,7 +301,7 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
 def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Yield a problem for a precision or a backend that is not available on a CPU."""
     precision, backend = checked.run.trainer.precision, checked.run.strategy.backend
-    if precision in FP16 or str(precision).startswith("transformer-engine"):
+    if find_precision(precision).is_fp16:
         hint = "trainer.precision=bf16-mixed"
         yield checked.error("trainer.precision", "not supported on CPU", hint)
     if backend == "nccl":

@@ -34,6 +34,7 @@ from gptrain.core.value_types import (
     NonNegative,
     Positive,
     PositiveNumber,
+    PrecisionName,
     RunName,
     Section,
     TargetConfig,
@@ -41,8 +42,6 @@ from gptrain.core.value_types import (
     Warmup,
     between,
 )
-
-FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
 
 # Groups with a `_target_`
 
@@ -336,10 +335,7 @@ class TrainerConfig(TargetConfig):
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
     devices: Devices
     num_nodes: Literal["auto"] | Count
-    precision: Literal[
-        "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
-        "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,
-    ]  # fmt: skip
+    precision: PrecisionName
     max_epochs: Literal[-1] | Count | None
     max_steps: Literal[-1] | Annotated[int, between(1, 2**40)]
     min_steps: Annotated[int, between(0)] | None

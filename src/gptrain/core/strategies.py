@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import field_validator
-from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from gptrain.core.value_types import (
@@ -21,6 +20,7 @@ from gptrain.core.value_types import (
     OpenSection,
     Positive,
     PositiveNumber,
+    check_choice,
 )
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
@@ -47,10 +47,7 @@ class StrategyOptions(OpenSection):
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        if name != "auto" and name not in STRATEGIES:
-            names = ", ".join(f"'{known}'" for known in ("auto", *STRATEGIES))
-            raise PydanticCustomError("literal_error", "unknown", {"expected": names})
-        return name
+        return check_choice(name, ("auto", *STRATEGIES))
 
     def axis_size(self, axis: str) -> int | None:
         """Return the number of ranks that the config sets for an axis of the device mesh.

@@ -4,12 +4,14 @@ The validators run inside pydantic. The message of a ValueError is printed after
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from gptrain.core.lengths import warmup_steps
+from gptrain.core.precision import PRECISIONS, SHORT_NAMES
 
 SEED_MAX = 2**32 - 1  # largest seed that numpy's generators accept
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
@@ -103,6 +105,28 @@ def _devices(value: Any) -> Any:
     return value
 
 
+def check_choice(value: Any, names: Collection[str]) -> Any:
+    """Check that a value is one of several names, and return it. A number counts as its digits.
+
+    Args:
+        value: Value of a key.
+        names: Allowed names, in the order in which an error lists them.
+
+    Raises:
+        PydanticCustomError: If the value is none of the names. The printed error suggests the most
+            similar name.
+    """
+    if str(value) not in names:
+        expected = ", ".join(f"'{name}'" for name in names)
+        raise PydanticCustomError("literal_error", "unknown", {"expected": expected})
+    return value
+
+
+def _precision(value: Any) -> Any:
+    """Check that a value of `trainer.precision` is in the table or `auto`, and return it."""
+    return check_choice(value, (*PRECISIONS, "auto", *SHORT_NAMES))
+
+
 def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
     """Validate a number and return it with its own type: an integer stays an integer.
 
@@ -128,6 +152,7 @@ LocalPath = Annotated[str, AfterValidator(_local)]
 LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
 RunName = Annotated[LocalPath, AfterValidator(_below)]
 Devices = Annotated[Any, BeforeValidator(_devices)]
+PrecisionName = Annotated[str | int, BeforeValidator(_precision)]
 Betas = Annotated[
     Annotated[list[BelowOne], Field(min_length=2, max_length=2)],
     Field(description="two numbers in [0, 1)"),

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gptrain.core.schema import FP16, RunConfig
+from gptrain.core.precision import find_precision
+from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, DATA, STRATEGIES
 from gptrain.costs.machine import Machine
 from gptrain.costs.shape import find_shape
@@ -57,7 +58,7 @@ def compare(
     if not machine.is_measured:
         for row in rows.values():
             row |= dict.fromkeys(key for key in TIMES if key in row)
-    is_fp16 = run.trainer.precision in FP16
+    is_fp16 = find_precision(run.trainer.precision).is_fp16
     is_compiled = run.model.compile == "model"  # allowed only with strategies that take any net
     exact = [
         name

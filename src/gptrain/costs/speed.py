@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from gptrain.core.precision import find_precision
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, ParallelDims
 from gptrain.costs.communication import Traffic, find_traffic
 from gptrain.costs.flops import train_flops_per_token
@@ -137,11 +138,9 @@ def matmul_flops_per_s(work: Work, machine: Machine) -> float:
         work: Facts about the rank's optimizer step, with the precision of the run.
         machine: Machine on which the rank runs.
     """
-    dtype = "float32" if work.precision.startswith("64") else "tf32"
-    if work.matmul_bytes == 2:
-        dtype = "bfloat16" if "bf16" in work.precision else "float16"
+    dtype = find_precision(work.precision).matmul
     speeds = machine.flops_per_s
-    return speeds[dtype] if dtype in speeds else speeds["float32"]
+    return speeds.get("tf32" if dtype == "float32" else dtype, speeds["float32"])
 
 
 def forward_repeats(work: Work) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from gptrain.core import strategies
+from gptrain.core.precision import TYPE_BYTES, find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
 from gptrain.costs.optimizers import ADAM, OptimizerFacts, facts_of
@@ -60,12 +61,12 @@ class Work:
     @property
     def weight_bytes(self) -> int:
         """Bytes per parameter. Mixed precision keeps fp32 weights."""
-        return {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(self.precision, 4)
+        return TYPE_BYTES[find_precision(self.precision).weights]
 
     @property
     def is_mixed(self) -> bool:
         """True in mixed precision: matrices multiply 16-bit copies of fp32 weights."""
-        return self.weight_bytes == 4 and "16" in self.precision
+        return find_precision(self.precision).autocast is not None
 
     @property
     def is_cast(self) -> bool:
@@ -85,7 +86,7 @@ class Work:
     @property
     def matmul_bytes(self) -> int:
         """Bytes per element of the inputs of a matrix multiplication."""
-        return 2 if self.is_mixed else self.weight_bytes
+        return TYPE_BYTES[find_precision(self.precision).matmul]
 
     @property
     def tokens(self) -> int:

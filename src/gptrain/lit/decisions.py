@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import RefusedStepError
+from gptrain.core.precision import find_precision
 from gptrain.lit.callbacks.targets import MissingTargets
 from gptrain.lit.lightning import forget_last_step, strategy_of
 from gptrain.lit.strategies.base import LightningStrategy
@@ -158,7 +159,7 @@ class StepDecisions:
         # gradients anyway.
         self.is_deferred = (
             skips_on_device(optimizer)
-            and trainer.precision != "16-mixed"
+            and not find_precision(trainer.precision).has_loss_scaler
             and all(parameter.device == strategy.root_device for parameter in parameters)
         )
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Optimizer
 
+from gptrain.core.precision import find_precision
 from gptrain.core.strategies import ShardedOptions, StrategyOptions
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
@@ -63,10 +64,10 @@ class Sharded(ParallelStrategy[OptionsT]):
         mesh = self.shard_mesh
         # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
         # in fp32. Under any other precision both keep the type of the parameters.
-        is_mixed = self.precision == "bf16-mixed"
+        autocast = find_precision(self.precision).autocast
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if is_mixed else None,
-            reduce_dtype=torch.float32 if is_mixed else None,
+            param_dtype=getattr(torch, autocast) if autocast else None,
+            reduce_dtype=torch.float32 if autocast else None,
             cast_forward_inputs=False,
         )
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")

@@ -35,6 +35,7 @@ from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, module_class
 from gptrain.core.errors import ConfigError
+from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import PIPELINE, STRATEGIES, ParallelDims, parallel_dims, strategy_name
 from gptrain.lit.strategies import build_strategy
@@ -53,8 +54,6 @@ from gptrain.runtime.process import count_nodes
 # Strategies without a pipeline: stages exchange the shapes of tensors as data, which fake tensors
 # do not have.
 TRACED = tuple(name for name, row in STRATEGIES.items() if PIPELINE not in row.axes)
-MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
 N_SAMPLES = 10**9  # assumed size of a dataset that is not read, so that no run ends within a step
 # Models with more than MANY layers are traced with FEW and with MORE layers. Both are multiples of
@@ -256,7 +255,8 @@ class Step:
         """
         with unset_fake_temporarily():
             net = build_on_meta_device(partial(build_net, self.cfg.model))
-            net.to(WEIGHT_DTYPES.get(self.precision))
+            if (weights := find_precision(self.precision).weights) != "float32":
+                net.to(getattr(torch, weights))
         if can_init_by_parameter(net):
             return net
         allocate(net, CPU)
@@ -385,9 +385,9 @@ class Step:
         """
         self.is_last = is_last
         gradient_sync = nullcontext if is_last else self.parallel.without_gradient_sync
-        dtype = MIXED.get(self.precision)
+        autocast = find_precision(self.precision).autocast
         with gradient_sync():
-            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            with torch.autocast("cpu", getattr(torch, autocast)) if autocast else nullcontext():
                 output: Any = self.module.training_step(self.batch, 0)
             loss = output["loss"] if isinstance(output, dict) else output
             (loss / self.accumulate).backward()

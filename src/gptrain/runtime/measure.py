@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gptrain.core.precision import TYPE_BYTES, find_precision
 from gptrain.costs.hardware import device_of
 
 MEASURE_S = 0.15  # duration of the measurement for a device without a data sheet, in seconds
@@ -48,9 +49,8 @@ def find_peak(device: torch.device, precision: str) -> Peak:
         known = device_of(torch.cuda.get_device_name(device))
         if known is not None:
             return Peak(known.flops_per_s["float16"], "data sheet, 16 bit")
-    dtype = torch.float32
-    if "16" in precision:
-        dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+    matmul = find_precision(precision).matmul
+    dtype = getattr(torch, matmul) if TYPE_BYTES[matmul] == 2 else torch.float32
     return Peak(measure_matmul(device, dtype), f"measured, {str(dtype).removeprefix('torch.')}")
 
 

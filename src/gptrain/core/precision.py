@@ -1,0 +1,66 @@
+"""Table of the values of `trainer.precision`: types of weights and of matrix multiplications."""
+
+from dataclasses import dataclass
+
+# Bytes of a value, by the name of its type in torch.
+TYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of the values in a training step, by their names in torch.
+
+    Attributes:
+        weights: Type of the weights, the gradients and the optimizer states.
+        autocast: Type to which autocast converts the inputs of matrix multiplications. None
+            without autocast.
+    """
+
+    weights: str = "float32"
+    autocast: str | None = None
+
+    @property
+    def matmul(self) -> str:
+        """Type of the inputs of matrix multiplications."""
+        return self.autocast or self.weights
+
+    @property
+    def is_fp16(self) -> bool:
+        """True if matrices are multiplied in fp16, which needs a GPU and a scaled loss."""
+        return self.matmul == "float16"
+
+    @property
+    def has_loss_scaler(self) -> bool:
+        """True if Lightning scales the loss and skips steps whose scaled gradients overflow."""
+        return self.autocast == "float16"
+
+
+# The names are Lightning's. Its two precisions of NVIDIA's Transformer Engine are missing: gptrain
+# does not train in float8.
+PRECISIONS = {
+    "32-true": Precision(),
+    "bf16-mixed": Precision(autocast="bfloat16"),
+    "16-mixed": Precision(autocast="float16"),
+    "bf16-true": Precision("bfloat16"),
+    "16-true": Precision("float16"),
+    "64-true": Precision("float64"),
+}
+SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def full_name(name: object) -> str:
+    """Return the full name of a precision in Lightning, such as `16-mixed` for 16 or `16`.
+
+    Args:
+        name: Value of `trainer.precision`. Any other name is returned unchanged.
+    """
+    return SHORT_NAMES.get(str(name), str(name))
+
+
+def find_precision(name: object) -> Precision:
+    """Return the types of a precision. `auto` and unknown names have those of `32-true`.
+
+    Args:
+        name: Value of `trainer.precision`.
+    """
+    return PRECISIONS.get(full_name(name), PRECISIONS["32-true"])
