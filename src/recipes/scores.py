@@ -191,7 +191,7 @@ def read_questions(file: Path) -> list[Question]:
     """
     questions = []
     try:
-        for line in file.expanduser().read_text().splitlines():
+        for line in file.expanduser().read_text("utf-8").split("\n"):
             questions += [read_question(json.loads(line))] if line.strip() else []
     except (KeyError, ValueError, TypeError) as error:
         raise DataError(

@@ -55,6 +55,9 @@ def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path):
     assert read_questions(files["hs"])[1] == ("A: x Y z", ["p ", "r"], 0)
     assert read_questions(files["arc"])[0] == ("Question: q?\nAnswer:", ["bb", "c"], 1)
     assert read_questions(files["arc"])[1].answer == 0  # a number names the choice
+    odd = HELLASWAG[0] | {"ctx": "a\u2028b"}  # JSON lines end at \n alone
+    (tmp_path / "odd.jsonl").write_text(json.dumps(odd, ensure_ascii=False), encoding="utf-8")
+    assert read_questions(tmp_path / "odd.jsonl")[0].text == "a\u2028b"
     (tmp_path / "wrong.jsonl").write_text('{"question": "q"}')
     with pytest.raises(
         DataError, match="question 1: neither HellaSwag's form nor ARC's: 'choices'"
@@ -90,6 +93,7 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
     expected = [*torch.tensor(by_hand).sum(0).tolist(), 4]
     callback, tokenizer = Scores({"hs": str(files["hs"])}), ByteTokenizer()
     encode = callback.encoder(tokenizer)
+    assert encode("a ", "b") == ([97], [32, 32, 98])  # lm-evaluation-harness moves the space, too
     assert count(net, encode, questions).tolist() == expected
     parts = [count(net, encode, questions, rank, 2) for rank in range(2)]
     assert sum(parts).tolist() == expected

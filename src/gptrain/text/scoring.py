@@ -136,7 +136,8 @@ def encode_pair(
     """Return the tokens of a context and the tokens of its continuation.
 
     Both are encoded as one text, so that they are the tokens that a net sees in a running text. The
-    text is cut after as many tokens as the context alone has.
+    text is cut after as many tokens as the context alone has. As in lm-evaluation-harness, white
+    space at the end of the context belongs to the continuation.
 
     Args:
         tokenizer: Tokenizer of the net.
@@ -147,7 +148,7 @@ def encode_pair(
         DataError: If the text has a character that the tokenizer has no token for.
     """
     together = tokenizer.encode(context + continuation).tolist()
-    n_context = len(tokenizer.encode(context))
+    n_context = len(tokenizer.encode(context.rstrip()))
     return together[:n_context], together[n_context:]
 
 
