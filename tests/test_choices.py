@@ -145,11 +145,13 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     (tmp_path / "config.json").write_text('{"vocab_size": 1, "text_config": {"vocab_size": 640}}')
     cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
     assert cfg.model.vocab_size == 640  # of a model that also reads images
+    (tmp_path / "broken.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}')
     hugging_face = ("model=hugging_face", "model.path=/none")
     for words, message, code in (
         ((), "auto: neither data.tokenizer nor .* a vocabulary; try: model.vocab_size=50304", 2),
         (("data=text", "data.tokenizer=bpe"), "bpe: needs a .*; try: model.vocab_size=4096", 2),
         (("data=text", "data.tokenizer=/none"), "=/none: no tokenizer.json with a vocabulary", 66),
+        (("data=text", f"data.tokenizer={tmp_path}/broken.json"), "broken.json: no tokenizer", 66),
         (hugging_face, "model.path=/none: no config.json with a vocab_size", 66),
     ):
         with pytest.raises(ConfigError, match=message) as refused:

@@ -138,6 +138,9 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
     (folder / "chat_template.jinja").write_text("{{ messages }}<|im_end|>")
     assert load_tokenizer(folder).chat_template == "{{ messages }}<|im_end|>"
     assert ChatFormat(ByteTokenizer()).template == CHATML
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"chat_template.jinja: not UTF-8"):
+        load_tokenizer(folder)
     (folder / "chat_template.jinja").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     named_templates = [

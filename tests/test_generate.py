@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gptrain
 from gptrain.config.cli import compose_command, run_command
+from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, main, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
@@ -306,9 +307,19 @@ def test_text_is_shown_as_it_is_made(monkeypatch):
     assert screen.shown[:7] == list(enumerate(texts))
 
 
+class WithoutAccents(ByteTokenizer):
+    """Tokenizer that has no token for é."""
+
+    def encode(self, text: str, special: bool = False) -> torch.Tensor:
+        if "é" in text:
+            raise DataError("no token for 'é'")
+        return super().encode(text, special)
+
+
 def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     writer, screen = on_a_terminal(monkeypatch)
-    typed = iter(["x", "", KeyboardInterrupt, "a"])
+    writer.tokenizer = WithoutAccents()
+    typed = iter(["x", "", "né", KeyboardInterrupt, "a"])
 
     def read_line(mark):
         line = next(typed, EOFError)
@@ -321,7 +332,8 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     assert screen.getvalue() == "xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n"
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
-    assert "must be one or more tokens" in lines[1] and len(lines) == 3
+    assert "must be one or more tokens" in lines[1] and lines[2] == "error: no token for 'é'"
+    assert len(lines) == 4
 
 
 def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):

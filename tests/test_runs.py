@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -233,7 +234,16 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
     assert values["versions.torch"][1] == "1.0" and "git.commit" in values
 
 
-def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, typed, tmp_path):
+class TypedCtrlD(io.StringIO):
+    """Terminal whose user types Ctrl-D."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
+    train, typed, tmp_path, monkeypatch
+):
     words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=lr", "checkpoint.mode=max",
              "trainer.val_check_interval=1", f"checkpoint.mirror={tmp_path}/mirror")  # fmt: skip
     for n_kept in (1, 0):
@@ -249,6 +259,9 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, t
     (folder / names[2]).symlink_to(outside)
     code, _, err = typed(main, "--prune")
     assert (code, err) == (2, "error: --prune: needs a folder; try: --prune FOLDER\n")
+    monkeypatch.setattr("sys.stdin", TypedCtrlD())
+    assert typed(main, "--prune", str(run.folder))[0] == 2
+    monkeypatch.undo()
     code, out, err = typed(main, "--prune", str(run.folder))  # stdin is not a terminal
     assert code == 2 and f"delete    {folder / names[1]}" in out and "--yes" in err
     assert f"keep      {run.folder}: {names[0]}, {names[3]}" in out

@@ -18,7 +18,7 @@ from gptrain.assemble.datasets import (
     check_sample,
     check_samples,
 )
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import ByteTokenizer, as_pairs
 from gptrain.lit import LanguageModel
 from gptrain.lit.user_data import UserData
@@ -358,6 +358,8 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
     made_by_dataset = DataLoader(TensorDataset(torch.ones(2, 3, 5), torch.ones(2, 3, 5)), None)
     counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 1)
     assert (counted.epoch_batches, counted.batch_size) == (2, 3)
+    with pytest.raises(DataError, match="a loader of DataModule has no batch"):
+        UserData(DataModule(35), DataLoader([], None), "data._target_", 1)
 
 
 @pytest.mark.slow

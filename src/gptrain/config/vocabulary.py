@@ -85,12 +85,11 @@ def _count_tokens(key: str, tokenizer: str) -> int:
     facts = read_facts(path / "tokenizer.json" if path.is_dir() else path)
     if facts.get("type") == "bytes":
         return 256
-    model: Any = facts.get("model")
-    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
-    is_list = isinstance(vocabulary, list)  # a Unigram model: pairs of text and probability
-    ids = [*range(len(vocabulary))] if is_list else [*vocabulary.values()]
-    ids += [token["id"] for token in facts.get("added_tokens", [])]
-    if not ids:
+    try:
+        vocabulary: Any = facts["model"]["vocab"]
+        is_list = isinstance(vocabulary, list)  # a Unigram model: pairs of text and probability
+        ids = [*range(len(vocabulary))] if is_list else [*vocabulary.values()]
+        return max(ids + [token["id"] for token in facts.get("added_tokens", [])]) + 1
+    except (AttributeError, KeyError, TypeError, ValueError):
         message = f"no tokenizer.json with a vocabulary, which {KEY}={AUTO} needs"
-        raise ConfigError.of(key, tokenizer, message, code=INPUT_NOT_FOUND)
-    return max(ids) + 1
+        raise ConfigError.of(key, tokenizer, message, code=INPUT_NOT_FOUND) from None

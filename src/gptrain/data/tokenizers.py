@@ -152,8 +152,8 @@ class JsonTokenizer:
 
     Raises:
         OSError: If the file does not exist or cannot be read.
-        DataError: If the file is not a tokenizer.
-        UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
+        DataError: If the file is not a tokenizer, or a chat_template.jinja in the same folder is
+            not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is missing.
     """
 
@@ -428,8 +428,8 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     Raises:
         FileNotFoundError: If the file does not exist.
         OSError: If the file cannot be read.
-        DataError: If the file is not a tokenizer.
-        UnicodeDecodeError: If a chat_template.jinja in the same folder is not UTF-8.
+        DataError: If the file is not a tokenizer, or a chat_template.jinja in the same folder is
+            not UTF-8.
         ModuleNotFoundError: If the package `tokenizers` is needed and missing.
     """
     if spec == "bytes":
@@ -455,11 +455,14 @@ def read_chat_template(folder: Path) -> str | None:
 
     Raises:
         OSError: If chat_template.jinja cannot be read.
-        UnicodeDecodeError: If chat_template.jinja is not UTF-8.
+        DataError: If chat_template.jinja is not UTF-8.
     """
     file = folder / TEMPLATE_NAME
     if file.is_file() and not file.is_symlink():
-        return read_bytes(file).decode()
+        try:
+            return read_bytes(file).decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: not UTF-8: {error}") from None
     template = _read_companion(folder / CONFIG_NAME).get("chat_template")
     if isinstance(template, list):
         named = [item for item in template if isinstance(item, dict)]

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import RunLengths
 from gptrain.data.stream import UNKNOWN_LENGTH
 
@@ -42,7 +42,7 @@ class UserData(Dataset):
 
     Raises:
         ConfigError: If the loader is not made of DataLoaders.
-        StopIteration: If the first batch is needed, and a loader has no batch.
+        DataError: If the first batch is needed, and a loader has no batch.
     """
 
     train = val = None
@@ -75,7 +75,7 @@ class UserData(Dataset):
         """Return the first sample of the first batch, whatever the index.
 
         Raises:
-            StopIteration: If a loader has no batch.
+            DataError: If a loader has no batch.
         """
         batch = self._first_batch()
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
@@ -88,14 +88,24 @@ class UserData(Dataset):
         their first batches. A list is returned as a tuple.
 
         Raises:
-            StopIteration: If a loader has no batch.
+            DataError: If a loader has no batch.
         """
-        batch = tree_map(lambda loader: next(iter(loader)), self.loaders)
+        batch = tree_map(self._first_of, self.loaders)
         batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
         # torch's collation makes a list of a tuple.
         return tuple(batch) if isinstance(batch, list) else batch
+
+    def _first_of(self, loader: DataLoader) -> Any:
+        """Return the first batch of a loader.
+
+        Raises:
+            DataError: If the loader has no batch.
+        """
+        for batch in loader:
+            return batch
+        raise DataError(f"a loader of {type(self.module).__name__} has no batch")
 
     def describe(self, n_samples: int) -> str:
         """Return the text of the start line `data`: class of the user's data and epoch length.

@@ -65,7 +65,7 @@ def answer(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: If the arguments do not fit together, no run is found, or a run cannot be
             pruned.
-        OSError, EOFError: If `prune` raises it.
+        OSError: If `prune` raises it.
     """
     if args.yes and not args.prune:
         raise ConfigError.of("--yes", None, "has an effect with --prune only")

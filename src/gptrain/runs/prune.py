@@ -66,7 +66,6 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
             checkpoint of a run is intact, or the deletion was not confirmed. Nothing was deleted
             then, unless a run was started after the confirmation.
         OSError: If a checkpoint cannot be read or deleted. Those before it are deleted.
-        EOFError: If the user ends the input (Ctrl-D) without an answer. Nothing was deleted.
     """
     users = find_users(runs)
     surpluses = [find_surplus(run, users) for run in runs]
@@ -168,16 +167,20 @@ def size_of(path: Path) -> int:
 def ask(question: str, read: Callable[[str], str] = input) -> bool:
     """Ask the user a question and return whether the answer is yes.
 
-    Returns False without asking if stdin is not a terminal.
+    Returns False without asking if stdin is not a terminal. Ctrl-D also counts as no.
 
     Args:
         question: Text that is printed.
-        read: Function that prints the question and returns the answer.
-
-    Raises:
-        EOFError: If the user ends the input (Ctrl-D) without an answer.
+        read: Function that prints the question and returns the answer. It raises an EOFError at the
+            end of the input.
     """
-    return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return read(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()  # the cursor is still in the line of the question
+        return False
 
 
 def refused(path: Path, message: str) -> ConfigError:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import ConfigError, DataError
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
@@ -182,10 +182,8 @@ class Writer:
     def run_interactively(self) -> None:
         """Print the continuation of each line of stdin until its end or Ctrl-D.
 
-        Ctrl-C ends the current continuation. The ConfigError of an invalid prompt is printed.
-
-        Raises:
-            DataError: As in `write`.
+        Ctrl-C ends the current continuation. The error of a prompt that cannot be continued is
+        printed, and the next line is read.
         """
         is_terminal = sys.stdin.isatty()
         while True:
@@ -193,6 +191,8 @@ class Writer:
                 self.write(input("> " if is_terminal else ""))
             except ConfigError as error:
                 print(error, file=sys.stderr)
+            except DataError as error:
+                print(f"error: {error}", file=sys.stderr)
             except KeyboardInterrupt:
                 print(" (press Ctrl-D to quit)")
             except EOFError:
