@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from gptrain.core.errors import ConfigError
+from gptrain.ladder import runs
 from gptrain.ladder.__main__ import main
 from gptrain.ladder.law import (
     NAMES,
@@ -317,6 +318,45 @@ SMALL = [*TINY, "data=text", f"data.path={ROOT / 'src' / 'gptrain' / 'runs'}", "
 def ladder(typed, tmp_path):
     """Runs the command: exit code, stdout, stderr."""
     return lambda *words: typed(main, *SMALL, f"output_dir={tmp_path}", *words)
+
+
+def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp_path, monkeypatch):
+    """No run is trained: the losses are those of a power law without noise."""
+    called = []
+
+    def train_size(folder, script, typed, objective, size, phases, seed, counts):
+        folder.mkdir(exist_ok=True)
+        assert script == ROOT / "train.py" and not any(word.startswith("ladder") for word in typed)
+        called.append((objective, seed, counts))
+        tokens = [total * size.step_tokens for total in phases.total]
+        return [
+            {"parameters": size.counts, "tokens": n_tokens, "seed": seed, "run": "run",
+             "tokens_per_parameter": count, "loss": 7 * (size.counts["all"] * n_tokens) ** -0.1}
+            for count, n_tokens in zip(counts, tokens, strict=True)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(runs, "train_size", train_size)
+    words = ("ladder.budget=1e12", "ladder.seeds=[3,5]", "ladder.target='optimizer.lr=0.002'")
+    code, out, err = ladder(*words, "trainer.devices=2", "ladder.count=all")
+    assert code == 0, err
+    assert called == [("val/loss", seed, [0.1, 0.2]) for _ in range(3) for seed in (3, 5)]
+    folder = tmp_path / "ladder"
+    facts = json.loads((folder / "ladder.json").read_text())
+    assert len(facts["points"]) == 12 and facts["law"]["count"] == "all"
+    assert facts["constants"].keys() == {*NAMES[len(facts["law"]["constants"])]}
+    target = facts["target"]
+    assert target["tokens"] == 0.2 * target["parameters"]["all"] and target["devices"] == 2
+    law = 7 * (target["parameters"]["all"] * target["tokens"]) ** -0.1
+    assert target["loss"] == pytest.approx(law, rel=1e-3) and target["place"] == "2 x this machine"
+    typed = {*shlex.split(target["command"])}
+    assert {"scheduler=warmup_stable_decay", "trainer.max_steps=-1", "optimizer.lr=0.002",
+            f"max_tokens={target['tokens']:.0f}", "model.d_model=32"} < typed  # fmt: skip
+    assert not any(word.startswith("ladder") for word in typed)
+    assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    *_, files, following = out.splitlines()
+    assert files == f"files     {folder}/ladder.json · {folder}/ladder.png"
+    assert following == f"next      {target['command']}"
+    assert "target    " in out and " on 2 x this machine" in out and "best      for 1e+12" in out
 
 
 @pytest.mark.slow
