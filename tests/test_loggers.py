@@ -132,13 +132,26 @@ def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
     logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
     logger.discard_after(0)  # writes the configuration as a text
-    logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5}, 7)
+    logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5, "epoch": 1}, 7)
+    logger.log_metrics({"test/loss": 1.5}, None)
+    logger.log_note("sample", "# one\ntwo", 7)
+    with pytest.raises(ValueError, match="word"):
+        logger.log_metrics({"test/loss": "word"}, 8)
     logger.save()
     (file,) = tmp_path.glob("events*")
     content = file.read_bytes()
     assert b"val/top5" in content and b"seed: 3" in content and b"width" not in content
     assert events(tmp_path, "loss/test") == [(7, 2.5)]
     assert events(tmp_path, "test/top5") == [(7, 0.5)]
+    assert b"hp_metric" not in content and b"epoch" not in content
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    for name, step, text in (
+        ("config", 0, b"    typed:\n      seed: 3\n    objective: val/top5\n"),
+        ("sample", 7, b"    # one\n    two"),  # as it is, not as Markdown
+    ):
+        (event,) = accumulator.Tensors(f"run/{name}/text_summary")
+        assert (event.step, event.tensor_proto.string_val[0]) == (step, text)
 
 
 @pytest.mark.engine("wandb")
