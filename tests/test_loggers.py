@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import RunLock, read_holder
@@ -146,6 +147,15 @@ def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     assert b"hp_metric" not in content and b"epoch" not in content
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()
+    session, experiment = (
+        HParamsPluginData.FromString(accumulator.SummaryMetadata(tag).plugin_data.content)
+        for tag in ("_hparams_/session_start_info", "_hparams_/experiment")
+    )
+    assert {key: v.number_value for key, v in session.session_start_info.hparams.items()} == {
+        "seed": 3
+    }
+    columns = {info.name.tag for info in experiment.experiment.metric_infos}
+    assert columns == {"val/top5", "loss/val", "loss/train", "perf/tokens_per_s"}
     for name, step, text in (
         ("config", 0, b"    typed:\n      seed: 3\n    objective: val/top5\n"),
         ("sample", 7, b"    # one\n    two"),  # as it is, not as Markdown

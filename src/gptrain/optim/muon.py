@@ -263,7 +263,7 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     # (N, rows, columns)
     stack = torch.stack([matrix.to(device.type, dtype) for matrix in matrices])
     if not isinstance(stack, DTensor):
-        stack = DTensor.from_local(stack, mesh, replicated, run_check=False)
+        stack = DTensor.from_local(stack, mesh, replicated)
     # Redistribution between shards of different dimensions needs all_to_all, which gloo lacks. With
     # gloo, gather all matrices first, and later gather the results one mesh axis after another.
     is_gloo = device.type == "cpu"

@@ -85,10 +85,9 @@ class ComputeClock:
         self.pause()
         begins, ends = self._marks[::2], self._marks[1::2]
         if not self._is_cuda:
-            return sum(end - begin for begin, end in zip(begins, ends, strict=True))
+            return sum(ends) - sum(begins)
         torch.cuda.synchronize()
-        milliseconds = [begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
-        return sum(milliseconds) / 1000
+        return sum(map(torch.cuda.Event.elapsed_time, begins, ends)) / 1000
 
     def _mark(self) -> None:
         """Record the current time as the begin or the end of a counted interval."""
