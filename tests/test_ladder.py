@@ -102,7 +102,7 @@ def test_the_noise_of_a_law_makes_up_for_its_degrees_of_freedom():
     x = np.log(n * d)
     residuals = np.log(loss) - np.polyval(np.polyfit(x, np.log(loss), 1), x)
     expected = np.sqrt(8 / 6) * residuals
-    assert len(law.constants) == 2
+    assert len(law.constants) == 2 and len(law.samples) == len(law.noise) == 200
     assert max(law.noise) == pytest.approx(expected.max(), rel=1e-6)
     assert min(law.noise) == pytest.approx(expected.min(), rel=1e-6)
 

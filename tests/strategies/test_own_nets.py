@@ -1,5 +1,6 @@
 """A user net is compared with its unpartitioned form before the first step."""
 
+import os
 import random
 import unittest
 from contextlib import nullcontext
@@ -15,9 +16,17 @@ from ranks import on_ranks
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import Llama, SimpleGPT
-from gptrain.parallel.comparison import free_bytes, is_of_library
+from gptrain.parallel import comparison
+from gptrain.parallel.comparison import (
+    Comparison,
+    IncomparableError,
+    first_cause,
+    free_bytes,
+    is_of_library,
+)
 from gptrain.parallel.differences import is_same_call
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
+from gptrain.parallel.strategy import ParallelStrategy
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
@@ -235,6 +244,54 @@ def test_the_ranks_of_a_node_share_its_memory_for_the_comparison(monkeypatch):
     alone = free_bytes(CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_bytes(CPU) == alone // 4
+    pages = {"SC_PAGE_SIZE": 8, "SC_PHYS_PAGES": 10}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert free_bytes(CPU) == 10
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14, 99))
+    assert free_bytes(torch.device("cuda", 0)) == 7
+
+
+class NotFinite(own_nets.OwnNet):
+    def forward(self, tokens):
+        return super().forward(tokens) / 0.0
+
+
+class Random(own_nets.OwnNet):
+    def forward(self, tokens):
+        return super().forward(tokens) * (1 + torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    ("net_class", "n_bytes", "reason"),
+    [
+        (NotFinite, 2**30, "the logits of the plain net are not finite"),
+        (Random, 2**30, "in evaluation mode the logits of the plain net are random, or depend on"),
+        (own_nets.OwnNet, 2**10, "the comparison takes 0.0 GiB, and 0.0 GiB are free"),
+    ],
+)
+def test_a_net_that_cannot_be_compared_is_one_warning(
+    net_class, n_bytes, reason, monkeypatch, caplog
+):
+    monkeypatch.setattr(comparison, "free_bytes", lambda device: n_bytes)
+    monkeypatch.setattr(ParallelStrategy, "is_partitioned", True)
+
+    def partition(net, parallel):
+        raise AssertionError("there is nothing to compare with")
+
+    parallel = ParallelStrategy()
+    Comparison(net_class, partition, parallel, CPU, "strategy.name", "needs").check(SAMPLE)
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"warning: the partitioned net was not compared with the plain net: {reason}"
+    )
+
+
+def test_the_message_of_an_error_is_that_of_its_first_cause():
+    error = RuntimeError("the last")
+    error.__cause__ = KeyError("in between")
+    error.__cause__.__cause__ = ValueError("the\n  first")
+    assert first_cause(error) == "ValueError: the first"
+    assert first_cause(IncomparableError("no memory")) == "no memory"
 
 
 def small_capped_gpt():

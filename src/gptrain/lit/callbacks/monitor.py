@@ -87,6 +87,7 @@ class TrainingMonitor(Callback):
     """
 
     speed: Speed
+    _concludes_each_step: bool  # another callback acts on each step; set when training starts
     first_step: int | None = None
     ended: dict[str, str] | None = None
 
@@ -120,7 +121,6 @@ class TrainingMonitor(Callback):
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.evaluated_step = 0  # step of the checkpoint in an evaluation
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
-        self._concludes_each_step = False  # another callback acts on each step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation.
