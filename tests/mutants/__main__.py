@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 PYTEST = ("-m", "pytest", "-n", "0", "-x", "--timeout=60")  # the time limit holds for each test
 SETTINGS = str(Path(__file__).with_name("coverage.ini"))
 LIMIT_S = 150  # time limit of all tests of a mutant
+TRAINING_LINES = 1000  # a test that trains runs more lines of src/gptrain
 
 
 def run(checkout: Path, *words: object, limit_s: float = 1200) -> int:
@@ -83,9 +84,10 @@ class Records:
     def choose(self, file: Path, line: int) -> list[str]:
         """Return the tests that run a line of a file, in the order in which to run them.
 
-        There is no time for all tests of a line that every training runs. Therefore the next test
-        is always the one with the largest part of lines that no test before it runs, and of equal
-        ones the shortest. Files of which all tests are one test come last.
+        There is no time for all tests of a line that every training runs. Therefore tests without a
+        training come first. The next test is always the one with the largest part of lines that no
+        test before it runs, and of equal ones the shortest. Files of which all tests are one test
+        come last.
 
         Python does not report every line of an expression, and no test runs what runs at import.
         For such a line, the nearest line before it that a test runs is used.
@@ -101,10 +103,11 @@ class Records:
             known |= self.lines[chosen[-1]]
         return chosen
 
-    def rank(self, test: str, known: int) -> tuple[bool, float, int]:
+    def rank(self, test: str, known: int) -> tuple[bool, bool, float, int]:
         """Return a key that is largest for the test to run next after tests of the known lines."""
         n_lines = self.lines[test].bit_count()
-        return "::" in test, (self.lines[test] & ~known).bit_count() / n_lines, -n_lines
+        n_new = (self.lines[test] & ~known).bit_count()
+        return "::" in test, n_lines < TRAINING_LINES, n_new / n_lines, -n_lines
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
