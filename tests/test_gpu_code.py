@@ -13,6 +13,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from gptrain.assemble.planned import plan_run
+from gptrain.assemble.provenance import describe_run
+from gptrain.checkpoints import rng
+from gptrain.costs.choice import compare
+from gptrain.costs.hardware import DEVICES
+from gptrain.costs.machine import machine_of
 from gptrain.lit.strategies import replicated
 from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
@@ -20,8 +26,13 @@ from gptrain.models.attention import attend
 from gptrain.parallel import mesh
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
+from gptrain.runtime.measure import Peak, measure_matmul, wait_for
 from gptrain.runtime.process import expand_gpu_segments
 from gptrain.text.sampling import Sampling, generate
+from tests.command_line import compose_run
+
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -178,3 +189,82 @@ def test_segments_of_gpu_memory_grow_unless_the_user_sets_the_allocator(monkeypa
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", typed: "backend:native"}
     name = typed or "PYTORCH_ALLOC_CONF"
     assert os.environ[name] == expected[name]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_checkpoint_has_the_random_state_of_a_gpu_that_was_used(is_used, monkeypatch):
+    states = [torch.tensor(1)]
+    gpu = SimpleNamespace(
+        is_initialized=lambda: is_used, get_rng_state=lambda: states[-1],
+        set_rng_state=states.append,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda", 1) if check_available else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    state = rng.capture()
+    assert state.get("cuda") is (states[0] if is_used else None)
+    rng.restore(state | {"cuda": torch.tensor(2)})
+    assert [int(value) for value in states] == ([1, 2] if is_used else [1])
+
+
+def test_the_plan_of_a_run_on_gpus_is_that_of_their_data_sheet(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
+    cfg = compose_run("model=gpt_7b", "trainer.precision=bf16-mixed")
+    line, plan = plan_run(cfg, "ddp", 128, RunDevices("cuda", 4, 2))
+    machine = machine_of(DEVICES["h100_sxm"], 4)
+    assert plan == compare(cfg, 128, machine, 2) | {"machine": machine.source}
+    row = plan["strategies"]["ddp"]
+    gib = row["bytes_per_device"]["total"] / 2**30
+    speed = f"{1e3 * row['step_s']:,.0f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
+    assert not row["fits"] and plan["best"] != "ddp"
+    assert line == (
+        f"{gib:,.1f} GiB of tensors per device (does not fit) · {speed} · "
+        f"best: {plan['best']} · {machine.source}"
+    )
+    assert "does not fit" not in plan_run(cfg, plan["best"], 128, RunDevices("cuda", 4, 2))[0]
+    with pytest.raises(ValueError, match="no estimate of strategy none"):
+        plan_run(cfg, "none", 128, RunDevices("cuda", 4, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Z1")
+    with pytest.raises(ValueError, match="not in the table"):
+        plan_run(cfg, "ddp", 128, RunDevices("cuda", 4, 2))
+
+
+def test_a_run_on_gpus_has_their_name_backend_and_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
+    devices = RunDevices("cuda", 2, 3)
+    assert describe_run(devices)["devices"] == f"6 x {H100}"
+    assert describe_run(RunDevices("cpu", 2, 1))["devices"].startswith("2 x cpu (")
+    assert (devices.backend, RunDevices("mps", 1, 1).backend) == ("nccl", "gloo")
+    assert str(RunDevices("mps", 1, 1).device(0)) == "mps"
+    assert str(RunDevices("tpu", 1, 1).device(0)) == "cpu"
+    for capability, precision in (((7, 9), "32-true"), ((8, 0), "bf16-mixed")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert native_precision(devices) == precision
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "has_mps", "chosen"),
+    [(True, True, ["cuda", "cuda", "mps"]), (False, True, ["mps", "mps", "mps"]),
+     (False, False, ["cpu", None, None])],
+)  # fmt: skip
+def test_an_accelerator_is_the_first_that_the_machine_has(has_cuda, has_mps, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    assert [accelerator_of(name) for name in ("auto", "gpu", "mps")] == chosen
+
+
+def test_the_speed_of_a_device_is_that_of_its_fastest_multiplication(monkeypatch):
+    times = iter([0.0, 10.0, 14.0, 0.5, 20.0, 22.0, 2.0])  # 4 s, then 2 s, then the time is over
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    speed = measure_matmul(torch.device("cpu"), torch.float32, side=4, seconds=1.0)
+    assert speed == 2 * 4**3 / 2 and next(times, None) is None
+    assert str(Peak(5e9, "measured")) == "peak 5 GFLOP/s (measured)"
+    assert str(Peak(1e12, "measured")) == "peak 1 TFLOP/s (measured)"
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for name in ("cpu", "mps", "cuda"):
+        wait_for(torch.device(name))
+    assert [device.type for device in waited] == ["mps", "cuda"]
