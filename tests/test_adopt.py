@@ -254,6 +254,13 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
     code, (line,) = run("--upgrade", f"library={ROOT}", cwd=project)
     assert code == 2 and "has changes that are not committed" in line
     assert (project / "src" / "gptrain" / "loss.py").read_text() == "# mine\n"
+    code, (line,) = run("--upgrade", f"library={project / 'conf'}", cwd=project)
+    assert code == 2 and "conf: neither a checkout nor a wheel of gptrain; clone an" in line
+    (project / "src" / "another").mkdir()
+    (project / "src" / "another" / "__init__.py").touch()
+    code, (line,) = run("mine", "--to", "../mine", cwd=project)
+    assert code == 2
+    assert line.endswith("src: must contain exactly one package, not ['another', 'my_project']")
 
 
 def test_an_external_library_is_a_requirement(run, tmp_path):

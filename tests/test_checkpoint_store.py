@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
+from gptrain.checkpoints.amendment import fingerprints, is_unchanged
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
     DamagedCheckpointError,
@@ -108,6 +110,16 @@ def test_a_replacement_that_fails_keeps_the_old_content_and_leaves_no_draft(
         fileops.replace(tmp_path / "status.json", b"new")
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_text()) == ("status.json", "old")
+
+
+def test_a_tensor_that_changes_has_another_fingerprint():
+    for dtype in (torch.complex128, torch.complex64, torch.bfloat16, torch.bool):
+        state = {"a": [torch.zeros(3, dtype=dtype)], "step": 5, "empty": torch.zeros(0, 2)}
+        before = fingerprints(state)
+        assert is_unchanged({**state, "step": 6}, before)
+        state["a"][0][2] = 1
+        assert not is_unchanged(state, before)
+        assert not is_unchanged({"a": [], "empty": state["empty"]}, before)
 
 
 # Whole
@@ -278,6 +290,21 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
         store.prune(1)
     for steps in found_steps.values():
         assert steps == sorted(steps) and len(steps) > 60
+
+
+def test_an_error_of_the_network_passes_as_it_is_and_a_manifest_that_is_a_folder_is_damaged(store):
+    with pytest.raises(ConnectionResetError), store.writing(1):
+        raise ConnectionResetError(errno.ECONNRESET, "a rank has exited")
+    assert not list(store.folder.iterdir())
+    (save(store, 2) / "manifest.json").unlink()
+    (store.folder / "step-00000002" / "manifest.json").mkdir()
+    reason = "manifest.json cannot be read: not a regular file"
+    with pytest.raises(DamagedCheckpointError, match=reason) as damaged:
+        read_manifest(store.folder / "step-00000002")
+    assert damaged.value.reason == reason
+    reader = CheckpointStore(store.folder)
+    with pytest.raises(ValueError, match="without run_id can only read"), reader.writing(3):
+        pass
 
 
 def test_too_little_space_is_found_out_before_anything_is_written(store):

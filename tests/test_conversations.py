@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer, load_tokenizer
-from gptrain.text.chat import CHATML, ChatFormat
+from gptrain.text.chat import CHATML, ChatFormat, chatml_for
 
 # The forms of templates that are in use: ChatML with a default system message, [INST] without a
 # generation prompt, headers of several tokens, and reasoning that only the last answer keeps.
@@ -141,6 +141,12 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"chat_template.jinja: not UTF-8"):
         load_tokenizer(folder)
+    ending = ByteTokenizer()
+    ending.token_to_id, ending.end_token = lambda name: None, "<|end|>"
+    assert chatml_for(ending) == CHATML.replace("<|im_end|>", "<|end|>")
+    ending.end_token = None
+    with pytest.raises(DataError, match=r"no token to end a message with; try: a tokenizer with"):
+        chatml_for(ending)
     (folder / "chat_template.jinja").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     named_templates = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gptrain.data import DummyTextDataset
+from gptrain.data.samples import BatchReader
 
 
 def test_one_by_one_and_batched_samples_are_equal():
@@ -19,6 +20,8 @@ def test_one_by_one_and_batched_samples_are_equal():
     for row, index in enumerate(picked):
         assert torch.equal(tokens[row], dataset[index][0])
         assert torch.equal(targets[row], dataset[index][1])
+    reader = BatchReader(dataset)
+    assert len(reader) == 100 and torch.equal(reader[5][1], dataset[5][1])
 
 
 def test_a_sample_depends_only_on_seed_and_index():

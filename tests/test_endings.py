@@ -11,7 +11,15 @@ from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
 from gptrain.checkpoints.status import NonFiniteError, PreemptedError
 from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.core.errors import EXIT_CODES, UNKNOWN, ConfigError, ConfigIssue, ending_of, exit_code
+from gptrain.core.errors import (
+    EXIT_CODES,
+    UNKNOWN,
+    ConfigError,
+    ConfigIssue,
+    code_of,
+    ending_of,
+    exit_code,
+)
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import remove_old_starts
@@ -82,6 +90,7 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
 )
 def test_the_line_of_an_exception_says_what_happened_and_what_to_try(error, line):
     assert ending_of(error, doing="step 7").line.startswith(line)
+    assert code_of(OSError("without a number")) == 70
 
 
 def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():

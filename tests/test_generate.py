@@ -188,6 +188,9 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, typed, saved_
         "error: prompt=hello: the run's folder has no tokenizer; try: token ids, as in '1 2 3'\n"
     )
     code, _, err = write(saved_twice.folder, "prompt=5", "chat=true")
+    words = ("prompt=5", "trainer.accelerator=mps")
+    message = "error: trainer.accelerator=mps: not on this machine\n"
+    assert torch.backends.mps.is_available() or write(saved_twice.folder, *words)[2] == message
     message = "the run's folder has no chat template; try: chat=false"
     assert (code, err) == (2, f"error: chat=true: {message}\n")
     code, _, err = write(saved_twice.folder, "prompt=5 256")

@@ -54,6 +54,17 @@ def test_what_sbatch_refuses_is_one_line_and_a_job_is_named(launch, tmp_path, mo
     assert (code, out.splitlines()) == (0, ["job       7", log, "cancel    scancel 7"]), err
 
 
+def test_without_a_project_or_sbatch_nothing_is_launched(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("slurm", "model=gpt_nano", "trainer=cpu", f"output_dir={tmp_path / 'o'}")
+    message = "sbatch is not installed on this machine"
+    assert launch(*words, "--submit")[::2] == (2, f"error: --submit: {message}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GPTRAIN_CONF")
+    message = "not in a project, which is a folder with train.py and conf/"
+    assert launch(*words)[::2] == (2, f"error: {message}\n")
+
+
 def test_the_command_runs_as_a_module(command):
     result = command("-m", "gptrain.launch", "nowhere")
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.config.cli import main
+from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
@@ -163,3 +165,27 @@ def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monk
     monkeypatch.setenv(name, "5")
     stop_idle_spinning()
     assert os.environ.get("GOMP_SPINCOUNT") == ("5" if name == "GOMP_SPINCOUNT" else None)
+
+
+def test_a_rank_that_does_not_see_the_run_folder_in_time_is_named(monkeypatch, tmp_path):
+    """A network file system may show new files late."""
+    here = {"run_id": "a"}
+    holders = iter([here, {}, here])
+    monkeypatch.setattr(assemble, "read_holder", lambda run_dir: next(holders))
+    assemble.check_shared(str(tmp_path), 3)
+    holders = iter([here, {}])
+    monkeypatch.setattr(assemble, "SHARED_S", 0.0)
+    with pytest.raises(ConfigError) as refused:
+        assemble.check_shared(str(tmp_path), 3)
+    assert refused.value.code == 73
+    assert refused.value.lines == [
+        f"error: run_dir={tmp_path}: rank 3 on {socket.gethostname()} does not see the files of "
+        "rank 0 in this folder; try: run_dir=<a folder that all nodes share>"
+    ]
+
+
+def test_what_a_yaml_file_compiles_is_compiled_on_a_gpu_only():
+    cfg = compose_run("model=gpt_nano").changed({"model.compile": "blocks"})
+    assert assemble.choose_compile(cfg, RunDevices("cuda", 1, 1)) == ("blocks", "")
+    mode, reason = assemble.choose_compile(cfg, RunDevices("cpu", 1, 1))
+    assert mode == "none" and reason.endswith("only what is typed; try model.compile=blocks")

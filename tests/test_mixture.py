@@ -146,6 +146,8 @@ def test_parts_that_do_not_fit_are_named():
         Mixture({"a": part(5, 10), "b": part(5, 9)}, {"a": 1, "b": 1})
     with pytest.raises(DataError, match="part a: samples of 9 positions, not 8"):
         Mixture({"a": part(5, 10)}, {"a": 1}, seq_len=8)
+    with pytest.raises(DataError, match=r"part a: sample 0 is int; needed: a pair \(tokens"):
+        Mixture({"a": [5]}, {"a": 1})
     with pytest.raises(DataError, match="no parts"):
         Mixture({}, {})
     a, b = part(5), part(5)

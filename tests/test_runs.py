@@ -257,6 +257,7 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
     outside = tmp_path / "outside"
     (folder / names[2]).rename(outside)
     (folder / names[2]).symlink_to(outside)
+    assert typed(main, "--yes")[2] == "error: --yes: has an effect with --prune only\n"
     code, _, err = typed(main, "--prune")
     assert (code, err) == (2, "error: --prune: needs a folder; try: --prune FOLDER\n")
     monkeypatch.setattr("sys.stdin", TypedCtrlD())

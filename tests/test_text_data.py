@@ -245,6 +245,26 @@ def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
         find_sources(corpus / "gone.txt")
 
 
+def test_a_folder_without_permission_is_skipped_with_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "b").mkdir()
+    for name in ("a.txt", "b/c.txt", "d.txt"):
+        (tmp_path / name).write_text("text" * 50)
+    listdir = os.listdir
+
+    def deny(folder):
+        if Path(folder) == denied:
+            raise PermissionError(folder)
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", deny)
+    denied = tmp_path / "b"
+    with pytest.warns(UserWarning, match="1 folder cannot be read and is skipped: .*/b$"):
+        assert [source.name for source in find_sources(tmp_path)] == ["a.txt", "d.txt"]
+    denied = tmp_path
+    with pytest.raises(PermissionError):
+        find_sources(tmp_path)
+
+
 def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
     """Two copies of a file could be divided between the training and the validation set."""
     corpus = tmp_path / "corpus"
@@ -273,6 +293,12 @@ def test_the_default_corpus_is_the_standard_library():
     assert not any("packages" in name or name.startswith("test/") for name in names)
     json_files = {name for name in names if re.fullmatch(r"json/[^/]+", name)}
     assert {document.name for document in find_sources(None, "json/*.py")} == json_files
+
+
+def test_a_share_of_validation_is_between_zero_and_one():
+    for share in (0, 1):
+        with pytest.raises(ValueError, match=f"val_fraction={share}: must be between 0 and 1"):
+            split([], share)
 
 
 def test_validation_is_an_exact_share_of_whole_lines(corpus):

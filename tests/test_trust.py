@@ -214,6 +214,12 @@ def test_a_key_that_others_could_read_or_replace_is_not_used(configuration, tmp_
     assert read_key(make=True) is None
 
 
+def test_a_user_without_a_home_folder_has_no_key(monkeypatch):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "relative")
+    assert read_key(make=True) is None and not os.path.exists("relative")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_folder_or_a_link_of_another_user_is_not_used_for_the_key(configuration, tmp_path):
     (tmp_path / "own").mkdir(mode=0o700)

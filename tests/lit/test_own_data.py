@@ -20,6 +20,7 @@ from gptrain.assemble.datasets import (
 )
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import ByteTokenizer, as_pairs
+from gptrain.data.hugging_face import pair_of
 from gptrain.lit import LanguageModel
 from gptrain.lit.user_data import UserData
 from tests import command_line
@@ -215,6 +216,21 @@ FORMS = {
     "list": "sample 0 is list of 17",
     "text": "sample 0 is str",
 }
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ([1, 2], "list of 2; needed: a dict of input_ids and labels"),
+        ({"input_ids": ["a"], "labels": ["a"]}, "needed: flat sequences of integers"),
+        ({"input_ids": [1.0, 2.0], "labels": [1.0, 2.0]}, r"needed: integers of one shape \(T,\)"),
+        ({"input_ids": [1, 2], "labels": [1]}, r"needed: integers of one shape \(T,\)"),
+        ({"input_ids": [[1]], "labels": [[1]]}, r"needed: integers of one shape \(T,\)"),
+    ],
+)
+def test_a_dict_of_another_form_is_described(sample, message):
+    with pytest.raises(ValueError, match=message):
+        pair_of(sample)
 
 
 @pytest.mark.parametrize("kind", FORMS)
