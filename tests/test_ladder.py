@@ -431,8 +431,13 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
 
 
 def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):
-    code, _, err = ladder("ladder.sizes=[0.25,0.26]", "ladder.seeds=[0,2]")  # seeds are allowed
+    allowed = ("ladder.seeds=[0,2]", "ladder.tokens_per_parameter=[0.1]")
+    code, _, err = ladder("ladder.sizes=[0.25,0.26]", *allowed)
     assert code == 2 and "as another" in err
+    refused = ("ladder.sizes=[0.5]", "ladder.seeds=[-1]", "ladder.tokens_per_parameter=[]")
+    for words in (refused, ["ladder.sizes=[0,0.5]"], ["ladder.sizes=[0.5,101]"]):
+        code, _, err = ladder(*words)
+        assert code == 2 and all(f"error: {word.partition('=')[0]}" in err for word in words)
     code, _, err = ladder("ladder.tokens_per_parameter=[0.1,0.001]")
     assert code == 2 and "ladder.tokens_per_parameter" in err and "0.01" in err
     assert not (tmp_path / "ladder").exists()
