@@ -56,13 +56,14 @@ def check_versions(storage: str) -> None:
 
     optuna 2, which Hydra's sweeper needs, relies on the automatic commit of SQLAlchemy 1. With
     SQLAlchemy 2 the study is not saved before its first trial, and optuna raises an AssertionError
-    without a message.
+    without a message. Call this function only if optuna, which requires SQLAlchemy, is installed.
 
     Args:
         storage: URL of the database, for the error message.
 
     Raises:
         ConfigError: If optuna 2 and SQLAlchemy 2 or newer are installed.
+        PackageNotFoundError: If optuna or SQLAlchemy is not installed.
     """
     numbers = {name: version(name) for name in ("optuna", "sqlalchemy")}
     majors = [int(number.partition(".")[0]) for number in numbers.values()]

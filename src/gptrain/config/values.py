@@ -204,7 +204,11 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
 
 
 def _section_type(place: str, base: type[Section], flat: dict[str, Any]) -> type[Section]:
-    """Return the type of the section at a place: `base`, or the subclass for a class of gptrain.
+    """Return the type of the section at a place: `base`, or its subclass for a class of gptrain.
+
+    The subclass has the options of one class of gptrain. The config names this class in the
+    section's `_target_`. A strategy is named by `strategy.name` instead, and the data group by
+    `data.train._target_` (see `_shipped_section`). The type is `base` for a class of the user.
 
     Args:
         place: Dotted key of the section.

@@ -118,11 +118,14 @@ def machine_of(
 def this_machine(output_dir: Path, n_local: int) -> Machine:
     """Return the CPU of this machine as the planner's machine, with its measured speeds.
 
-    `python -m gptrain.plan --measure` writes the speeds to machine.json. They are scaled from the
-    measured number of threads per rank to OMP_NUM_THREADS, or to an equal share of the cores if
-    OMP_NUM_THREADS is not a number. The link is the one that was measured with `n_local` ranks, or
-    else the first that was measured. Without a measurement the speeds are those of half a core, and
-    `is_measured` is False.
+    `python -m gptrain.plan --measure` writes the speeds to machine.json. The speeds of a rank
+    depend on its number of threads. This number is OMP_NUM_THREADS, or an equal share of the cores
+    if OMP_NUM_THREADS is not a number. FLOP/s are scaled to it from the threads of the measured
+    rank, and the bandwidth of the memory from all cores. The link is the one that was measured with
+    `n_local` ranks, or else the first that was measured.
+
+    Without a measurement, FLOP/s and bandwidth are scaled to the number of threads from typical
+    values of one thread, and `is_measured` is False.
 
     Args:
         output_dir: Folder that contains machine.json.

@@ -68,7 +68,11 @@ class UserData(Dataset):
         self.epoch_batches = max(count_batches(part, world_size) for part in loaders)
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch, in which each batch counts as a full one."""
+        """Return the number of samples of an epoch on all ranks. Each batch counts as a full one.
+
+        For a stream the result is at least UNKNOWN_LENGTH, because `epoch_batches` then is
+        UNKNOWN_LENGTH.
+        """
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
@@ -81,11 +85,11 @@ class UserData(Dataset):
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
     def _first_batch(self) -> Any:
-        """Return the first batch as the training step gets it.
+        """Return the first batch as the training step gets it, but as a tuple if it is a list.
 
         The batch goes through the hooks by which the user's data module transfers a batch to the
-        device, which may change it. The device is the CPU. Several loaders give a list or a dict of
-        their first batches. A list is returned as a tuple.
+        device, which may change it. The device is the CPU. A list of loaders gives a tuple of their
+        first batches, and a dict of loaders gives a dict of their first batches.
 
         Raises:
             DataError: If a loader has no batch.

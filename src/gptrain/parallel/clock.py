@@ -41,7 +41,8 @@ class ComputeClock:
     def start_step(self) -> None:
         """Discard the measurements of the previous step, and begin to measure a new step.
 
-        The clock counts from now on, or where gradients are disabled from the next `resume` on.
+        The clock counts from this call on. If gradients are disabled (torch.no_grad), the clock
+        stays paused until a `resume` with gradients enabled.
         """
         self._marks.clear()
         self.resume()

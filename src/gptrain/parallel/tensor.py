@@ -265,7 +265,11 @@ class _Rowwise(_Role):
 
 
 class _PerHead(_Role):
-    """Norm that runs on this rank's heads, with the forward method of the norm's own class."""
+    """Norm of q or k that normalizes this rank's heads (..., d_head), without a collective.
+
+    Every rank holds the full weight, as a replicated DTensor. This class calls the `forward` of the
+    norm's own class with plain tensors in the place of DTensors (see `_LocalParameters`).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer_forward(_LocalParameters(self), x)

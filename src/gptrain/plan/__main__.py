@@ -61,7 +61,9 @@ def main() -> None:
 def measure(cfg: CollectivesRun) -> None:
     """Measure the collectives between the ranks and the CPU of this machine, for `--measure`.
 
-    Starts the ranks, or runs as one of the ranks that torchrun started.
+    Starts the ranks, or runs as one of the ranks that torchrun started. Rank 0 prints the times of
+    the collectives, and writes the speeds of the CPU and of the link between the ranks to
+    machine.json in `cfg.output_dir`, where later plans read them.
 
     Args:
         cfg: Configuration of the command.

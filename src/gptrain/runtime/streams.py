@@ -109,7 +109,8 @@ def flush_output() -> int:
     """Flush stdout at the end of a command, and return the exit code of the command.
 
     The code is 0, or that of the error if the output cannot be written, for example to a full disk.
-    The error is printed on stderr.
+    The error is printed on stderr. If stdout is a RunStream, as in a training, the code is always
+    0, because a RunStream discards output that cannot be written.
     """
     try:
         sys.stdout.flush()
