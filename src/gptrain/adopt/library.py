@@ -147,10 +147,12 @@ def require(project: Path, needed: str | None) -> None:
 
     Args:
         project: Folder of the project.
-        needed: New requirement for pip. None stands for a copy in the project, which is refused.
+        needed: New requirement for pip, as `requirement` returns it: `gptrain @ ` and an address.
+            None, which stands for a copy of the library in the project, is refused.
 
     Raises:
-        ConfigError: If the project does not require the library by an address.
+        ConfigError: If `needed` is None, or if the file does not contain exactly one requirement
+            of the form "gptrain @ <address>". The file is then unchanged.
         OSError: If the file cannot be read or written.
     """
     file = project / "pyproject.toml"

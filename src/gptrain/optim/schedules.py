@@ -16,7 +16,7 @@ import math
 def warmup_cosine(
     step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_factor: float
 ) -> float:
-    """Return the factor of a warm-up followed by half a cosine from 1 to `min_factor`.
+    """Return the factor of a linear warm-up followed by half a cosine from 1 to `min_factor`.
 
     Source: Loshchilov & Hutter 2017, arXiv:1608.03983.
 
@@ -37,7 +37,7 @@ def warmup_cosine(
 def warmup_linear(
     step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_factor: float
 ) -> float:
-    """Return the factor of a warm-up followed by a linear decay from 1 to `min_factor`.
+    """Return the factor of a linear warm-up followed by a linear decay from 1 to `min_factor`.
 
     Args:
         step: Optimizer step, counted from 0.
@@ -61,7 +61,7 @@ def warmup_stable_decay(
     min_factor: float,
     decay_steps: int,
 ) -> float:
-    """Return the factor of a warm-up, a constant phase at 1 and a linear decay to `min_factor`.
+    """Return the factor of a linear warm-up, a phase at 1 and a linear decay to `min_factor`.
 
     A run can be continued with more steps from any checkpoint before the decay.
     Source: Hägele et al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a
@@ -84,7 +84,7 @@ def warmup_stable_decay(
 
 
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
-    """Return the factor of a warm-up followed by a constant phase at 1.
+    """Return the factor of a linear warm-up followed by a constant phase at 1.
 
     Args:
         step: Optimizer step, counted from 0.

@@ -78,10 +78,11 @@ def needs_comparison(
 ) -> bool:
     """Return whether the net could compute another function under the strategy.
 
-    The classes of gptrain.models and torch.nn need no comparison: gptrain's tests compare them with
-    a single process. A net of any other class, for example a subclass, is compared if the strategy
-    partitions the net, if the loss is computed from `hidden` and `head` instead of `forward`, or if
-    activation checkpointing runs blocks twice.
+    A net of gptrain.models that consists of unchanged layers of gptrain.models and torch.nn needs
+    no comparison (see `is_of_library`): gptrain's tests compare it with a single process. Any other
+    net, for example one with a single layer of another class or with a forward hook, is compared if
+    the strategy partitions the net, if the net has `hidden` and `head`, from which the loss is then
+    computed instead of from `forward`, or if activation checkpointing runs blocks twice.
 
     Args:
         net: Net before it is partitioned, for example on the meta device.

@@ -179,8 +179,18 @@ class Checkpoints(Checkpoint):
         """Restore what Lightning does not restore, if the run resumes from gptrain's checkpoint.
 
         These are the logged metrics, the optimizer options and learning rates that the config has
-        changed (rank 0 logs each as a warning), and the states of the random generators. In every
-        run the interval of `checkpoint.every_minutes` begins here. All ranks must call this method.
+        changed (rank 0 logs each as a warning), and the states of the random generators. On another
+        number of ranks each rank gets a random state of its own that was not saved. If the
+        checkpoint was saved before the validation of its step, and the number of ranks is the same,
+        the repeated validation amends this checkpoint (see `allow_amendment`). If only this
+        validation is left to do, `trainer.val_check_batch` becomes 1, so that it takes place
+        whatever the validation interval.
+
+        In every run the interval of `checkpoint.every_minutes` begins here. All ranks must call
+        this method.
+
+        Raises:
+            DamagedCheckpointError: On rank 0, if that checkpoint was damaged after it was verified.
         """
         if self._only_validates:
             trainer.val_check_batch = 1  # validate the last step, whatever the interval

@@ -206,15 +206,19 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the learning rate, and measure the gradient norm if clipping will not do it.
+        """Record the learning rate, and call `LightningStrategy.clip` unless Lightning will do it.
 
-        The measurement also completes the gradients and decides whether the step is taken; see
-        `LightningStrategy.clip`, which all ranks must call.
+        `clip` measures the gradient norm, completes the gradients and decides whether the step is
+        taken. For a `LanguageModel` Lightning calls `clip` after this hook, also without clipping.
+        It does not for clipping by value, for a plain LightningModule, or if the module overrides
+        configure_gradient_clipping. In these cases this hook calls `clip` with no largest norm, so
+        that it only measures. All ranks must call this method.
 
         Raises:
-            RefusedStepError: If the norm is measured here, the step before was refused, and the run
-                ends because of it; or this step, if the optimizer cannot skip it on its device.
-            DataError: If the norm is measured here, and step 0 of the run has no target.
+            RefusedStepError: If `clip` is called here, and a step was refused, and the run ends
+                because of it. This is the step before, or this step if the optimizer cannot skip an
+                update on its device.
+            DataError: If `clip` is called here, and step 0 of the run has no target.
         """
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         if not clips_by_strategy(trainer, pl_module):

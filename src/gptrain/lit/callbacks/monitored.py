@@ -42,8 +42,10 @@ class MonitoredNames:
     """Early check that the values which callbacks and schedules monitor are logged.
 
     `after_first_step` raises an error if a value that Lightning requires was logged neither by the
-    sanity check nor by the first step of this start, and warns if the user's code may log it later.
-    Lightning itself would look for the value at its first use, which may be hours after the start.
+    sanity check nor by the first step of this start. If the user's code may log the value later,
+    a warning is logged instead. Lightning itself would look for the value at its first use, which
+    may be hours after the start.
+
     Without a sanity check (trainer.num_sanity_val_steps=0, or a resumed run) nothing is checked.
     """
 

@@ -237,8 +237,8 @@ class LightningStrategy(SavingStrategy):
             max_norm: Largest norm after clipping. None or 0 only measures the norm.
 
         Raises:
-            RefusedStepError: If the step before was refused and the run ends because of it; or this
-                step, if the optimizer cannot skip an update on its device.
+            RefusedStepError: If a step was refused and the run ends because of it. This is the step
+                before, or this step if the optimizer cannot skip an update on its device.
             DataError: If step 0 of the run has no target.
         """
         with self.parallel.clock.paused():
