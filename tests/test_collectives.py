@@ -77,7 +77,7 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
 
 
 def test_the_help_explains_the_command_and_the_smallest_buffer_has_64_kib(typed):
-    code, out, _ = typed(main, "--help")
+    code, out, _ = typed(main, "--explain", "--help")
     assert code == 0 and out.startswith("Run the eight collectives between processes")
     code, _, err = typed(main, "max_bytes=65535")
     assert code == 2 and "max_bytes=65535" in err and "65536" in err
