@@ -268,6 +268,10 @@ def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_pat
         "trainer.val_check_interval=100", "allow_changes=[scheduler]",
         f"ckpt_path={folder}/seed-3-2/checkpoints/step-00000080",
     }  # fmt: skip
+    message = "objective=val/acc: .*seed-3-2: the run did not log this metric; allowed: .*val/loss"
+    with pytest.raises(ConfigError, match=message) as error:
+        train_size(folder.parent, script, typed, "val/acc", *options[1:])
+    assert error.value.code == 65
 
 
 def test_too_few_runs_give_a_straight_line():
