@@ -23,7 +23,7 @@ from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, describe, measure
 from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.datamodule import Loader
-from gptrain.lit.report import waiting_line
+from gptrain.lit.report import metric_parts, waiting_line
 from gptrain.runtime.devices import find_devices
 from tests.campaign.recovery import recovery_times
 from tests.command_line import compose_run
@@ -155,6 +155,18 @@ def test_a_result_says_what_it_was_made_by(train):
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     assert (made["git"] or {}).get("commit", "") == head
+
+
+def test_the_result_line_counts_the_values_of_a_metric_with_more_than_four():
+    metrics = {
+        "train/loss": 1.23456, "lr": 0.1, "mine/top5": 0.5, "perf/mfu": 0.3, "val/loss": 2.0,
+        **{f"val/few/{i}": i / 4 for i in range(4)}, **{f"val/f1/{i}/2": 0.5 for i in range(5)},
+    }  # fmt: skip
+    assert metric_parts(metrics, ("mine/top5", "val/loss")) == [
+        "train/loss 1.2346", "mine/top5 0.5000", "val/loss 2.0000", "val/few/0 0.0000",
+        "val/few/1 0.2500", "val/few/2 0.5000", "val/few/3 0.7500",
+        "val/f1 5 values in result.json",
+    ]  # fmt: skip
 
 
 def phase(name: str, step: int, begin_s: float, end_s: float) -> dict:
