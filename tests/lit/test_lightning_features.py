@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import errno
+import logging
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -14,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.lit.callbacks.monitor import TrainingMonitor, acts_on_validation
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.lightning import is_for_users, quiet_lightning
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -443,3 +447,24 @@ def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes, 
     assert "token_embedding.weight" in file["state_dict"]  # a file of Lightning has all weights
     assert "blocks.0.mlp.up_proj.base.weight" in weights  # frozen, but not in init_from
     assert weights["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained
+
+
+def test_of_lightnings_messages_warnings_and_those_of_verbose_callbacks_are_printed():
+    """Its handlers are removed, so that a message is printed once, by the handler of the run."""
+    quiet_lightning()
+    quiet_lightning()  # of a second job in this process
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        assert (logger.handlers, logger.propagate, logger.level) == ([], True, logging.WARNING)
+    assert logging.getLogger("lightning.pytorch.callbacks").level == logging.INFO
+    rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    assert (rank_zero_log.level, rank_zero_log.filters) == (logging.INFO, [is_for_users])
+    folder = Path(pl.__file__).parent
+    for path, level, is_printed in (
+        (folder / "trainer" / "setup.py", logging.INFO, False),
+        (folder / "trainer" / "setup.py", logging.WARNING, True),
+        (folder / "callbacks" / "timer.py", logging.INFO, True),
+        (Path("/home/me/callbacks.py"), logging.INFO, True),
+    ):
+        record = logging.LogRecord("lightning", level, str(path), 1, "text", (), None)
+        assert is_for_users(record) == is_printed, path
