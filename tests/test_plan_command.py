@@ -212,6 +212,11 @@ def test_the_tables_show_each_number_under_its_name():
     assert table.splitlines()[0].split() == ["GiB", "of", "a", "device", *PARTS, "fits"]
     assert table.splitlines()[1].split() == ["fsdp", *(f"{n}.00" for n in range(1, 8)), "no"]
     assert table.splitlines()[2].endswith(" yes")
+    for total, unit, shown in ((2**30, "GiB", "1.00"), (2**30 - 2**20, "MiB", "1023.00")):
+        sizes = dict.fromkeys(PARTS, 0) | {"total": total}
+        alone = result | {"strategies": {"ddp": row | {"bytes_per_device": sizes}}}
+        lines = memory_lines(alone)[1].splitlines()
+        assert lines[0].startswith(f"{unit} of a device ") and shown in lines[1].split()
     changes = {"strategy": "fsdp", "data.batch_size": 1}
     result |= {"best": "fsdp", "changes": changes, "command": "python train.py"}
     best = "best      fsdp; nothing fits as typed, but with data.batch_size=1"
