@@ -205,8 +205,9 @@ class StreamDataset(Dataset):
     def _read_passes(self) -> Iterator[Any]:
         """Yield the samples of the part from the current position on, in pass after pass.
 
-        If all readers read the same stream, a part has one of each group of `stride` samples. An
-        incomplete last group is left out.
+        The iterator does not end. If the stream cannot be divided, every reader reads all of it and
+        keeps one of each group of `stride` samples, where `stride` is the number of parts. An
+        incomplete last group is left out. Otherwise `stride` is 1.
 
         Raises:
             DataError: If a complete pass has no sample.

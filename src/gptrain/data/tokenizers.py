@@ -44,14 +44,17 @@ _BYTES_JSON = b'{"type": "bytes"}\n'
 
 
 class ByteTokenizer:
-    """Tokenizer whose 256 tokens are the bytes of UTF-8 text. It needs no file and no package."""
+    """Tokenizer whose 256 tokens are the bytes of UTF-8 text. It needs no file and no package.
+
+    The bytes 254 and 255, which UTF-8 text never contains, are the control tokens <|im_start|> and
+    <|im_end|>.
+    """
 
     vocab_size = 256
     identity = "bytes"
     end_token = "the byte 255"
     end_id = 255  # UTF-8 text never contains the byte 255
     token_bytes = np.array([1] * 255 + [0])  # (V,) int64
-    # UTF-8 text never contains the bytes 254 and 255, which therefore can be control tokens.
     control_tokens: Mapping[str, int] = {"<|im_start|>": 254, "<|im_end|>": 255}
     special_tokens: Mapping[str, str] = {}
     stop_ids: Sequence[int] = ()

@@ -190,9 +190,10 @@ def report_ending(
 ) -> None:
     """Write to status.json how the run ended, and print it.
 
-    Prints nothing if another rank has reported before, except with debug=true. An error is printed
-    on stderr, after its traceback if there is one. The stop of a run that was asked to stop is
-    logged, with the command that resumes it.
+    Only the first report of a run is written and printed. `replace`, and a failure after a run that
+    is done, replace an earlier report and are printed, too. With debug=true every report is
+    printed. An error is printed on stderr, after its traceback if there is one. The stop of a run
+    that was asked to stop is logged, with the command that resumes it.
 
     Args:
         cfg: Configuration of the run.

@@ -73,7 +73,8 @@ class LightningStrategy(SavingStrategy):
             each micro-step of the current step.
         micro_losses: Loss of each micro-step of the current step as Lightning passes it to
             `backward`: detached, and divided by the number of accumulated micro-steps.
-        step_mean: Divisor of the losses of the current step, and mean loss of the last step.
+        step_mean: StepMean object, with the divisor of the losses of the current step and the mean
+            loss of the last step.
         is_updating: True from the clipping to the end of a step, while the optimizer may have
             updated some parameters but not all. The state must not be saved then.
     """
