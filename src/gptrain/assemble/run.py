@@ -344,8 +344,9 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 def check_shared(run_dir: str, rank: int) -> None:
     """Check that all ranks see the run folder of rank 0, as ranks on several nodes must.
 
-    All ranks must call it. Waits up to ten seconds, because a network file system shows new files
-    late.
+    All ranks must call it after rank 0 has locked the folder, because the ranks compare the records
+    of the lock that they see. Without a record on rank 0 the check passes on ranks that do not see
+    the folder. Waits up to ten seconds, because a network file system shows new files late.
 
     Args:
         run_dir: Run folder.

@@ -67,6 +67,9 @@ def build_schedule(
     warmup_steps, decay_steps, total_steps, start_factor and min_factor that are in its signature. A
     ReduceLROnPlateau watches `checkpoint.monitor` and is stepped after each validation.
 
+    The dict has no key `interval`. LanguageModel adds `"interval": "step"`, which all of these
+    schedules need. Lightning's default, `epoch`, steps them too rarely.
+
     Args:
         cfg: Configuration of the run.
         lengths: Lengths of the run, which replace lengths that the config does not give.

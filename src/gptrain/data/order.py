@@ -115,11 +115,12 @@ class TrainBatches:
     """Batch sampler that yields the micro-batches of one rank, from the run's current position.
 
     The micro-batches of a run are an endless sequence. Each micro-batch depends on its number only,
-    counted over the whole run. A new permutation of the data begins every N // G steps. Step s of a
-    permutation takes the positions [s G, (s+1) G). Micro-step m of rank r takes the B positions
-    from s G + (m W + r) B on. The samples of a step therefore depend on G, and not on the division
-    of G into ranks and micro-steps. The last N mod G positions of each permutation are skipped on
-    all ranks. They hold different samples in each permutation.
+    counted over the whole run. The data have N samples. A step of all W ranks takes G = A W B
+    samples: A micro-batches of B samples on each rank. A new permutation of the data begins every
+    N // G steps. Step s of a permutation takes the positions [s G, (s+1) G). Micro-step m of rank r
+    takes the B positions from s G + (m W + r) B on. The samples of a step therefore depend on G,
+    and not on the division of G into ranks and micro-steps. The last N mod G positions of each
+    permutation are skipped on all ranks. They hold different samples in each permutation.
 
     An epoch of the DataLoader is a section of `epoch_steps` steps of this sequence. A permutation
     may begin inside an epoch. A run with shorter epochs sees the same samples in the same order.

@@ -92,11 +92,19 @@ class ProgressBar(TQDMProgressBar):
             log.info(labels.line(f"epoch {trainer.current_epoch}", " · ".join(words)))
 
     def take_step(self, values: Mapping[str, Any], lengths: RunLengths) -> None:
-        """Show the values of a logged step until the next logged step.
+        """Show loss, learning rate and speed of a logged step until the next logged step.
+
+        The slowest rank is shown if the step has one, and the remaining time if the run has a known
+        number of steps. All other values are ignored.
 
         Args:
-            values: Logged name -> value. A loss on a device is not read before it is shown.
+            values: Logged name -> value. `train/loss`, `lr` and `perf/tokens_per_s` must be given,
+                and if the run has a known number of steps also `step` and `perf/step_s`. A loss on
+                a device is not read before it is shown.
             lengths: Lengths of the run, from which the remaining time is computed.
+
+        Raises:
+            KeyError: If a value that must be given is missing.
         """
         self.logged = {"train/loss": values["train/loss"], "lr": f"{values['lr']:.3g}"}
         self.logged[f"{lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
