@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 
 MODULE = """
+FACTOR = 2
+
+
 def is_adult(age):
     return age >= 18
 
 
 def double(number):
-    return 2 * number
+    return FACTOR * number
 
 
 def never_run():
@@ -62,3 +65,8 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
         "constant changed: 1": "survived",
     }
     assert (checkout / path).read_text() == MODULE
+    # A constant matters in the functions: their test comes before the whole file, which imports it.
+    constant, *others = find_mutants(path, MODULE)
+    assert constant.runs_at_import and not any(mutant.runs_at_import for mutant in others)
+    tests = records.choose(checkout / path, constant.code.lineno, runs_at_import=True)
+    assert tests[0].endswith("::test_the_boundary_itself_is_not_looked_at")

@@ -81,39 +81,47 @@ class Records:
                         test = f"{tests}::{name}" if module == tests.stem else str(tests)
                         self.lines[test] |= 1 << place
 
-    def choose(self, file: Path, line: int) -> list[str]:
+    def choose(self, file: Path, line: int, runs_at_import: bool = False) -> list[str]:
         """Return the tests that run a line of a file, in the order in which to run them.
+
+        A line that runs at import, such as a constant, has an effect in the functions of its file.
+        For such a line these are the tests that run any other line of the file, first those that
+        run little else.
 
         There is no time for all tests of a line that every training runs. Therefore tests without a
         training come first. The next test is always the one with the largest part of lines that no
         test before it runs, and of equal ones the shortest. Files of which all tests are one test
         come last.
 
-        Python does not report every line of an expression, and no test runs what runs at import.
-        For such a line, the nearest line before it that a test runs is used.
+        Python does not report every line of an expression. For a line that is not reported, the
+        nearest line before it that a test runs is used.
         """
         while line > 1 and (str(file), line) not in self.places:
             line -= 1
         place = self.places.get((str(file), line), len(self.places))  # the last bit is of no test
-        left = [test for test, lines in self.lines.items() if lines >> place & 1]
+        needed, counted = 1 << place, -1  # a test runs a needed line; its counted lines rank it
+        if runs_at_import:
+            needed = sum(1 << bit for (name, _), bit in self.places.items() if name == str(file))
+            counted = needed
+        left = [test for test, lines in self.lines.items() if lines & needed]
         chosen, known = [], 0
         while left:
-            left.sort(key=lambda test: self.rank(test, known))
+            left.sort(key=lambda test: self.rank(test, counted & ~known))
             chosen.append(left.pop())
             known |= self.lines[chosen[-1]]
         return chosen
 
-    def rank(self, test: str, known: int) -> tuple[bool, bool, float, int]:
-        """Return a key that is largest for the test to run next after tests of the known lines."""
+    def rank(self, test: str, counted: int) -> tuple[bool, bool, float, int]:
+        """Return a key that is largest for the test to run next, by its counted lines."""
         n_lines = self.lines[test].bit_count()
-        n_new = (self.lines[test] & ~known).bit_count()
+        n_new = (self.lines[test] & counted).bit_count()
         return "::" in test, n_lines < TRAINING_LINES, n_new / n_lines, -n_lines
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     """Plant a mutant, and return whether a test of its line catches it."""
     file = checkout / mutant.path
-    tests = records.choose(file, mutant.code.lineno)
+    tests = records.choose(file, mutant.code.lineno, mutant.runs_at_import)
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())

@@ -35,6 +35,13 @@ class Mutant(NamedTuple):
         place = f"{self.code.lineno}:{self.code.col_offset}"
         return f"{self.path}:{place}: {self.kind}: {ast.unparse(self.code)}"
 
+    @property
+    def runs_at_import(self) -> bool:
+        """Whether the changed code is outside of the bodies of functions, such as a constant."""
+        functions = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
+        bodies = (range(node.body[0].lineno, (node.end_lineno or 0) + 1) for node in functions)
+        return not any(self.code.lineno in body for body in bodies)
+
     def source(self) -> str:
         """Return the file with the change, without comments, because `ast.unparse` drops them."""
         before = getattr(self.node, self.field)
