@@ -46,13 +46,14 @@ class RunLock:
     Attributes:
         run_id: Random identity of the run in this folder. The first holder draws it, and all later
             holders keep it. It is written into each checkpoint, so that a checkpoint of another run
-            is recognized.
+            is recognized. Not set before the folder was locked.
     """
+
+    run_id: str
 
     def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
         self.run_dir = Path(run_dir)
         self.wait_s = wait_s
-        self.run_id = ""
         self._descriptor = -1
 
     def acquire(self) -> RunLock:

@@ -1,0 +1,157 @@
+"""The parts of a run that is built in this process and not started have the config's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from gptrain.assemble import run as assemble
+from gptrain.assemble.load import build_net
+from gptrain.assemble.run import TrainingRun
+from gptrain.assemble.start_report import parameters_text, precision_text
+from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.monitor import TrainingMonitor
+from gptrain.lit.nonfinite import NonFiniteRule
+from gptrain.lit.spikes import SpikeRule
+from tests.command_line import compose_run, unwatched
+
+SMALL = (
+    "model=gpt_nano", "trainer=cpu", "model.n_layers=2", "model.d_model=32", "callbacks=none",
+    "trainer.enable_progress_bar=false",
+)  # fmt: skip
+
+
+@pytest.fixture
+def build(tmp_path) -> Callable[..., TrainingRun]:
+    """Return a function that builds a small run with the given overrides."""
+
+    def build(*words: str) -> TrainingRun:
+        cfg = compose_run(*SMALL, f"run_dir={tmp_path}/run", f"output_dir={tmp_path}", *words)
+        with RunLock(cfg.run_dir):
+            return assemble.build(cfg, unwatched(cfg))
+
+    return build
+
+
+@pytest.fixture
+def training(build, tmp_path, monkeypatch) -> TrainingRun:
+    """Return a training on text, with values that are not the defaults."""
+    prepare_data = assemble.prepare_data
+
+    def draw_and_prepare(*args: Any) -> Any:
+        torch.rand(3)  # a user's dataset may draw random numbers
+        return prepare_data(*args)
+
+    monkeypatch.setattr(assemble, "prepare_data", draw_and_prepare)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of the text\n" for n in range(1000)))
+    return build(
+        "seed=5", "data=text", f"data.path={tmp_path}/text.txt", "data.seq_len=16",
+        "data.batch_size=2", "data.global_batch_size=8", "trainer.max_epochs=2",
+        "trainer.val_check_interval=3", "trainer.gradient_clip_val=0.5",
+        "trainer.log_every_n_steps=4", "on_nonfinite=skip", "on_spike=skip", "spike.sigma=5",
+        "spike.window=50", "max_skips=7", "checkpoint.keep=3", "optimizer.lr=0.003",
+        "scheduler.warmup_steps=2", "callbacks=ema", "~callbacks.sample", "logger=csv",
+    )  # fmt: skip
+
+
+def test_the_trainer_counts_the_configs_lengths_in_optimizer_steps(training):
+    trainer, epoch_steps = training.trainer, len(training.datamodule.train) // 8
+    assert epoch_steps > 100
+    assert (trainer.max_steps, trainer.max_epochs) == (2 * epoch_steps, 2)
+    assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (4, 3 * 4)
+    assert (trainer.check_val_every_n_epoch, trainer.overfit_batches) == (None, 0.0)
+    assert (trainer.limit_train_batches, trainer.gradient_clip_val) == (1.0, 0.5)
+    assert trainer.default_root_dir == training.cfg.run_dir
+    names = [type(part).__name__ for part in (*trainer.loggers, *trainer.callbacks)]
+    assert names == [
+        "CSVLogger", "JsonLinesLogger", "TrainingMonitor", "QuietCollector", "EMAWeightAveraging",
+        "OptionTracker", "Checkpoints",
+    ]  # fmt: skip
+
+
+def test_the_callbacks_of_every_run_have_its_rules_and_facts(training):
+    monitor, *_, checkpoints = cast(Any, training.trainer).callbacks
+    assert isinstance(monitor, TrainingMonitor) and isinstance(checkpoints, Checkpoints)
+    nonfinite, spike = monitor.decisions.rules
+    assert isinstance(nonfinite, NonFiniteRule) and nonfinite.reaction == "skip"
+    assert isinstance(spike, SpikeRule)
+    assert (spike.reaction, spike.sigma, spike.window) == ("skip", 5, 50)
+    assert (monitor.decisions.max_skips, monitor.every_n_steps, monitor.compile_s) == (7, 4, 0.0)
+    assert monitor.checkpoints is checkpoints and monitor.timeline is checkpoints.timeline
+    run_dir = Path(training.cfg.run_dir)
+    assert checkpoints.store.folder == run_dir / "checkpoints"
+    assert checkpoints.store.run_id == read_holder(run_dir)["run_id"]
+    facts, data = checkpoints.identity, cast(Any, training.datamodule).train
+    assert data.fingerprint and facts["data"] == data.fingerprint
+    assert (facts["warmup_steps"], facts["data.global_batch_size"]) == (2, 8)
+    # A parameter in fp32 has two moments of AdamW.
+    assert (checkpoints.parameter_bytes, checkpoints.options.keep) == (12, 3)
+    assert checkpoints.agreement_folder.parent == monitor.guard.heartbeat.folder
+
+
+def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(training):
+    assert torch.initial_seed() == 5 + 1  # each rank has another seed, rank 0 this one
+    torch.manual_seed(5)
+    net = build_net(training.cfg.model).state_dict()
+    weights = training.module.net.state_dict()
+    assert all(torch.equal(weights[name], net[name]) for name in net)
+    data = cast(Any, training.datamodule)
+    assert (data.batches.order.seed, data.worker_seed) == (5, 5)
+    assert (data.batches.batch_size, data.batches.accumulate, data.batches.epoch_steps) == (
+        2, 4, len(data.train) // 8,
+    )  # fmt: skip
+    assert (data.vocab_size, data.num_workers, data.pin_memory) == (256, 0, False)
+    assert data.equal_lengths == {"train", "val", "test"} and data.test is data.val
+    assert (Path(training.cfg.run_dir) / "tokenizer.json").is_file()
+
+
+def test_the_lines_at_the_start_describe_the_parts(training):
+    n_steps = 2 * (len(training.datamodule.train) // 8)
+    lines = dict(training.report.lines)
+    assert lines.pop("plan").startswith("0.8 MiB of tensors per device · best: single · ")
+    assert lines.pop("strategy").startswith("single · 1 x cpu · precision 32-true · ")
+    assert lines == {
+        "model": "SimpleGPT · 41,856 parameters · vocab_size 256 · d_model 32 · n_heads 4 · "
+        "n_layers 2 · max_seq_len 256",
+        "data": training.datamodule.train.describe(n_steps * 8),
+        "batch": "2 x 1 ranks x 4 accumulated = 8 sequences = 128 tokens per step · "
+        f"{n_steps} steps by trainer.max_epochs=2 · lr 0.003",
+        "run": training.cfg.run_dir,
+    }
+    order = ["model", "strategy", "data", "batch", "plan", "run"]
+    assert list(training.report.lines) == order
+
+
+def test_a_line_has_few_parameters_in_full_and_a_hint_where_a_precision_is_slow():
+    assert parameters_text(49_999, 49_999) == "49,999 parameters"
+    assert parameters_text(50_000, 50_000) == "0.1 M parameters"
+    assert parameters_text(90_000, 8_000) == "8,000 of 90,000 parameters are trained"
+    hint = ": bf16-mixed is native here; try trainer=gpu"
+    assert precision_text("32-true", "bf16-mixed") == f"precision 32-true{hint}"
+    for precision, native in (("32-true", "32-true"), ("16-mixed", "bf16-mixed")):
+        assert precision_text(precision, native) == f"precision {precision}"
+
+
+def test_runs_of_other_kinds_leave_parts_out(build):
+    def names(run: TrainingRun) -> list[str]:
+        return [type(callback).__name__ for callback in cast(Any, run.trainer).callbacks]
+
+    tried = build("trainer.fast_dev_run=2")
+    assert tried.trainer.max_steps == 2 and names(tried) == ["TrainingMonitor", "QuietCollector"]
+    assert [type(logger) for logger in tried.trainer.loggers] == [DummyLogger]
+    assert "plan" not in tried.report.lines
+    assert build("trainer.fast_dev_run=true", "logger=none").trainer.loggers == []
+    evaluated = build("task=validate", "data.batch_size=3")
+    assert names(evaluated) == ["TrainingMonitor", "QuietCollector"]
+    assert evaluated.report.lines["batch"] == "3 x 1 ranks" and "plan" not in evaluated.report.lines
+    words = ("trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none")
+    endless = build(*words, "trainer.enable_progress_bar=true")
+    assert (endless.trainer.max_steps, endless.trainer.max_epochs) == (-1, -1)
+    assert names(endless) == ["TrainingMonitor", "QuietCollector", "ProgressBar", "Timer"]
+    assert " per step · no end · lr " in endless.report.lines["batch"]
