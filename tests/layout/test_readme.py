@@ -127,7 +127,8 @@ def test_the_readme_of_a_package_names_its_files_and_what_they_define():
     for readme in sorted((ROOT / "src" / "gptrain").glob("*/README.md")):
         text = readme.read_text()
         stems = {path.stem for path in readme.parent.glob("*.py")} - {"__init__", "__main__"}
-        assert not [stem for stem in stems if not re.search(rf"\b{stem}\b", text)], readme
+        unnamed = [stem for stem in stems if not re.search(rf"\b{stem}\b", text)]
+        assert not unnamed, f"{readme} does not say what these files hold: {unnamed}"
         for name, file in re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", text):
             path = readme.parent / file
             assert not path.is_file() or re.search(rf"\b{name}\b", path.read_text()), (readme, name)
