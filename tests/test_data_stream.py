@@ -176,6 +176,12 @@ def test_a_stream_without_a_state_or_without_samples_says_so():
         part.stream.warn(None)
     with pytest.raises(DataError, match="the stream has no sample"):
         StreamDataset(Numbers(0), "data.train")[0]
+    # Of three readers that read the same stream of two samples, the last one has none.
+    stream = StreamDataset(Numbers(2), "data.train")
+    stream.n_parts = 3
+    stream.start(2, None)
+    with pytest.raises(DataError, match=r"^data\.train: the stream has no sample for this reader$"):
+        stream.__getitems__([0])
 
 
 def test_an_evaluation_reads_a_stream_at_once():

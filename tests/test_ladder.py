@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -180,6 +181,12 @@ def test_the_runs_of_a_size_share_a_stable_phase_with_a_checkpoint_before_each_d
         phases = find_phases(size, counts)
         assert phases == expected
         assert phases.steps == sum(expected.total) - sum(expected.stable) + expected.stable[-1]
+    for warmup, is_refused in ((399, False), (400, True)):
+        changed = cfg.changed({"scheduler.warmup_steps": warmup})
+        size = SimpleNamespace(cfg=changed, counts={"all": 1000}, step_tokens=10)
+        message = r"tokens_per_parameter=5: 1,000 parameters warm up for 400 of 400 steps; try: "
+        with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
+            assert find_phases(size, [5, 10]).warmup == 399
 
 
 def test_a_smaller_model_keeps_the_width_of_a_head_and_the_queries_of_each_key():
@@ -190,6 +197,10 @@ def test_a_smaller_model_keeps_the_width_of_a_head_and_the_queries_of_each_key()
         "model.n_layers=3", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
         "model.d_ff=40",
     ]  # fmt: skip
+    del sizes["n_heads"]
+    message = r"ladder\.sizes=0\.3: the model group has no n_layers, n_heads and d_model to scale"
+    with pytest.raises(ConfigError, match=message):
+        scaled(cfg, 0.3)
 
 
 def test_a_learning_rate_is_carried_over_by_width_unless_the_size_has_its_own():

@@ -34,7 +34,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
-from gptrain.runtime.supervisor import record_start
+from gptrain.runtime.supervisor import prepare_start, record_start
 from tests.command_line import compose_run
 
 RUN = "a" * 32
@@ -254,6 +254,22 @@ def test_damage_and_absence_have_codes_of_their_own(compose):
     with pytest.raises(ConfigError, match="from_run=/nowhere: no such file or folder") as missing:
         find_trained(compose("task=test", "from_run=/nowhere"))
     assert missing.value.code == 66
+
+
+def test_the_third_restart_in_a_row_that_made_no_progress_ends_the_run(compose, tmp_path):
+    cfg = compose(f"run_dir={tmp_path}")
+
+    def start(again: bool) -> None:
+        found = prepare_start(cfg, lambda *_: None, LOCK, world_size=1, again=again)
+        assert found.ckpt_path is None
+
+    for again in (False, True, True):
+        start(again)
+    with pytest.raises(ConfigError) as failed:
+        start(again=True)
+    assert failed.value.lines == ["error: 3 starts in a row made no progress"]
+    assert failed.value.code == 70
+    start(again=False)  # a person's start
 
 
 def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
