@@ -33,13 +33,20 @@ MACHINES = {
 RUNS = (
     ("h100", 2, 4096, ["model=llama_8b", "optimizer=muon", "trainer.precision=bf16-mixed",
                        "trainer.accumulate_grad_batches=3", "max_tokens=1e10",
-                       "model.activation_checkpointing=full"]),
+                       "model.activation_checkpointing=full", "strategy=fsdp",
+                       "strategy.replicas=2", "strategy.accumulate_shards=true",
+                       "strategy.reshard_after_forward=false"]),
     ("a100 in pairs", 1, 2048, ["model=gpt2_xl", "trainer.precision=bf16-true",
                                 "model.activation_checkpointing=selective", "data.batch_size=4",
-                                "model.compile=blocks", "model.dropout=0.1"]),
-    ("v100", 3, 512, ["model=llama_124m", "trainer.precision=16-mixed", "data.batch_size=16"]),
-    ("cpu", 2, 256, ["model=simple_gpt", "trainer.precision=bf16-mixed", "data.batch_size=8"]),
-    ("cpu", 1, 256, ["model=simple_gpt", "optimizer=muon", "data.batch_size=8"]),
+                                "model.compile=blocks", "model.dropout=0.1", "strategy=ddp",
+                                "strategy.comm_hook=bf16", "strategy.bucket_cap_mb=50"]),
+    ("v100", 3, 512, ["model=llama_124m", "trainer.precision=32-true", "data.batch_size=4",
+                      "strategy=diloco", "strategy.outer_dtype=bf16", "strategy.sync_every=20"]),
+    ("cpu", 2, 256, ["model=simple_gpt", "trainer.precision=bf16-mixed", "data.batch_size=8",
+                     "strategy=context_parallel", "strategy.shard=false"]),
+    ("cpu", 1, 256, ["model=simple_gpt", "optimizer=muon", "data.batch_size=8",
+                     "strategy=pipeline", "strategy.schedule=interleaved_1f1b",
+                     "strategy.microbatches=4"]),
 )  # fmt: skip
 
 
@@ -52,7 +59,9 @@ def figures() -> dict[str, Any]:
     rows |= {f"link {name}": asdict(link) for name, link in LINKS.items()}
     for name, n_nodes, sample_tokens, words in RUNS:
         run = f"{n_nodes} x {name}: {' '.join(words)}"
-        plan = compare(compose_run(*words), sample_tokens, MACHINES[name], n_nodes)
+        machine = MACHINES[name]
+        devices = (f"trainer.devices={machine.n_local}", f"trainer.num_nodes={n_nodes}")
+        plan = compare(compose_run(*words, *devices), sample_tokens, machine, n_nodes)
         rows |= {f"{run}: {key}": row for key, row in plan.pop("strategies").items()}
         rows[run] = plan
     return json.loads(json.dumps(rows), parse_float=lambda text: float(f"{float(text):.6g}"))
