@@ -3,13 +3,19 @@
 tests/test_signals_run.py has the same test with several ranks.
 """
 
+import errno
+import io
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from gptrain.core.locations import LIBRARY
+from gptrain.runtime.streams import RunStream, flush_output, prepare_streams
 
 ROOT = Path(__file__).parents[1]
 RUN = (
@@ -73,3 +79,53 @@ def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
     (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     assert shell(RUN, PYTHONPATH=path) == (130, "interrupted\n")
+
+
+class FullDisk(io.StringIO):
+    """A stream whose every write fails with the given error. Its file stays open."""
+
+    def __init__(self, error: OSError, file: int):
+        super().__init__()
+        self.error, self.file, self.name, self.n_calls = error, file, "stdout", 0
+
+    def fileno(self) -> int:
+        return self.file
+
+    def write(self, text: str) -> int:
+        self.n_calls += 1
+        raise self.error
+
+    flush = write
+
+
+@pytest.mark.parametrize("number, is_named", [(errno.ENOSPC, True), (errno.EPIPE, False)])
+def test_output_that_cannot_be_written_is_discarded_with_one_warning(
+    number, is_named, tmp_path, caplog, monkeypatch, capsys
+):
+    with (tmp_path / "file").open("w") as file:
+        full = FullDisk(OSError(number, os.strerror(number)), file.fileno())
+        stream = RunStream(full)
+        assert stream.write("four") == 4 and stream.encoding == full.encoding
+        assert os.path.samestat(os.fstat(file.fileno()), os.stat(os.devnull))
+        line = f"warning: stdout: {os.strerror(number)}, discarded"
+        assert caplog.messages == [line] * is_named
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(full, "flush", lambda: full.write(""))
+        assert flush_output() == (74 if is_named else 70)
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_warning_of_gptrain_is_one_line_and_other_warnings_keep_pythons_form(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii"))
+    prepare_streams(is_run=True)
+    first = sys.stdout
+    prepare_streams(is_run=True)
+    assert isinstance(first, RunStream) and sys.stdout is first
+    assert first.errors == sys.stderr.errors == "replace"
+    ours, others = str(LIBRARY / "x.py"), "/somewhere/x.py"
+    assert warnings.formatwarning("a\nb", UserWarning, ours, 7) == "warning: a\\nb\n"
+    for category, path in ((UserWarning, others), (DeprecationWarning, ours)):
+        text = warnings.formatwarning("a", category, path, 7)
+        assert text.startswith(f"{path}:7: {category.__name__}: a\n")

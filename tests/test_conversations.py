@@ -101,6 +101,8 @@ def test_a_control_token_in_a_text_is_text(name, folder):
         if role == "assistant" and name == "reasoning":  # <think> belongs to an answer
             counts[1][chat_format.control.index("<think>")] -= 1
         assert counts[0] == counts[1]
+    lengths = [len(name) for name in chat_format.control]  # no name may hide a longer one
+    assert lengths == sorted(lengths, reverse=True)
     decoded = tokenizer.decode(chat_format.encode(attacked).tokens)
     assert attack in decoded.replace("\ufffd", "")
 

@@ -204,8 +204,9 @@ def test_a_number_at_the_end_of_a_block_of_a_json_file_is_read_to_its_last_digit
 )
 def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, message, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match=rf"a\.json: {message}"):
+    with pytest.raises(DataError, match=rf"a\.json: {message}") as error:
         read(tmp_path / "a.json")
+    assert str(error.value).count("a.json") == 1
 
 
 @pytest.mark.parametrize(
@@ -240,6 +241,9 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
     (tmp_path / "package.json").write_text(json.dumps(package))
     assert len(read(tmp_path / "package.json", format="text").ends) > 1
     assert len(read(tmp_path / "package.json").ends) > 1
+    points = {"points": [{"x": n, "y": [n, None]} for n in range(200)]}
+    (tmp_path / "points.json").write_text(json.dumps(points, indent=1))
+    assert read(tmp_path / "points.json").ends.tolist()
     poem = {"title": "A poem", "author": "Some One", "body": TEXTS[0] * 40}
     (tmp_path / "poem.json").write_text(json.dumps(poem))
     assert read(tmp_path / "poem.json").ends.tolist()

@@ -122,6 +122,9 @@ def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
     order = SampleOrder(40, seed=0)
     batches = TrainBatches(order, batch_size=4, position=lambda: 10)
     assert list(batches) == order.index(1, np.arange(40)).reshape(10, 4).tolist()
+    one_by_one = TrainBatches(order, batch_size=1)
+    one_by_one.resume_point = (7, 3, 40)  # all samples of permutation 3 are read
+    assert [one_by_one.locate(step) for step in (7, 8, 47)] == [(4, 0), (4, 1), (5, 0)]
 
 
 def test_the_position_is_asked_when_the_iterator_is_made():

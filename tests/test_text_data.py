@@ -24,7 +24,7 @@ from gptrain.data import (
     train_bpe,
 )
 from gptrain.data import prepare as prepare_module
-from gptrain.data.corpus import cut_at, find_sources, read_pieces, scan_source, split
+from gptrain.data.corpus import Piece, cut_at, find_sources, read_pieces, scan_source, split
 from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
@@ -552,6 +552,24 @@ def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
         find_sources(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: not a regular file"):
         load_tokenizer(tmp_path / "pipe")
+    descriptors = Path("/proc/self/fd")  # on Linux only
+    n_open = len(os.listdir(descriptors)) if descriptors.exists() else 0
+    for _ in range(9):
+        with pytest.raises(DataError):
+            load_tokenizer(tmp_path / "pipe")
+    assert not n_open or len(os.listdir(descriptors)) < n_open + 9
+
+
+def test_pieces_of_text_are_tokenized_in_batches(monkeypatch):
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 10)
+    pieces = [Piece(b"a" * n_bytes, False, True, True, n_bytes) for n_bytes in (4, 4, 9, 3, 20, 1)]
+    batches = list(prepare_module.batches(pieces))
+    assert [[len(piece.text) for piece in batch] for batch in batches] == [
+        [4, 4],
+        [9],
+        [3, 20],
+        [1],
+    ]
 
 
 UNKNOWN = {"unk_token": "[UNK]"}
