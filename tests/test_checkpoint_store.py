@@ -331,7 +331,7 @@ def test_every_flipped_bit_is_detected(store):
         bad = good.copy()
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         victim.write_bytes(bad)
-        with pytest.raises(DamagedCheckpointError, match=victim.name):
+        with pytest.raises(DamagedCheckpointError, match=f"^{path}: .*{victim.name}"):
             verify(path)
         victim.write_bytes(good)
     verify(path)
@@ -449,7 +449,11 @@ def test_a_manifest_that_names_a_file_outside_is_invalid(store, name):
     save(store, 1)
     path = save(store, 2)
     reseal(path, files={name: read_manifest(path)["files"]["state.ckpt"]})
-    with pytest.raises(DamagedCheckpointError, match="not a manifest of gptrain"):
+    message = f"{path}: manifest.json is not a manifest of gptrain"
+    with pytest.raises(DamagedCheckpointError, match=message):
+        verify(path)
+    path = save(store, 1).rename(store.folder / "step-00000003")
+    with pytest.raises(DamagedCheckpointError, match=f"{path}: holds step 1"):
         verify(path)
 
 

@@ -230,7 +230,7 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
     (source / "generation_config.json").write_text('{"eos_token_id": 7}')
     (other / "tokenizer.json").write_text('{"b": 0}')
     for place in (run, other):
-        copy_tokenizer_files([tmp_path / "nothing.json", source, second], place)
+        copy_tokenizer_files([tmp_path / "nothing.json", source, second, other], place)
     assert (run / "tokenizer.json").read_text() == '{"a": 0}'
     assert (run / "chat_template.jinja").read_text() == "hello"
     assert (other / "tokenizer.json").read_text() == '{"b": 0}'

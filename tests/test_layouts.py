@@ -83,12 +83,22 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert hash_weights(index) != before  # the hash covers every bit of the weights
     files[1].unlink()
-    with pytest.raises(DamagedCheckpointError, match=f"names {files[1].name}, which is no"):
+    with pytest.raises(
+        DamagedCheckpointError, match=f"{index}: names {files[1].name}, which is no"
+    ):
         load_weights(net, tmp_path)
     for names, message in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
-        with pytest.raises(DamagedCheckpointError, match=message):
+        with pytest.raises(DamagedCheckpointError, match=f"{index}: .*{message}"):
             load_weights(net, tmp_path)
+    index.unlink()
+    files[0].rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(DamagedCheckpointError, match=r"config\.json: not a mapping"):
+        load_weights(net, tmp_path)
+    torch.save([1], tmp_path / "x.ckpt")
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt: holds no state dict"):
+        load_weights(net, tmp_path / "x.ckpt")
 
 
 # Keys whose values are the defaults of transformers 4: LlamaConfig and GPT2Config may lack them.

@@ -225,7 +225,7 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
     save(compose(), 5)
-    with pytest.raises(ConfigError, match="belongs to another run"):
+    with pytest.raises(ConfigError, match="step-00000005: belongs to another run"):
         find_checkpoint(compose("ckpt_path=last"), SimpleNamespace(run_id="b" * 32), 1)
 
 

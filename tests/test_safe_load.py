@@ -70,7 +70,7 @@ def test_a_file_with_foreign_code_is_refused_and_the_code_named(
 ):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # for files that one trusts
     write({"config": [1, Attack(mark)], "w": torch.ones(2)}, tmp_path / "x.ckpt")
-    with pytest.raises(UnsafeCheckpointError, match=r"contains os\.system; refused"):
+    with pytest.raises(UnsafeCheckpointError, match=r"x\.ckpt: contains os\.system; refused"):
         load_file(tmp_path / "x.ckpt", mmap=mmap)
 
 
@@ -99,7 +99,7 @@ def cut() -> bytes:
 )  # fmt: skip
 def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
     (tmp_path / "x.ckpt").write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match="not a checkpoint") as refused:
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt: not a checkpoint") as refused:
         load_file(tmp_path / "x.ckpt")
     assert "weights_only" not in str(refused.value)
     with pytest.raises(FileNotFoundError):
@@ -164,7 +164,7 @@ def test_files_written_by_torch_save_are_read(tmp_path):
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protocol):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
-    with pytest.raises(UnsafeCheckpointError, match=r"contains os\.system"):
+    with pytest.raises(UnsafeCheckpointError, match=r"\.metadata: contains os\.system"):
         SafeFileSystemReader(tmp_path).read_metadata()
     with pytest.raises(dcp.api.CheckpointException):
         dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(tmp_path))
