@@ -101,6 +101,32 @@ def test_a_fast_dev_run_has_the_number_of_steps_that_was_typed(typed, n_steps):
     assert (lengths.n_steps, lengths.validate_every) == (n_steps, min(n_steps, 8))
 
 
+def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
+    """100 samples are twelve steps of eight samples, and four samples are left."""
+
+    def plan(*words: str, sample_tokens: int | None = 16):
+        cfg = compose_run("data.batch_size=4", "trainer.accumulate_grad_batches=2", *words)
+        return plan_lengths(cfg, 100, sample_tokens, data_parallel_size=1)
+
+    by_epochs = plan("trainer.max_epochs=3")
+    assert (by_epochs.epoch_steps, by_epochs.n_steps, by_epochs.validate_every) == (12, 36, 12)
+    assert (by_epochs.limit, by_epochs.limit_kind) == ("trainer.max_epochs=3", "epochs")
+    assert (by_epochs.unit, by_epochs.step_tokens, by_epochs.n_epochs) == ("tokens", 128, 3)
+    by_steps = plan("trainer.max_steps=13", "trainer.val_check_interval=99")
+    assert (by_steps.limit, by_steps.limit_kind) == ("trainer.max_steps=13", "steps")
+    assert (by_steps.n_steps, by_steps.validate_every, by_steps.n_epochs) == (13, 13, 2)
+    by_tokens = plan("max_tokens=1000")
+    assert (by_tokens.n_steps, by_tokens.limit) == (7, "max_tokens=1000")
+    assert by_tokens.limit_kind == "tokens"
+    tried = plan("trainer.fast_dev_run=2")
+    assert (tried.limit, tried.limit_kind) == ("trainer.fast_dev_run=true", "steps")
+    images = plan(sample_tokens=None)
+    assert (images.unit, images.sample_tokens, images.step_tokens) == ("samples", 1, 8)
+    # A part of the samples, or a number of micro-batches; at least one step.
+    for limit, steps in (("0.5", 6), ("7", 3), ("1", 1), ("0.01", 1), ("99", 12)):
+        assert plan(f"trainer.limit_train_batches={limit}").epoch_steps == steps
+
+
 def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):
     text = np.random.default_rng(0).integers(0, 256, 402, dtype=np.uint8)
     measured = []

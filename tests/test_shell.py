@@ -102,8 +102,18 @@ def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
     for typed in ("/x/site-packages/submitit/core/_submit.py", "gptrain/export/__main__.py"):
         monkeypatch.setattr(sys, "argv", [typed])
         assert locations.train_script() == "../train.py"
+    deep = tmp_path / "/".join(["inner"] * 50)
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert locations.train_script() == f"{tmp_path}/train.py"  # shorter than the relative path
     monkeypatch.setattr(sys, "argv", ["../mine.py"])
     assert locations.train_script() == "../mine.py"
+    monkeypatch.setattr(sys, "argv", ["gptrain/export/__main__.py"])
+    (tmp_path / "train.py").unlink()
+    for conf in (None, tmp_path / "conf"):  # no project, and a project without the script
+        if conf:
+            monkeypatch.setenv(locations.VARIABLE, str(conf))
+        assert locations.train_script() == "train.py"
 
 
 @pytest.mark.parametrize("name", ["lr=1e-3", "#2 été, (v2)", "-it's $HOME ~[x]"])
