@@ -164,6 +164,9 @@ def test_a_json_array_is_read_as_records(name, indent, key, tmp_path):
     dataset = read(tmp_path / name, text_key="output")
     texts = documents_of(dataset, "train") + documents_of(dataset, "val")
     assert Counter(map(str.strip, texts)) == Counter(TEXTS)
+    (source,) = find_sources(tmp_path / name)
+    read_bytes = sum(n for _, n in read_records(source.path, source.format, "output"))
+    assert read_bytes == source.path.stat().st_size  # the progress bar counts these bytes
     with pytest.raises(DataError, match=r"record 1: no key 'text'.*try: data\.text_key=instruct"):
         read(tmp_path / name)
 
