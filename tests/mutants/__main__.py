@@ -7,9 +7,9 @@ constant, a removed statement or two swapped arguments. All work is done in a cl
 so that only what is committed is tried. First, every file of tests runs once by itself, and
 coverage.py records which test runs which line, also in forked ranks and in commands. This takes
 about half an hour and prints nothing. Then each mutant is tried with the tests that run its line,
-those first that have the least in common, until one fails or the time is over. Records and verdicts
-of a commit are kept in outputs/mutants: type the same command again to continue an interrupted
-campaign.
+until one fails or the time is over: first with those that do not train, then with trainings that
+have little in common. Records and verdicts of a commit are kept in outputs/mutants: type the same
+command again to continue an interrupted campaign.
 """
 
 import argparse
