@@ -81,47 +81,51 @@ class Records:
                         test = f"{tests}::{name}" if module == tests.stem else str(tests)
                         self.lines[test] |= 1 << place
 
-    def choose(self, file: Path, line: int, runs_at_import: bool = False) -> list[str]:
-        """Return the tests that run a line of a file, in the order in which to run them.
-
-        A line that runs at import, such as a constant, has an effect in the functions of its file.
-        For such a line these are the tests that run any other line of the file, first those that
-        run little else.
+    def choose(self, file: Path, lines: set[int]) -> list[str]:
+        """Return the tests that run any of these lines of a file, in the order to run them.
 
         There is no time for all tests of a line that every training runs. Therefore tests without a
         training come first. The next test is always the one with the largest part of lines that no
         test before it runs, and of equal ones the shortest. Files of which all tests are one test
-        come last.
+        come last. Of several lines, as for a constant, the tests that run little else come first.
 
-        Python does not report every line of an expression. For a line that is not reported, the
-        nearest line before it that a test runs is used.
+        Python does not report every line of an expression. For a single line that is not reported,
+        the nearest line before it that a test runs is used.
         """
-        while line > 1 and (str(file), line) not in self.places:
-            line -= 1
-        place = self.places.get((str(file), line), len(self.places))  # the last bit is of no test
-        needed, counted = 1 << place, -1  # a test runs a needed line; its counted lines rank it
-        if runs_at_import:
-            needed = sum(1 << bit for (name, _), bit in self.places.items() if name == str(file))
-            counted = needed
-        left = [test for test, lines in self.lines.items() if lines & needed]
+        numbers = {line for name, line in self.places if name == str(file)}
+        if len(lines) == 1:
+            numbers = {max((number for number in numbers if number <= min(lines)), default=0)}
+        else:
+            numbers &= lines
+        needed = sum(1 << self.places[str(file), number] for number in numbers if number)
+        left = [test for test, run_lines in self.lines.items() if run_lines & needed]
+        is_single = len(numbers) == 1
         chosen, known = [], 0
         while left:
-            left.sort(key=lambda test: self.rank(test, counted & ~known))
+            counted = (-1 if is_single else needed) & ~known
+            left.sort(key=lambda test: self.rank(test, counted, is_single))
             chosen.append(left.pop())
             known |= self.lines[chosen[-1]]
         return chosen
 
-    def rank(self, test: str, counted: int) -> tuple[bool, bool, float, int]:
-        """Return a key that is largest for the test to run next, by its counted lines."""
+    def rank(self, test: str, counted: int, is_single: bool) -> tuple[tuple, float, int]:
+        """Return a key that is largest for the test to run next.
+
+        Args:
+            test: Name of a test, or of a file.
+            counted: Lines that count, as bits: those that no test before it runs.
+            is_single: Whether one line is tested. The order then depends on the kind of test, too.
+        """
         n_lines = self.lines[test].bit_count()
         n_new = (self.lines[test] & counted).bit_count()
-        return "::" in test, n_lines < TRAINING_LINES, n_new / n_lines, -n_lines
+        kind = ("::" in test, n_lines < TRAINING_LINES) if is_single else ()
+        return kind, n_new / n_lines, -n_lines
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     """Plant a mutant, and return whether a test of its line catches it."""
     file = checkout / mutant.path
-    tests = records.choose(file, mutant.code.lineno, mutant.runs_at_import)
+    tests = records.choose(file, mutant.lines)
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())

@@ -36,11 +36,20 @@ class Mutant(NamedTuple):
         return f"{self.path}:{place}: {self.kind}: {ast.unparse(self.code)}"
 
     @property
-    def runs_at_import(self) -> bool:
-        """Whether the changed code is outside of the bodies of functions, such as a constant."""
+    def lines(self) -> set[int]:
+        """Lines whose tests may notice the change: its line, or those of all bodies of functions.
+
+        The latter are those of code outside of all bodies, such as a constant, which runs at import
+        and has an effect in the functions.
+        """
         functions = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
-        bodies = (range(node.body[0].lineno, (node.end_lineno or 0) + 1) for node in functions)
-        return not any(self.code.lineno in body for body in bodies)
+        bodies = {
+            line
+            for node in functions
+            for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+        }
+        line = self.code.lineno
+        return {line} if line in bodies or not bodies else bodies
 
     def source(self) -> str:
         """Return the file with the change, without comments, because `ast.unparse` drops them."""
