@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.checkpoints.manifest import read_manifest
+from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
 
@@ -87,6 +88,24 @@ def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(tr
     again = train(*options, "ckpt_path=last")
     assert again.code == 0, again.err
     assert curves(run.folder) == whole
+
+
+def test_a_saved_step_has_a_row_if_the_run_fails_before_lightning_logs_it(train, monkeypatch):
+    """A resumed run begins with the next step, so that nothing else would write the row."""
+    write = checkpoints.write_checkpoint
+
+    def write_and_fail(trainer, *args, **options):
+        write(trainer, *args, **options)
+        if trainer.global_step == 2:
+            raise RuntimeError("after the save")
+
+    monkeypatch.setattr(checkpoints, "write_checkpoint", write_and_fail)
+    words = ("checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1", "scheduler=constant")
+    run = train(*words, "trainer.val_check_interval=3", "logger=none")
+    assert run.code == 70 and "after the save" in run.err
+    assert (run.folder / "checkpoints" / "step-00000002").is_dir()
+    table = json_rows(run.folder)
+    assert [row["step"] for row in table] == [1, 2] and all(row["train/loss"] for row in table)
 
 
 def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
