@@ -245,6 +245,14 @@ def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode
         assert find_trained(cfg).step == best
 
 
+def test_a_key_of_a_dataset_that_repeats_another_key_is_compared_once(compose):
+    facts = identity(compose(), 32)
+    assert {key for key in facts if key.startswith("data.")} == {
+        "data.global_batch_size", "data.num_samples", "data.seq_len", "data.train._target_",
+        "data.val._target_", "data.val.num_samples",
+    }  # fmt: skip
+
+
 def test_damage_and_absence_have_codes_of_their_own(compose):
     store = save(compose(), 5)
     assert refused(compose(f"ckpt_path={store.folder}/step-00000006")).code == 66

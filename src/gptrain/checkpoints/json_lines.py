@@ -65,7 +65,7 @@ class JsonLines(LineFile):
         Raises:
             TypeError: If JSON has no form for a value, for example for a tensor.
         """
-        return json.dumps(finite_values(row), allow_nan=False).encode() + b"\n"
+        return json.dumps(finite_values(row)).encode() + b"\n"
 
 
 def read_json_lines(path: str | os.PathLike) -> list[Row]:

@@ -172,7 +172,7 @@ def to_json(value: object) -> bytes:
         value: Nested dicts and lists of plain values. Any other object, such as a path, becomes
             text.
     """
-    return json.dumps(finite_values(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
+    return json.dumps(finite_values(value), indent=1, default=str).encode() + b"\n"
 
 
 def finite_values(value: object) -> object:

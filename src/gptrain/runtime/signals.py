@@ -127,7 +127,7 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
         by: Signal to send. SIGKILL ends this process; SIGTERM asks a run to save and stop.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # the parent died before prctl was called
         os._exit(FAILED)
 

@@ -50,7 +50,7 @@ class Sampling:
         probabilities = torch.softmax(logits, -1)
         if self.top_k is self.top_p is None:
             return probabilities  # no sort: for 50,000 tokens it takes longer than a small net
-        ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        ranked, order = probabilities.sort(descending=True, stable=True)
         kept = torch.ones_like(ranked, dtype=torch.bool)
         if self.top_k is not None:
             kept[:, self.top_k :] = False
