@@ -11,6 +11,7 @@ from gptrain.config.compose import resolved
 from gptrain.config.preflight.devices import check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
+from gptrain.runtime.devices import accelerator_of
 from tests.command_line import accepted, answer, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
@@ -18,6 +19,7 @@ NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 # Words -> pieces that the one line must hold.
 ONE_LINE = {
     "trainer.devices=0": ["trainer.devices=0", "at least 1"],
+    "trainer.devices=1025": ["trainer.devices=1025", "too large (max 1024)"],
     "trainer.devices=two": ["trainer.devices=two", "not a number", '"auto"'],
     "strategy=ddpp": ["strategy=ddpp", 'did you mean "ddp"', "auto, context_parallel, ddp", "fsdp"],
     "strategy=dp": ["strategy=dp", 'did you mean "ddp"', "try: strategy=ddp"],
@@ -292,6 +294,10 @@ def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
 def test_a_gpu_that_is_not_there():
     (line,) = refused("trainer.accelerator=gpu")
     assert "trainer.accelerator=gpu: no GPU on this machine; try: trainer=cpu" in line
+    for name, device in (("mps", "Apple GPU"), ("tpu", "TPU")):
+        if accelerator_of(name) is None:
+            (line,) = refused(f"trainer.accelerator={name}")
+            assert f"trainer.accelerator={name}: no {device} on this machine" in line
 
 
 def test_devices_that_differ_from_the_launchers_are_refused(monkeypatch):
@@ -310,6 +316,8 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
         needed = "warning: model: weights, gradients and optimizer states need about "
         assert line.startswith(needed)
         gib.append(int(line.removeprefix(needed).split()[0]))
+        assert " GiB, this machine has " in line
+        assert line.endswith(" GiB; try: strategy=fsdp or a smaller model")
     assert gib[0] == pytest.approx(2 * gib[1], rel=0.01)
     (line,) = accepted(*words, "trainer.accelerator=cpu", "trainer.devices=2")
     assert int(line.removeprefix(needed).split()[0]) == pytest.approx(

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from threading import Event
 from unittest.mock import patch
 
 import pytest
@@ -118,6 +119,27 @@ def copy(store: CheckpointStore, mirror: Mirror) -> None:
 @pytest.fixture
 def pair(tmp_path) -> tuple[CheckpointStore, Mirror]:
     return CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+
+
+def test_updates_of_a_mirror_wait_for_each_other_and_the_last_one_counts(pair, monkeypatch):
+    store, mirror = pair
+    begun, release, running, seen = Event(), Event(), [], []
+
+    def copy_slowly(copied):
+        running.append(copied)
+        begun.set()
+        release.wait(9)
+        seen.append(len(running))
+        running.remove(copied)
+
+    monkeypatch.setattr(mirror, "_copy", copy_slowly)
+    mirror.update(store)
+    begun.wait(9)
+    mirror.update(store)  # is left out, because the next update comes before it begins
+    mirror.update(store)
+    release.set()
+    mirror.wait()
+    assert seen == [1, 1]
 
 
 def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(pair, tmp_path, monkeypatch):

@@ -129,7 +129,10 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
     words = ("trainer.devices=2", "trainer.num_nodes=2", "trainer.accelerator=cpu")
     (line,) = refused(*words)
     assert "each node would name the folder by its own clock" in line
-    accepted(*words, f"run_dir={tmp_path}/seen_by_all")
+    lines = accepted(*words, f"run_dir={tmp_path}/seen_by_all")
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    (line,) = [line for line in lines if name in line]
+    assert line.startswith("warning: ") and line.endswith(f"; try: {name}=1 torchrun ...")
 
 
 @pytest.fixture
