@@ -18,6 +18,7 @@ import torch
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
 from gptrain.checkpoints.amendment import fingerprints, is_unchanged
+from gptrain.checkpoints.lock import RunLock, is_held
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
     DamagedCheckpointError,
@@ -305,6 +306,24 @@ def test_an_error_of_the_network_passes_as_it_is_and_a_manifest_that_is_a_folder
     reader = CheckpointStore(store.folder)
     with pytest.raises(ValueError, match="without run_id can only read"), reader.writing(3):
         pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_no_operation_leaves_a_file_open(store, tmp_path):
+    def count_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    save(store, 1)
+    n_open = count_open()
+    for number in range(9):
+        fileops.replace(tmp_path / "status.json", b"new")
+        assert fileops.create_once(tmp_path / f"vote-{number}", b"yes")
+        assert not fileops.create_once(tmp_path / f"vote-{number}", b"no")
+        with RunLock(tmp_path / "run"):
+            assert is_held(tmp_path / "run")
+    assert not is_held(tmp_path / "run")
+    verify(store.folder / "step-00000001")
+    assert count_open() < n_open + 9
 
 
 def test_too_little_space_is_found_out_before_anything_is_written(store):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -240,8 +242,13 @@ def test_the_plan_of_a_run_on_gpus_is_that_of_their_data_sheet(monkeypatch):
 
 def test_a_run_on_gpus_has_their_name_backend_and_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
+    monkeypatch.setattr(sys, "argv", ["train.py", "name=a b"])
     devices = RunDevices("cuda", 2, 3)
-    assert describe_run(devices)["devices"] == f"6 x {H100}"
+    facts = cast(Any, describe_run(devices))
+    assert (facts["devices"], facts["overrides"]) == (f"6 x {H100}", [])
+    assert facts["command"] == "python train.py 'name=a b'"
+    assert facts["threads"] == torch.get_num_threads() and facts["host"] == socket.gethostname()
+    assert {"python", "torch", "lightning", "numpy"} <= facts["versions"].keys()
     assert describe_run(RunDevices("cpu", 2, 1))["devices"].startswith("2 x cpu (")
     assert (devices.backend, RunDevices("mps", 1, 1).backend) == ("nccl", "gloo")
     assert str(RunDevices("mps", 1, 1).device(0)) == "mps"

@@ -194,6 +194,10 @@ def test_the_key_is_made_once_and_is_readable_only_by_this_user(configuration):
     assert os.listdir(folder) == ["key"]
     modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "key")]
     assert modes == [0o700, 0o600]
+    descriptors = Path("/proc/self/fd")  # on Linux only
+    n_open = len(os.listdir(descriptors)) if descriptors.exists() else 0
+    assert all(read_key(make=number % 2 == 0) for number in range(9))
+    assert not n_open or len(os.listdir(descriptors)) < n_open + 9
 
 
 def test_a_key_that_others_could_read_or_replace_is_not_used(configuration, tmp_path):
