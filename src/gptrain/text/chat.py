@@ -5,6 +5,7 @@ A conversation is a list of messages, each a dict of `role` and `content`, as tr
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -196,9 +197,8 @@ def _search(names: Sequence[str], text: str, start: int) -> re.Match[str] | None
 
 def _common_length(first: str, second: str) -> int:
     """Return the number of equal characters with which two texts begin."""
-    pairs = enumerate(zip(first, second, strict=False))
-    differing = (position for position, (a, b) in pairs if a != b)
-    return next(differing, min(len(first), len(second)))
+    lengths = range(1, min(len(first), len(second)) + 1)
+    return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
 
 
 def chatml_for(tokenizer: Tokenizer) -> str:
