@@ -68,14 +68,18 @@ def test_each_part_goes_through_epochs_of_its_own():
 def test_with_other_weights_each_part_goes_on_at_its_next_sample():
     lengths = {"a": 30, "b": 50}
     whole = [SampleOrder(n, 8 + i).index(0, np.arange(n)) for i, n in enumerate(lengths.values())]
-    before, now = (
-        mixture(weights, **lengths).order(7) for weights in ({"a": 2, "b": 1}, {"a": 1, "b": 5})
+    before, now, later = (
+        mixture(weights, **lengths).order(7)
+        for weights in ({"a": 2, "b": 1}, {"a": 1, "b": 5}, {"a": 1, "b": 1})
     )
     now.resume(0, 30, before.count_taken(0, 30))
     samples = np.concatenate([before.index(0, np.arange(30)), now.index(0, np.arange(30, 66))])
     assert samples[samples < 30].tolist() == whole[0][:26].tolist()  # 20 and 6
     assert (samples[samples >= 30] - 30).tolist() == whole[1][:40].tolist()  # 10 and 30
     assert now.count_taken(0, 66) == [26, 40]
+    taken = now.count_taken(1, 20)  # in another epoch than the first
+    later.resume(1, 20, taken)
+    assert later.count_taken(1, 30) == [taken[0] + 5, taken[1] + 5]
 
 
 def test_the_order_follows_from_the_seed_and_the_position_alone():
@@ -112,15 +116,18 @@ def test_a_batch_has_the_samples_of_its_parts():
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1], [0] * 8]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "parts"), [(1, [0, 1, 2, 0, 1, 2, 1, 2, 2, 2]), (3, [0, 1, 2, 2])]
+)
+def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(world_size, parts):
     ranks = [EvalBatches([5, 12, 20], 4, rank, world_size) for rank in range(world_size)]
     read = [list(batches) for batches in ranks]
     assert len({len(own) for own in read}) == 1
     bounds = [0, 5, 17, 37]
     for batches, own in zip(ranks, read, strict=True):
-        for number, batch in enumerate(own):
-            place = batches.part_of(number)
+        # The parts alternate, so that a limit on the number of batches leaves no part out.
+        assert [batches.part_of(number) for number in range(len(own))] == parts
+        for place, batch in zip(parts, own, strict=True):
             assert all(bounds[place] <= i < bounds[place + 1] for i in batch if i >= 0)
     assert sorted(i for own in read for batch in own for i in batch if i >= 0) == list(range(37))
 

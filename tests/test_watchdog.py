@@ -270,6 +270,27 @@ def test_other_ranks_are_stopped_at_once_when_one_rank_was_preempted(tmp_path):
             rank.join()
 
 
+def test_after_a_rank_was_killed_the_supervisor_does_not_wait_for_a_save(tmp_path, monkeypatch):
+    """The save needs the killed rank, so it never ends."""
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "report_ending", lambda *_, **__: None)
+    cfg = OmegaConf.create({"launcher": {"timeout_s": 60.0}, "run_dir": str(tmp_path)})
+    Heartbeat(tmp_path, 1).beat(4, "save")
+    killed, saving = (
+        FORK.Process(target=target, args=(number,))
+        for target, number in ((signal.raise_signal, signal.SIGKILL), (time.sleep, 30))
+    )
+    for rank in (killed, saving):
+        rank.start()
+    try:
+        supervisor.watch(cfg, [killed, saving], StopFlag(), tmp_path)
+        assert saving.is_alive()
+    finally:
+        saving.kill()
+        saving.join()
+        killed.join()
+
+
 @pytest.mark.parametrize("is_asked_to_stop, n_starts", [(False, 3), (True, 1)])
 def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
     tmp_path, monkeypatch, is_asked_to_stop, n_starts

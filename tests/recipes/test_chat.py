@@ -116,6 +116,8 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
     longest = max(len(chat.tokens) for chat in full.chats)
     short = {"seq_len": longest // 2}
     cut, skipped = dataset(chats, **short), dataset(chats, **short, too_long="skip")
+    exact = dataset(chats, seq_len=longest - 1, too_long="error")  # the first token is no target
+    assert len(exact.chats) == len(full.chats)
     assert cut.n_cut == skipped.n_left_out - cut.n_left_out > 0
     for chat, original in zip(cut.chats[:3], full.chats[:3], strict=True):
         assert original.tokens[: len(chat.tokens)].tolist() == chat.tokens.tolist()

@@ -266,7 +266,13 @@ STOP = (
 
 # A stop request that arrives after the check of a step is handled after the next step.
 @pytest.mark.parametrize(
-    ("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3), (FAIL, FAILED, 4)]
+    ("words", "code", "step"),
+    [
+        (EARLY, 0, 4),
+        (STOP, PREEMPTED, 3),
+        (FAIL, FAILED, 4),
+        ((*FAIL, "callbacks.fails.step=3"), FAILED, 3),  # saved because of the error only
+    ],
 )
 def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
