@@ -111,6 +111,8 @@ def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, 
     expected, state = one_rank.state(3)["state_dict"], two_ranks.state(3)["state_dict"]
     assert torch.allclose(expected["module.gain"], state["module.gain"], atol=1e-6)
     assert state["module.steps_seen"] == (3 if "dp" in strategy else 6)  # micro-steps of a rank
+    # Each rank has read other samples, and the buffers of all ranks are those of the checkpoint.
+    assert two_ranks.metrics["val/token_sum"] == state["module.samples.token_sum"] > 0
     assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-5)
     assert two_ranks.column("grad_norm") == pytest.approx(one_rank.column("grad_norm"), rel=1e-3)
     assert two_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-5)

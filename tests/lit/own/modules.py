@@ -81,12 +81,17 @@ class LooksAhead(LanguageModel):
 
 
 class WithExtraParameters(LanguageModel):
-    """A module with a parameter, a buffer and a torchmetric outside the net."""
+    """A module with a parameter, two buffers and a torchmetric outside the net.
+
+    One of the buffers belongs to a submodule and depends on the samples of the rank.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.gain = nn.Parameter(torch.ones(3))
         self.register_buffer("steps_seen", torch.zeros(()))
+        self.samples = nn.Module()
+        self.samples.register_buffer("token_sum", torch.zeros(()))
         self.mean_loss = MeanMetric()
         self.mean_loss.persistent(True)
 
@@ -94,8 +99,13 @@ class WithExtraParameters(LanguageModel):
         loss = self.loss(*batch)
         if self.training:
             self.steps_seen += 1
+            self.samples.token_sum += batch[0].sum()
         self.mean_loss.update(loss.detach())
         return loss + (self.gain - 0.5).square().sum()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val/token_sum", self.samples.token_sum, sync_dist=True)  # mean of all ranks
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("gain", self.gain.detach().mean())
