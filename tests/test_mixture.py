@@ -77,7 +77,7 @@ def test_with_other_weights_each_part_goes_on_at_its_next_sample():
     assert samples[samples < 30].tolist() == whole[0][:26].tolist()  # 20 and 6
     assert (samples[samples >= 30] - 30).tolist() == whole[1][:40].tolist()  # 10 and 30
     assert now.count_taken(0, 66) == [26, 40]
-    taken = now.count_taken(1, 20)  # in another epoch than the first
+    taken = now.count_taken(1, 20)  # the run stops in its second epoch
     later.resume(1, 20, taken)
     assert later.count_taken(1, 30) == [taken[0] + 5, taken[1] + 5]
 
