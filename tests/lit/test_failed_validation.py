@@ -120,6 +120,15 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
+def test_an_error_is_reported_also_if_the_save_after_it_fails(fit):
+    target = f"_target_: {CALLBACKS}.BlocksSaves, hook: on_train_batch_end, step: 3"
+    failed = fit(*WORDS, f"+callbacks.blocks={{{target}}}", code=70)
+    assert "warning: nothing was saved after the error: " in failed.out
+    (line,) = failed.errors
+    assert "RuntimeError: the callback is broken" in line
+    assert [path.name for path in (failed.folder / "moved").glob("step-*")] == ["step-00000002"]
+
+
 BROKEN = {
     "none": (65, "sample 5 is NoneType"), "short": (65, "sample 5 is (int64 (3,), int64 (3,))"),
     "raises": (70, "the sample is broken"), "cannot be read": (73, "Permission denied"),

@@ -123,6 +123,17 @@ class FailsInHook(Callback):
             raise RuntimeError("the callback is broken")
 
 
+class BlocksSaves(FailsInHook):
+    """Raises after it has put a file in the place of the folder of the checkpoints."""
+
+    def fail(self, trainer, *arguments):
+        if trainer.global_step == self.step:
+            folder = Path(trainer.default_root_dir) / "checkpoints"
+            folder.rename(folder.with_name("moved"))
+            folder.touch()
+        super().fail(trainer, *arguments)
+
+
 class Clock(Callback):
     """Replaces the clock of `checkpoint.every_minutes`.
 
