@@ -51,6 +51,8 @@ def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
         assert not mismatches, (step, mismatches[:8])
     assert same_rows(full.rows, resumed.rows)
     assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
+    # The repeated validation is added to the checkpoint, which is not saved again.
+    assert (resumed.folder / "checkpoints" / "step-00000004" / NAME).is_file()
 
 
 @pytest.mark.parametrize(("ranks", "first"), [((), 1), (TWO, 2)], ids=["one", "two"])
