@@ -105,6 +105,27 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():
         assert adapter.lora_a.any() and not adapter.lora_b.any()
 
 
+def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    net = with_adapters("Llama", 4, 8.0, ["*.q_proj"], **SIZES, max_seq_len=64)
+    layers = [layer for _, layer in sorted(adapters(net).items())]
+    weights = [p for layer in layers for p in (layer.lora_a, layer.lora_b)]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    n_bytes = write_net(net, tmp_path, "peft", "bf16")
+    assert n_bytes == 2 * sum(weight.numel() for weight in weights)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8.0, "bias": "none",
+        "target_modules": [f"model.layers.{i}.self_attn.q_proj" for i in range(2)],
+    }  # fmt: skip
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for i, layer in enumerate(layers):
+        for kind, weight in (("A", layer.lora_a), ("B", layer.lora_b)):
+            name = f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{kind}.weight"
+            torch.testing.assert_close(tensors.pop(name), weight.bfloat16(), rtol=0, atol=0)
+    assert not tensors
+
+
 @pytest.mark.engine("peft")
 @pytest.mark.parametrize("kind", ["llama", "transformers"])
 def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path):
