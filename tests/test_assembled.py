@@ -54,7 +54,8 @@ def training(build, tmp_path, monkeypatch) -> TrainingRun:
         "seed=5", "data=text", f"data.path={tmp_path}/text.txt", "data.seq_len=16",
         "data.batch_size=2", "data.global_batch_size=8", "trainer.max_epochs=2",
         "trainer.val_check_interval=3", "trainer.gradient_clip_val=0.5",
-        "trainer.log_every_n_steps=4", "on_nonfinite=skip", "on_spike=skip", "spike.sigma=5",
+        "trainer.log_every_n_steps=4", "trainer.precision=bf16-mixed", "on_nonfinite=skip",
+        "on_spike=skip", "spike.sigma=5",
         "spike.window=50", "max_skips=7", "checkpoint.keep=3", "optimizer.lr=0.003",
         "scheduler.warmup_steps=2", "callbacks=ema", "~callbacks.sample", "logger=csv",
     )  # fmt: skip
@@ -114,8 +115,8 @@ def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(tr
 def test_the_lines_at_the_start_describe_the_parts(training):
     n_steps = 2 * (len(training.datamodule.train) // 8)
     lines = dict(training.report.lines)
-    assert lines.pop("plan").startswith("0.8 MiB of tensors per device · best: single · ")
-    assert lines.pop("strategy").startswith("single · 1 x cpu · precision 32-true · ")
+    assert lines.pop("plan").startswith("0.9 MiB of tensors per device · best: single · ")
+    assert lines.pop("strategy").startswith("single · 1 x cpu · precision bf16-mixed · ")
     assert lines == {
         "model": "SimpleGPT · 41,856 parameters · vocab_size 256 · d_model 32 · n_heads 4 · "
         "n_layers 2 · max_seq_len 256",

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch
 
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
-from gptrain.checkpoints.amendment import fingerprints, is_unchanged
+from gptrain.checkpoints.amendment import NAME, amend, fingerprints, is_unchanged, load_state
 from gptrain.checkpoints.lock import RunLock, is_held
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
@@ -121,6 +122,23 @@ def test_a_tensor_that_changes_has_another_fingerprint():
         state["a"][0][2] = 1
         assert not is_unchanged(state, before)
         assert not is_unchanged({"a": [], "empty": state["empty"]}, before)
+
+
+def test_a_validation_adds_the_tensors_that_it_has_changed(store):
+    state = {"a": torch.zeros(3), "b": [torch.ones(2), (torch.zeros(1), 5)], "step": 4}
+    with store.writing(4) as part, part.open(manifest.STATE_NAME) as file:
+        torch.save(state, file)
+    after = {"a": torch.zeros(3), "b": [torch.full((2,), 7.0), (torch.zeros(1), 6)], "new": None}
+    added = amend(after, fingerprints(state))
+    tensors = torch.load(io.BytesIO(added), weights_only=True)
+    assert isinstance(tensors["a"], str) and torch.equal(tensors["b"][0], after["b"][0])
+    store.amend(4, {NAME: added}, {"val/loss": 2.0})
+    merged = load_state(store.folder / "step-00000004")
+    assert merged.keys() == after.keys() and torch.equal(merged["a"], state["a"])
+    assert torch.equal(merged["b"][0], after["b"][0]) and merged["b"][1] == (torch.zeros(1), 6)
+    save(store, 5)
+    torch.save(state, store.folder / "step-00000005" / manifest.STATE_NAME)
+    assert load_state(store.folder / "step-00000005")["b"][1][1] == 5  # nothing was added
 
 
 # Whole

@@ -206,11 +206,12 @@ def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, c
 
 def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     save(compose(), 5)
-    problem = refused(compose())
-    assert problem.code == 73 and "saved at step 5" in str(problem)
+    problem, about = refused(compose()), f"error: run_dir={compose().run_dir}: "
+    assert problem.code == 73 and str(problem).startswith(f"{about}holds a run that was saved at ")
     assert "; try: ckpt_path=last to resume it, or another run_dir" in str(problem)
     problem = refused(compose("task=test"))
-    assert problem.code == 73 and "holds a trained run; try: from_run=" in str(problem)
+    assert problem.code == 73
+    assert str(problem).startswith(f"{about}holds a trained run; try: from_run=")
     # fast_dev_run saves nothing, so that neither the folder nor the mirror of a run matters.
     another, mirror = CheckpointStore(tmp_path / "another", "b" * 32), Mirror(f"{tmp_path}/mirror")
     with another.writing(1) as draft, draft.open("state.ckpt") as file:
@@ -220,7 +221,15 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     mirrored = f"checkpoint.mirror={tmp_path}/mirror"
     assert find_checkpoint(compose("trainer.fast_dev_run=true", mirrored), LOCK, 1) is None
     hint = "holds another run; try: ckpt_path=last in a new run_dir to resume that run"
-    assert str(refused(compose("ckpt_path=last", mirrored))).endswith(hint)
+    assert str(refused(compose("ckpt_path=last", mirrored))) == f"error: {mirrored}: {hint}"
+
+
+def test_a_file_of_weights_begins_another_run(compose, tmp_path):
+    torch.save({}, tmp_path / "x.ckpt")
+    message = "a file of weights, from which no run can be resumed exactly; try: init_from"
+    problem = refused(compose(f"ckpt_path={tmp_path}/x.ckpt"))
+    assert str(problem) == f"error: ckpt_path={tmp_path}/x.ckpt: {message}={tmp_path}/x.ckpt"
+    assert problem.code == 65
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):

@@ -406,11 +406,16 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
         refused(f"data.train._target_={name}")
     )
     assert "data._target_=tests" in refused("~data", f"+data._target_={DATA}.Points")
-    with pytest.raises(ConfigError, match=r"only train.py knows the samples; try: data.train._t"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^error: data._target_=tests.*only train.py knows the samples; try: data.train._t",
+    ):
         build_dataset(compose_run("model=gpt_nano", *DATA_MODULE), "train")
     data = compose_run("model=gpt_nano", *DATA_MODULE).data
     assert (data.batch_size, data.global_batch_size, data.num_workers) == (1, None, 0)
-    with pytest.raises(ConfigError, match=r"made a Identity, whose samples .*; try: a torch\.uti"):
+    with pytest.raises(
+        ConfigError, match=r"Identity: made a Identity, whose samples .*; try: a torch\.uti"
+    ):
         build_dataset(compose_run("data.train._target_=torch.nn.Identity"), "train")
     assert "strategy.name=fsdp: not with a LightningDataModule" in refused(
         *DATA_MODULE, *TWO, "strategy=fsdp"
