@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -145,10 +147,17 @@ ONE_LINE = {
 }  # fmt: skip
 
 
+# Words whose error is about no key, or about a key of another group.
+WITHOUT_KEY = ("trainer.max_epochs=-1", "trainer.max_time=00:01:00:00", "--foo")
+
+
 @pytest.mark.parametrize("words", ONE_LINE)
 def test_a_wrong_input_is_one_line_with_key_value_and_hint(words):
     (line,) = refused(*words.split())
     assert all(piece in line for piece in ONE_LINE[words]), line
+    key = line.removeprefix("error: ").partition(": ")[0]
+    groups = {re.split("[.=]", word.lstrip("+~"))[0] for word in words.split()}
+    assert words in WITHOUT_KEY or re.split("[.=]", key)[0] in groups, line
 
 
 # Key -> values that it must not have.

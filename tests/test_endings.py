@@ -19,6 +19,7 @@ from gptrain.core.errors import (
     code_of,
     ending_of,
     exit_code,
+    first_line,
 )
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
@@ -91,6 +92,15 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
 def test_the_line_of_an_exception_says_what_happened_and_what_to_try(error, line):
     assert ending_of(error, doing="step 7").line.startswith(line)
     assert code_of(OSError("without a number")) == 70
+
+
+def test_the_first_line_of_an_error_leaves_out_values_of_tensors_and_the_traceback_of_a_worker():
+    in_worker = "Caught ValueError in DataLoader worker process 0.\nTraceback\nValueError: broken"
+    for message, line in (
+        ("not in tensor([1, (2)]): a\nb", "not in tensor(…): a"), ("a:\n\n b\nc", "a: b"),
+        (" \n a\nb", "a"), ("", "ValueError"), (in_worker, "broken"),
+    ):  # fmt: skip
+        assert first_line(ValueError(message)) == line
 
 
 def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from gptrain.assemble.lengths import plan_lengths
 from gptrain.config.cli import compose_command
-from gptrain.core.lengths import token_steps, warmup_steps
+from gptrain.core.lengths import BatchPlan, plan_batch, token_steps, warmup_steps
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
@@ -125,6 +125,18 @@ def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     # A part of the samples, or a number of micro-batches; at least one step.
     for limit, steps in (("0.5", 6), ("7", 3), ("1", 1), ("0.01", 1), ("99", 12)):
         assert plan(f"trainer.limit_train_batches={limit}").epoch_steps == steps
+
+
+def test_a_global_batch_size_is_divided_into_micro_steps():
+    assert plan_batch(4, 24, 1, data_parallel_size=3) == BatchPlan(4, 3, accumulate=2)
+    assert plan_batch(4, None, 5, data_parallel_size=3) == BatchPlan(4, 3, accumulate=5)
+    assert BatchPlan(4, 3, 5).steps_per_epoch(119) == 1
+    with pytest.raises(ValueError, match=r"3 ranks x data.batch_size 4; nearest: 24, 36"):
+        plan_batch(4, 30, 1, data_parallel_size=3)
+    with pytest.raises(ValueError, match=r"nearest: 12$"):
+        plan_batch(4, 6, 1, data_parallel_size=3)
+    with pytest.raises(ValueError, match=r"excludes trainer\.accumulate_grad_batches=2"):
+        plan_batch(4, 24, 2, data_parallel_size=3)
 
 
 def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):
