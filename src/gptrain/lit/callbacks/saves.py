@@ -56,8 +56,7 @@ def amend_checkpoint(trainer: Trainer, store: CheckpointStore, metrics: dict[str
     """Add metrics and changed callback states to the checkpoint of the current step.
 
     The checkpoint was saved before the validation of the step, and `is_unchanged_since_save` has
-    returned True on all ranks. All ranks must call this function. Afterwards the checkpoint cannot
-    be amended again.
+    returned True on all ranks. All ranks must call this function.
 
     Args:
         trainer: Trainer of the run.
@@ -70,7 +69,6 @@ def amend_checkpoint(trainer: Trainer, store: CheckpointStore, metrics: dict[str
     """
     files: dict[str, bytes] = {}
     _save_through_lightning(trainer, store.folder / folder_name(trainer.global_step), files)
-    strategy_of(trainer).saved = None
     store.amend(trainer.global_step, files, metrics, rank=trainer.global_rank, gather=gather)
 
 
