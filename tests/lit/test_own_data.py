@@ -417,6 +417,10 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
         ConfigError, match=r"Identity: made a Identity, whose samples .*; try: a torch\.uti"
     ):
         build_dataset(compose_run("data.train._target_=torch.nn.Identity"), "train")
+    no_file = ("data=tokens", "data.train_path=no_file.bin", "data.val_path=no_file.bin")
+    with pytest.raises(ConfigError, match=r"data\.train: .*no_file") as missing:
+        build_dataset(compose_run(*no_file), "train")
+    assert missing.value.code == 66
     assert "strategy.name=fsdp: not with a LightningDataModule" in refused(
         *DATA_MODULE, *TWO, "strategy=fsdp"
     )

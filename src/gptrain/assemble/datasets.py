@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 from gptrain.assemble.load import build_target
 from gptrain.assemble.module import module_class
 from gptrain.core.data_schema import DataModuleConfig
-from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
@@ -88,16 +88,17 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     An iterable dataset is wrapped into one with an index: the training set is then read during the
     run. Of any other set, all samples are read into memory now, or as many as an integer
     `trainer.limit_<name>_batches` needs. For a LanguageModel, dicts in the form of Hugging Face are
-    turned into pairs of tokens and targets, with a warning about keys that are not used. An error
-    of the dataset's own class passes unchanged.
+    turned into pairs of tokens and targets, with a warning about keys that are not used. Any other
+    error of the dataset's own class passes unchanged.
 
     Args:
         cfg: Configuration of the run.
         name: Key of the dataset in the data group.
 
     Raises:
-        ConfigError: If `data` is a LightningDataModule, if the object is no dataset, or if the
-            training set is iterable and nothing ends the run, or `trainer.overfit_batches` is set.
+        ConfigError: If `data` is a LightningDataModule, if a file is missing (exit code 66), if the
+            object is no dataset, or if the training set is iterable and nothing ends the run, or
+            `trainer.overfit_batches` is set.
     """
     if isinstance(cfg.data, DataModuleConfig):
         message = "a LightningDataModule, of which only train.py knows the samples"
@@ -107,7 +108,10 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     n_samples = None  # all
     if type(limit) is int:  # micro-batches of each rank
         n_samples = max(1, limit) * cfg.data.batch_size * find_devices(cfg).world_size
-    dataset = as_indexed(build_target(section.node()), key, n_samples)
+    try:
+        dataset = as_indexed(build_target(section.node()), key, n_samples)
+    except FileNotFoundError as error:
+        raise ConfigError.of(key, None, str(error), code=INPUT_NOT_FOUND) from error
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__}, whose samples have no index"
         raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
