@@ -22,7 +22,7 @@ class Table(LineFile):
         Raises:
             ValueError: If the row has a name without a column.
         """
-        line = io.StringIO(newline="")
+        line = io.StringIO()
         csv.DictWriter(line, self._columns).writerow(row)
         return line.getvalue().encode()
 
