@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from gptrain.checkpoints import manifest
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.progress import progress_bar
+from gptrain.data import TextDataset, prepare
 from gptrain.lit.callbacks.progress import ProgressBar
 
 
@@ -81,3 +83,17 @@ def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
         file.write(b"x" * 3_000_000)
     store.newest_intact()
     assert [(bar.what, bar.n, bar.total) for bar in made] == [("verifying", 3_000_000, 3_000_000)]
+
+
+def test_preparing_a_corpus_counts_its_bytes_and_is_logged_once(tmp_path, monkeypatch, caplog):
+    made, text = [], b"a line\n" * 300_000
+    monkeypatch.setattr(prepare, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
+    (tmp_path / "text.txt").write_bytes(text)
+    for _ in range(2):
+        with caplog.at_level(logging.INFO):
+            TextDataset.from_corpus(
+                "train", 16, tmp_path / "text.txt", "bytes", cache_dir=tmp_path / "cache"
+            )
+    assert [(bar.what, bar.n, bar.total) for bar in made] == [("tokenizing", len(text), len(text))]
+    lines = [line for line in caplog.messages if line.startswith("preparing")]
+    assert lines == [f"preparing 2.1 MB of text in {tmp_path}/cache, once"]
