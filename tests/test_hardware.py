@@ -71,7 +71,8 @@ def test_a_device_is_known_by_the_name_its_driver_gives(driver, name):
 
 
 def test_a_gpu_has_the_peak_of_its_data_sheet_and_an_unknown_one_is_measured(monkeypatch):
-    monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype: 7e12)
+    speeds = {torch.float16: 7e12, torch.bfloat16: 7e12}
+    monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype: speeds[dtype])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z1")
     gpu = torch.device("cuda", 0)
     for precision, dtype in (("16-mixed", "float16"), ("bf16-true", "bfloat16")):

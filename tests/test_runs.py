@@ -152,7 +152,7 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     write(four / "sweep" / "0" / "status.json", "[1]")
     code, lines, err = show(four)
     assert code == 0 and [line.split()[0] for line in lines[1:]] == ["0"]
-    assert len(err) == 3 and all(line.startswith("warning: ") for line in err)
+    assert len(err) == 3 and all(line.startswith(f"warning: {four}/") for line in err)
 
 
 def test_strange_values_are_no_figures_and_no_control_characters(tmp_path, show):
