@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,31 +28,32 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def build(tmp_path) -> Callable[..., TrainingRun]:
+@pytest.fixture(scope="module")
+def build(tmp_path_factory) -> Callable[..., TrainingRun]:
     """Return a function that builds a small run with the given overrides."""
 
     def build(*words: str) -> TrainingRun:
-        cfg = compose_run(*SMALL, f"run_dir={tmp_path}/run", f"output_dir={tmp_path}", *words)
+        folder = tmp_path_factory.mktemp("built")
+        cfg = compose_run(*SMALL, f"run_dir={folder}/run", f"output_dir={folder}", *words)
         with RunLock(cfg.run_dir):
             return assemble.build(cfg, unwatched(cfg))
 
     return build
 
 
-@pytest.fixture
-def training(build, tmp_path, monkeypatch) -> TrainingRun:
-    """Return a training on text, with values that are not the defaults."""
+@pytest.fixture(scope="module")
+def built(build, tmp_path_factory) -> tuple[TrainingRun, int]:
+    """Return a training on text, with values that are not the defaults, and torch's last seed."""
     prepare_data = assemble.prepare_data
 
     def draw_and_prepare(*args: Any) -> Any:
         torch.rand(3)  # a user's dataset may draw random numbers
         return prepare_data(*args)
 
-    monkeypatch.setattr(assemble, "prepare_data", draw_and_prepare)
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of the text\n" for n in range(1000)))
-    return build(
-        "seed=5", "data=text", f"data.path={tmp_path}/text.txt", "data.seq_len=16",
+    text = tmp_path_factory.mktemp("data") / "text.txt"
+    text.write_text("".join(f"line {n} of the text\n" for n in range(1000)))
+    words = (
+        "seed=5", "data=text", f"data.path={text}", "data.seq_len=16",
         "data.batch_size=2", "data.global_batch_size=8", "trainer.max_epochs=2",
         "trainer.val_check_interval=3", "trainer.gradient_clip_val=0.5",
         "trainer.log_every_n_steps=4", "trainer.precision=bf16-mixed", "on_nonfinite=skip",
@@ -59,6 +61,14 @@ def training(build, tmp_path, monkeypatch) -> TrainingRun:
         "spike.window=50", "max_skips=7", "checkpoint.keep=3", "optimizer.lr=0.003",
         "scheduler.warmup_steps=2", "callbacks=ema", "~callbacks.sample", "logger=csv",
     )  # fmt: skip
+    with patch.object(assemble, "prepare_data", draw_and_prepare):
+        return build(*words), torch.initial_seed()
+
+
+@pytest.fixture
+def training(built) -> TrainingRun:
+    """Return the training on text, which several tests read."""
+    return built[0]
 
 
 def test_the_trainer_counts_the_configs_lengths_in_optimizer_steps(training):
@@ -96,8 +106,9 @@ def test_the_callbacks_of_every_run_have_its_rules_and_facts(training):
     assert checkpoints.agreement_folder.parent == monitor.guard.heartbeat.folder
 
 
-def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(training):
-    assert torch.initial_seed() == 5 + 1  # each rank has another seed, rank 0 this one
+def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(built):
+    training, last_seed = built
+    assert last_seed == 5 + 1  # each rank has another seed, rank 0 this one
     torch.manual_seed(5)
     net = build_net(training.cfg.model).state_dict()
     weights = training.module.net.state_dict()

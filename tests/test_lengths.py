@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from gptrain.assemble.lengths import plan_lengths
 from gptrain.config.cli import compose_command
-from gptrain.core.lengths import BatchPlan, plan_batch, token_steps, warmup_steps
+from gptrain.core.lengths import BatchPlan, RunLengths, plan_batch, token_steps, warmup_steps
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
@@ -103,28 +104,29 @@ def test_a_fast_dev_run_has_the_number_of_steps_that_was_typed(typed, n_steps):
 
 def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     """100 samples are twelve steps of eight samples, and four samples are left."""
+    cfg = compose_run("data.batch_size=4", "trainer.accumulate_grad_batches=2")
 
-    def plan(*words: str, sample_tokens: int | None = 16):
-        cfg = compose_run("data.batch_size=4", "trainer.accumulate_grad_batches=2", *words)
-        return plan_lengths(cfg, 100, sample_tokens, data_parallel_size=1)
+    def plan(sample_tokens: int | None = 16, **changes: Any) -> RunLengths:
+        keys = {key if key == "max_tokens" else f"trainer.{key}": changes[key] for key in changes}
+        return plan_lengths(cfg.changed(keys), 100, sample_tokens, data_parallel_size=1)
 
-    by_epochs = plan("trainer.max_epochs=3")
+    by_epochs = plan(max_epochs=3)
     assert (by_epochs.epoch_steps, by_epochs.n_steps, by_epochs.validate_every) == (12, 36, 12)
     assert (by_epochs.limit, by_epochs.limit_kind) == ("trainer.max_epochs=3", "epochs")
     assert (by_epochs.unit, by_epochs.step_tokens, by_epochs.n_epochs) == ("tokens", 128, 3)
-    by_steps = plan("trainer.max_steps=13", "trainer.val_check_interval=99")
+    by_steps = plan(max_steps=13, val_check_interval=99)
     assert (by_steps.limit, by_steps.limit_kind) == ("trainer.max_steps=13", "steps")
     assert (by_steps.n_steps, by_steps.validate_every, by_steps.n_epochs) == (13, 13, 2)
-    by_tokens = plan("max_tokens=1000")
+    by_tokens = plan(max_tokens=1000)
     assert (by_tokens.n_steps, by_tokens.limit) == (7, "max_tokens=1000")
     assert by_tokens.limit_kind == "tokens"
-    tried = plan("trainer.fast_dev_run=2")
+    tried = plan(fast_dev_run=2)
     assert (tried.limit, tried.limit_kind) == ("trainer.fast_dev_run=true", "steps")
     images = plan(sample_tokens=None)
     assert (images.unit, images.sample_tokens, images.step_tokens) == ("samples", 1, 8)
     # A part of the samples, or a number of micro-batches; at least one step.
-    for limit, steps in (("0.5", 6), ("7", 3), ("1", 1), ("0.01", 1), ("99", 12)):
-        assert plan(f"trainer.limit_train_batches={limit}").epoch_steps == steps
+    for limit, steps in ((0.5, 6), (7, 3), (1, 1), (0.01, 1), (99, 12)):
+        assert plan(limit_train_batches=limit).epoch_steps == steps
 
 
 def test_a_global_batch_size_is_divided_into_micro_steps():
