@@ -7,10 +7,10 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gptrain.config.cli import run_command
 from gptrain.evaluate.__main__ import EvaluateRun, evaluate
-from gptrain.text.scoring import score
 from gptrain.text.writing import generate
 
 METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
@@ -82,9 +82,20 @@ def test_the_scores_are_those_of_lm_evaluation_harness(speaker, tmp_path, capfd,
         for metric in METRICS
     }
     assert len(model.tok_encode("a b")) and model.eot_token_id == model.tokenizer.end_id
-    texts = ["the fox", "a dog"]
-    scored = [-scored.nats for scored in score(model.net, model.tokenizer, texts)]
-    assert model.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts]) == scored
+    long = "the quick brown fox jumps over a lazy dog. " * 20
+    expected = []
+    for text in ("the fox", long, ""):  # `long` has several windows
+        tokens, n_max = model.tok_encode(text), model.net.max_seq_len
+        log_prob = 0.0
+        for start in range(0, len(tokens), n_max):
+            read = [model.eot_token_id, *tokens[: start + n_max]][-n_max - 1 :]
+            n_scored = len(tokens[start : start + n_max])
+            log_probs = model.net(torch.tensor([read[:-1]])).log_softmax(-1)[0, -n_scored:]
+            targets = torch.tensor(read[-n_scored:])
+            log_prob += log_probs.gather(-1, targets[:, None]).sum().item()
+        expected.append(log_prob)
+    requests = [SimpleNamespace(args=(text,)) for text in ("the fox", long, "")]
+    assert model.loglikelihood_rolling(requests) == pytest.approx(expected)
     request = SimpleNamespace(args=("the", {"until": [], "max_gen_toks": 7}))
     expected = generate(model.net, model.tokenizer, ["the"], 7, temperature=0)
     assert model.generate_until([request]) == expected

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from gptrain.assemble.load import load
-from gptrain.text.scoring import score, score_continuations
+from gptrain.text.scoring import score_continuations
 from gptrain.text.writing import generate
 
 # The type checker runs without this package.
+UTILS: Any = import_module("lm_eval.utils")
 TemplateLM: Any = import_module("lm_eval.api.model").TemplateLM
 
 
@@ -58,7 +59,11 @@ class RunModel(TemplateLM):
         return [score_continuations(self.net, [pair])[0] for pair in pairs]
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
-        """Return the log probability of each text in nats.
+        """Return the log probability of each text in nats, 0 for a text without tokens.
+
+        A text is divided into windows as long as the net can read, as for the harness's own models
+        of transformers: the first token follows `eot_token_id`, a later window follows the token
+        before it, and the last window begins so early that it is as long as the others.
 
         Args:
             requests: Requests of lm-evaluation-harness, each with a text as its first argument.
@@ -67,8 +72,14 @@ class RunModel(TemplateLM):
         Raises:
             DataError: If a text has a character that the tokenizer has no token for.
         """
-        texts = [request.args[0] for request in requests]
-        return [-scored.nats for scored in score(self.net, self.tokenizer, texts)]
+        log_probs = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            longest = getattr(self.net, "max_seq_len", None) or max(1, len(tokens))
+            windows = UTILS.get_rolling_token_windows(tokens, self.eot_token_id, longest, 1)
+            pairs = map(UTILS.make_disjoint_window, windows)
+            log_probs.append(sum(score_continuations(self.net, [pair])[0][0] for pair in pairs))
+        return log_probs
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         """Return the most probable continuation of each prompt up to a stop text.
