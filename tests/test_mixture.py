@@ -18,6 +18,7 @@ from gptrain.data import (
     TokenDataset,
     TrainBatches,
 )
+from gptrain.data.mixture import MixtureOrder
 from gptrain.data.tokenizers import ByteTokenizer
 
 
@@ -80,6 +81,12 @@ def test_with_other_weights_each_part_goes_on_at_its_next_sample():
     taken = now.count_taken(1, 20)  # the run stops in its second epoch
     later.resume(1, 20, taken)
     assert later.count_taken(1, 30) == [taken[0] + 5, taken[1] + 5]
+
+
+def test_the_order_of_a_mixture_is_the_same_in_every_version():
+    """A run that is resumed by a later version of the library reads the samples that are left."""
+    order = MixtureOrder({"a": 5, "b": 3}, {"a": 0.75, "b": 0.25}, seed=3)
+    assert order.index(1, np.arange(8)).tolist() == [1, 4, 7, 0, 3, 2, 6, 3]
 
 
 def test_the_order_follows_from_the_seed_and_the_position_alone():

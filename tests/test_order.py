@@ -19,6 +19,7 @@ from gptrain.data import (
     TrainBatches,
     collate,
 )
+from gptrain.data.order import GOLDEN, mix64
 from gptrain.lit import TextDataModule
 
 
@@ -38,6 +39,18 @@ def run_of(order, n_epochs, position=0, **options):
 
 
 # ---- the permutation
+
+
+def test_the_random_numbers_and_the_order_are_the_same_in_every_version():
+    """A run that is resumed by a later version of the library reads the samples that are left."""
+    steps = np.arange(1, 4, dtype=np.uint64) * GOLDEN
+    reference = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # SplitMix64, seed 0
+    assert mix64(steps).tolist() == reference
+    order = SampleOrder(11, seed=3)
+    assert order.index(0, np.arange(11)).tolist() == [5, 1, 2, 10, 9, 8, 6, 0, 7, 3, 4]
+    assert order.index(2, np.arange(11)).tolist() == [0, 5, 10, 6, 8, 7, 1, 2, 9, 4, 3]
+    tokens, targets = DummyTextDataset(5, seq_len=8, vocab_size=1000, seed=3)[4]
+    assert tokens.tolist() == [788, 812, 770, 287, 702, 834, 891] and targets[-1] == 503
 
 
 def test_every_size_is_permuted():
