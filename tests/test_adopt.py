@@ -245,7 +245,7 @@ def test_the_files_of_an_interrupted_upgrade_are_replaced(project, tmp_path):
 def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run):
     word = f"library={project}"
     code, (line,) = run("--upgrade", word, cwd=project)
-    assert code == 2
+    assert code == 2 and line.startswith("error: library=")
     assert line.endswith("the project uses this copy already; try: library=<a newer checkout>")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):

@@ -174,6 +174,9 @@ def test_a_stream_without_a_state_or_without_samples_says_so():
     part.stream.n_parts = 2
     with pytest.warns(UserWarning, match="every reader reads all samples and keeps one of 2"):
         part.stream.warn(None)
+    stream = Numbers(6)
+    stream.end_id = 7
+    assert StreamDataset(stream, "data.train").end_id == 7
     with pytest.raises(DataError, match="the stream has no sample"):
         StreamDataset(Numbers(0), "data.train")[0]
     # Of three readers that read the same stream of two samples, the last one has none.
