@@ -63,8 +63,10 @@ def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
 
 def test_a_default_id_of_another_vocabulary_is_not_exported():
     sizes = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
-    config, _ = HuggingFace(61, sizes | {"bos_token_id": 60}).to_hugging_face()
+    ids = {"bos_token_id": 60, "pad_token_id": 61}  # the last id, and the first that is none
+    config, _ = HuggingFace(61, sizes | ids).to_hugging_face()
     assert (config["bos_token_id"], config["eos_token_id"]) == (60, None)
+    assert config["pad_token_id"] is None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

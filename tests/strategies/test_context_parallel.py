@@ -1,5 +1,6 @@
 """Context parallelism on two and four ranks equals one process, with copies and with shards."""
 
+from functools import partial
 from unittest.mock import patch
 
 import kinds
@@ -29,15 +30,21 @@ def test_a_step_equals_one_process_also_with_masked_documents_and_recomputation(
     check_equals_one_process(Parallel("context_parallel", recomputes="selective"))
 
 
-def make_llama():
-    """Build a Llama that has fewer heads of k and v than four ranks."""
-    return Llama(61, 32, 4, 2, n_layers=2, d_ff=40, max_seq_len=16, qk_norm=True)
+def make_llama(n_heads, n_kv_heads):
+    """Build a Llama whose heads of k and v four ranks cannot divide."""
+    return Llama(
+        61, 8 * n_heads, n_heads, n_kv_heads, n_layers=2, d_ff=40, max_seq_len=16, qk_norm=True
+    )
 
 
 @on_ranks(4)
 def test_a_llama_on_four_ranks_equals_one_process_also_with_repeated_heads_of_k_and_v():
-    with patch.object(kinds, "make_net", make_llama):
-        for shard, size, packs in ((True, 4, True), (True, 2, True), (False, 4, False)):
+    # Two heads of k and v are fewer than the ranks, six are more, but four does not divide them.
+    few, many = partial(make_llama, 4, 2), partial(make_llama, 12, 6)
+    for llama, shard, size, packs in (
+        (few, True, 4, True), (few, True, 2, True), (many, False, 4, False),
+    ):  # fmt: skip
+        with patch.object(kinds, "make_net", llama):
             kind = Parallel("context_parallel", shard=shard, context_parallel_size=size)
             check_equals_one_process(kind, packs)
             assert (kind.dims.data, kind.dims.context) == (4 // size, size)
