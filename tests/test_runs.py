@@ -279,7 +279,14 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
     code, out, err = typed(main, "--prune", str(run.folder), "--yes")
     assert code == 0 and "nothing to delete" in out, err
     assert f"keep      {folder / names[1]}: it has the frozen weights of {user.parents[1]}" in out
+    deep = run.folder.parent / "a" / "b" / "c" / "lora"  # only found as the default folder's run
+    shutil.copytree(user.parents[1], deep)
     shutil.rmtree(user)
+    with monkeypatch.context() as environment:
+        environment.setenv("GPTRAIN_OUTPUT_DIR", str(deep.parent))
+        out = typed(main, "--prune", str(run.folder), "--yes")[1]
+    assert f"keep      {folder / names[1]}: it has the frozen weights of {deep}" in out
+    shutil.rmtree(deep)
     code, out, err = typed(main, "--prune", str(run.folder), "--yes")
     assert code == 0 and f"deleted 1 checkpoint, {n_bytes / 2**20:.1f} MiB;" in out, err
     assert sorted(path.name for path in folder.glob("step-*")) == [names[0], *names[2:]]

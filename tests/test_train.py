@@ -256,10 +256,13 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert [start["after"] for start in starts] == [None, "nonfinite"]
 
 
+NO_ADAM = "~optimizer.betas", "~optimizer.eps"  # options that SGD does not take
+
+
 @pytest.mark.parametrize(
     ("words", "states"),
-    [((), 2), (("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps"), 0)],
-    ids=["adamw", "sgd"],
+    [((), 2), (("optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9", *NO_ADAM), 1)],
+    ids=["adamw", "sgd with momentum"],
 )
 def test_disk_space_is_required_for_two_saves_with_optimizer_states(
     train, monkeypatch, words, states
