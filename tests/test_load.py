@@ -50,7 +50,8 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
 
 
 def test_arguments_of_a_target_are_plain_lists_and_dicts():
-    made = build_target({"_target_": "types.SimpleNamespace", "sizes": [1, 2], "names": {"a": [3]}})
+    node = {"_target_": "types.SimpleNamespace", "sizes": [1, 2], "names": {"a": [3]}}
+    made = build_target(node, "module")
     assert type(made.sizes) is list and type(made.names) is dict and type(made.names["a"]) is list
 
 

@@ -400,6 +400,16 @@ def test_a_loader_that_is_no_dataloader_is_refused(loader):
         UserData(DataModule(20), loader, "data._target_", 1)
 
 
+def test_a_file_that_a_callback_or_a_module_does_not_find_is_one_line(fit):
+    scores = ("callbacks=scores", "callbacks.scores.files={a: no_file}")
+    teacher = ("experiment=distill", "module.teacher=no_run")
+    for words, line in (
+        (scores, "error: callbacks.scores: [Errno 2] No such file or directory: 'no_file'"),
+        (teacher, "error: module._target_=recipes.distill.Distilled: no_run: no run in this"),
+    ):
+        assert fit(*words, name="refused", code=66).errors[0].startswith(line)
+
+
 def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refused):
     name = f"{DATA}.DataModule"
     assert f"data.train._target_={name}: a LightningDataModule, which is data._target_; needed" in (

@@ -66,7 +66,8 @@ def build_callbacks(
         Exception: Any exception that the class of a callback raises. Those of `build_checkpoints`
             pass, too.
     """
-    named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
+    nodes = {name: node.node() for name, node in cfg.callbacks.items() if node}
+    named = {name: build_target(node, f"callbacks.{name}") for name, node in nodes.items()}
     own = [*named.values()]
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:

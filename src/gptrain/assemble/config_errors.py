@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from gptrain.core.errors import ConfigError
+from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks.monitored import MissingMonitorError
 from gptrain.parallel.requirements import IncompatibleModelError
@@ -22,9 +22,10 @@ MISSING_MONITOR = re.compile(
 def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, None]:
     """Turn errors inside the block into a ConfigError, one line that names the option.
 
-    An IncompatibleModelError names the option itself. Any other ValueError, and a TypeError about a
-    keyword argument that a class does not take, is reported for `key`; if `key` is empty, it is
-    raised as it is. Errors of all other types pass unchanged.
+    An IncompatibleModelError names the option itself. Any other ValueError, a TypeError about a
+    keyword argument that a class does not take, and a FileNotFoundError (exit code 66) are reported
+    for `key`; if `key` is empty, they are raised as they are. Errors of all other types pass
+    unchanged.
 
     Args:
         cfg: Config from which the value of the option is shown.
@@ -35,12 +36,13 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
     """
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
         key = error.key if isinstance(error, IncompatibleModelError) else key
         is_other_type_error = isinstance(error, TypeError) and "keyword argument" not in str(error)
         if not key or is_other_type_error:
             raise
-        raise ConfigError.of(key, cfg.value_of(key), str(error)) from error
+        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_CONFIG
+        raise ConfigError.of(key, cfg.value_of(key), str(error), code=code) from error
 
 
 @contextmanager

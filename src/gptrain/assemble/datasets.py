@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 from gptrain.assemble.load import build_target
 from gptrain.assemble.module import module_class
 from gptrain.core.data_schema import DataModuleConfig
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
@@ -53,11 +53,11 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     Raises:
         ConfigError: If the object is no LightningDataModule, if Lightning refuses its hooks or its
             loader, or if nothing ends the run, because the number of its batches is not known.
-        StopIteration: If the first batch is needed to know the batch size, and there is none.
+        DataError: If the first batch is needed to know the batch size, and there is none.
         Exception: Any exception that the module itself raises.
     """
     key = "data._target_"
-    module = build_target(section.plain())
+    module = build_target(section.plain(), key)
     if not isinstance(module, pl.LightningDataModule):
         message = f"made a {type(module).__name__}"
         raise ConfigError.of(key, section.target, message, hint="a LightningDataModule")
@@ -108,10 +108,7 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     n_samples = None  # all
     if type(limit) is int:  # micro-batches of each rank
         n_samples = max(1, limit) * cfg.data.batch_size * find_devices(cfg).world_size
-    try:
-        dataset = as_indexed(build_target(section.node()), key, n_samples)
-    except FileNotFoundError as error:
-        raise ConfigError.of(key, None, str(error), code=INPUT_NOT_FOUND) from error
+    dataset = as_indexed(build_target(section.node(), key), key, n_samples)
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__}, whose samples have no index"
         raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
@@ -181,7 +178,7 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     if cfg.data.test is None:
         return train, val, None
     if not reads_test_set(cfg):  # the run does not read its samples
-        return train, val, build_target(cfg.data.test.node())
+        return train, val, build_target(cfg.data.test.node(), "data.test")
     return train, val, build_dataset(cfg, "test")
 
 

@@ -13,7 +13,7 @@ from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.weights import BestBy, find_weights, load_weights, named_source
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.config.from_run import check_values
-from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.small_files import read_facts, read_yaml
@@ -111,7 +111,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     return net, tokenizer, device
 
 
-def build_target(node: Mapping[str, Any]) -> Any:
+def build_target(node: Mapping[str, Any], key: str) -> Any:
     """Build and return the object that a node with a `_target_` describes.
 
     Lists and dicts among the arguments are plain Python objects.
@@ -119,16 +119,21 @@ def build_target(node: Mapping[str, Any]) -> Any:
     Args:
         node: `_target_` and keyword arguments, which may contain further nodes. With
             `_partial_: true` the result is a functools.partial of the class.
+        key: Dotted key of the node or of its group, for the error.
 
     Raises:
-        Exception: Any exception that the class raises, with its own type, without Hydra's
+        ConfigError: If the class does not find a file (exit code 66).
+        Exception: Any other exception that the class raises, with its own type, without Hydra's
             InstantiationException around it. The exit code of a run depends on this type.
         InstantiationException: If Hydra refuses the node without another exception.
     """
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        raise (error.__cause__ or error) from None
+        cause = error.__cause__ or error
+        if isinstance(cause, FileNotFoundError):
+            raise ConfigError.of(key, None, str(cause), code=INPUT_NOT_FOUND) from cause
+        raise cause from None
 
 
 def build_net(model: ModelConfig) -> nn.Module:
@@ -143,7 +148,7 @@ def build_net(model: ModelConfig) -> nn.Module:
     Raises:
         Exception: Any exception that the class of the net raises, as in `build_target`.
     """
-    return build_target(model.node())
+    return build_target(model.node(), "model")
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:

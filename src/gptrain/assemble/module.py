@@ -154,7 +154,7 @@ def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
     for name, node in cfg.module.metric_nodes.items():
         key = f"module.metrics.{name}"
         with as_config_errors(cfg, key):
-            metrics[name] = build_target(node)
+            metrics[name] = build_target(node, key)
         if isinstance(vocab_size, int):
             try_metric(key, node["_target_"], metrics[name], vocab_size)
     return metrics

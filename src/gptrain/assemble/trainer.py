@@ -74,7 +74,7 @@ def build_trainer(
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
         "logger": build_loggers(cfg),
-        "profiler": build_target(cfg.profiler.node()) if cfg.profiler else None,
+        "profiler": build_target(cfg.profiler.node(), "profiler") if cfg.profiler else None,
         "use_distributed_sampler": is_users,
         "default_root_dir": cfg.run_dir,
     }
@@ -97,7 +97,7 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []
-    loggers = [build_target(node.node()) for node in cfg.logger.values()]
+    loggers = [build_target(node.node(), f"logger.{name}") for name, node in cfg.logger.items()]
     return [*loggers, JsonLinesLogger(cfg.run_dir)]
 
 

@@ -87,8 +87,8 @@ def _count_tokens(key: str, tokenizer: str) -> int:
         return 256
     try:
         vocabulary: Any = facts["model"]["vocab"]
-        is_list = isinstance(vocabulary, list)  # a Unigram model: pairs of text and probability
-        ids = [*range(len(vocabulary))] if is_list else [*vocabulary.values()]
+        # The vocabulary of a Unigram model is a list of pairs of text and probability.
+        ids = [*range(len(vocabulary))] if isinstance(vocabulary, list) else [*vocabulary.values()]
         return max(ids + [token["id"] for token in facts.get("added_tokens", [])]) + 1
     except (AttributeError, KeyError, TypeError, ValueError):
         message = f"no tokenizer.json with a vocabulary, which {KEY}={AUTO} needs"

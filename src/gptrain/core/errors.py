@@ -116,7 +116,7 @@ CAUSES = {
 # Parts of error messages of gloo and NCCL after another rank has exited.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 # The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
-CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\.")
+CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\..*")
 # Parts of error messages of torch when memory runs out, on a CPU and on a GPU.
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 # First line of an error that torch raises again for a data worker.
@@ -330,8 +330,7 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
             return Ending(FAILED, "peer", f"error: another rank has exited: {message}")
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
-        if match := CUDA_MEMORY.search(message):
-            message = match[1]
+        message = CUDA_MEMORY.sub(r"\1", message)
         return Ending(FAILED, "memory", f"error: out of memory: {message}", trace)
     line = f"error: {type(error).__name__}: {message}" + (f"; at {doing}" if doing else "")
     return Ending(FAILED, "error", line, trace)

@@ -65,7 +65,8 @@ def evaluate(cfg: EvaluateRun) -> None:
     if tokenizer is None:
         raise ConfigError.of("from_run", cfg.from_run, "the folder has no tokenizer")
     for node in nodes:
-        for name, value in build_target(node.node()).evaluate(net.to(device), tokenizer).items():
+        scorer = build_target(node.node(), "callbacks")
+        for name, value in scorer.evaluate(net.to(device), tokenizer).items():
             print(f"{name}\t{value:.6g}", flush=True)
 
 
