@@ -1,4 +1,4 @@
-"""The planner's figures for four runs, with all that it knows about devices and links.
+"""The planner's figures for five runs, with all that it knows about devices and links.
 
     python -m tests.plan_figures > tests/plan_figures.json
 

@@ -253,14 +253,14 @@ def document_block_mask(documents: Tensor) -> BlockMask:
     ends = (starts + FLEX_BLOCK - 1).clamp(max=n_tokens - 1)
     first, last = documents[:, starts], documents[:, ends]  # documents of each block, (B, N)
 
-    # An earlier block is seen if its last document goes on in the block of the queries. If the two
-    # blocks lie within one document, every pair of their tokens is seen.
+    # A block of keys before the block of the queries is seen if the last document of the one is the
+    # first of the other. Every pair of tokens is seen if both blocks are part of one document.
     is_continued = first[:, :, None] == last[:, None, :]  # (B, N blocks of queries, N of keys)
     is_one_document = last[:, :, None] == first[:, None, :]
     is_before = starts[:, None] > starts  # (N, N)
-    is_whole = (starts + FLEX_BLOCK <= n_tokens)[:, None]  # (N, 1)
+    is_whole = (starts + FLEX_BLOCK <= n_tokens)[:, None]  # the last block may be shorter
     full = is_before & is_whole & is_one_document
-    partial = is_before & is_continued & ~full | (starts[:, None] == starts)
+    partial = (starts[:, None] == starts) | (is_before & is_continued & ~full)
     return BlockMask.from_kv_blocks(
         *_ordered_blocks(partial),
         *_ordered_blocks(full),

@@ -86,9 +86,10 @@ class ComputeClock:
         self.pause()
         begins, ends = self._marks[::2], self._marks[1::2]
         if not self._is_cuda:
-            return sum(ends) - sum(begins)
+            return sum(end - begin for begin, end in zip(begins, ends, strict=True))
         torch.cuda.synchronize()
-        return sum(map(torch.cuda.Event.elapsed_time, begins, ends)) / 1000
+        milliseconds = [begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)]
+        return sum(milliseconds) / 1000
 
     def _mark(self) -> None:
         """Record the current time as the begin or the end of a counted interval."""

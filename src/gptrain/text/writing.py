@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.errors import ConfigError, DataError, ending_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
@@ -189,10 +189,8 @@ class Writer:
         while True:
             try:
                 self.write(input("> " if is_terminal else ""))
-            except ConfigError as error:
-                print(error, file=sys.stderr)
-            except DataError as error:
-                print(f"error: {error}", file=sys.stderr)
+            except (ConfigError, DataError) as error:
+                print(ending_of(error).line, file=sys.stderr)
             except KeyboardInterrupt:
                 print(" (press Ctrl-D to quit)")
             except EOFError:
