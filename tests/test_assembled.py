@@ -20,6 +20,7 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
+from gptrain.lit.user_data import SeedAfterSetup
 from tests.command_line import compose_run, unwatched
 
 SMALL = (
@@ -103,7 +104,10 @@ def test_the_callbacks_of_every_run_have_its_rules_and_facts(training):
     assert (facts["warmup_steps"], facts["data.global_batch_size"]) == (2, 8)
     # A parameter in fp32 has two moments of AdamW.
     assert (checkpoints.parameter_bytes, checkpoints.options.keep) == (12, 3)
-    assert checkpoints.agreement_folder.parent == monitor.guard.heartbeat.folder
+    heartbeat = monitor.guard.heartbeat
+    assert checkpoints.agreement_folder.parent == heartbeat.folder
+    # The data are ready, so a rank that hangs is no longer given a day.
+    assert (heartbeat.progress.phase, heartbeat.progress.allow_s) == ("build", 600.0)
 
 
 def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(built):
@@ -162,8 +166,24 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     evaluated = build("task=validate", "data.batch_size=3")
     assert names(evaluated) == ["TrainingMonitor", "QuietCollector"]
     assert evaluated.report.lines["batch"] == "3 x 1 ranks" and "plan" not in evaluated.report.lines
-    words = ("trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none")
+    words = (
+        "trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none",
+        "model.compile=blocks",  # as a yaml file sets it; a CPU compiles only what is typed
+    )  # fmt: skip
     endless = build(*words, "trainer.enable_progress_bar=true")
     assert (endless.trainer.max_steps, endless.trainer.max_epochs) == (-1, -1)
     assert names(endless) == ["TrainingMonitor", "QuietCollector", "ProgressBar", "Timer"]
     assert " per step · no end · lr " in endless.report.lines["batch"]
+    assert endless.cfg.model.compile == "none"
+
+
+def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build):
+    """An epoch of nine batches has four steps of two micro-batches."""
+    data = ("~data", "+data._target_=tests.lit.own.data.DataModule", "+data.num_samples=44")
+    steps = ("trainer.accumulate_grad_batches=2", "trainer.max_epochs=3", "checkpoint=none")
+    run = build(*data, *steps, "seed=5")
+    trainer = cast(Any, run.trainer)
+    assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
+    assert trainer._accelerator_connector.use_distributed_sampler  # of the user's loaders
+    first = trainer.callbacks[0]
+    assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1

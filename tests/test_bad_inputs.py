@@ -238,6 +238,17 @@ def test_all_problems_are_reported_at_once():
     )  # fmt: skip
 
 
+def test_a_wrong_word_does_not_make_words_that_need_a_later_one_wrong(tmp_path):
+    """Choices of an added folder, and keys of a choice, may be typed before these."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [gpt_nano]\n")
+    words = ("optimizer.momentum=0.9", "optimizer=muon", "model=mine", "modell.x=1")
+    (line,) = refused(*words, f"hydra.searchpath=['file://{tmp_path}']")
+    assert line.startswith("error: modell.x=1: ")
+    (line,) = refused("+trainer.min_epochs=2\r")
+    assert line.startswith("error: trainer.min_epochs=2\\r: ends with a carriage return")
+
+
 WARNINGS = {
     "scheduler.warmup_steps=5000": "longer than the run of 936 steps",
     "data=text trainer.max_steps=10 scheduler.warmup_steps=50": "longer than the run of 10 steps",

@@ -82,6 +82,52 @@ def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_t
     assert targets[targets >= 0].tolist() == list(range(1, 47))
 
 
+OPTIONS = {
+    "data=text": "path=a pattern=*.b format=jsonl text_key=body on_bad_record=skip tokenizer=bytes "
+    "end_of_document=true documents=separate val_fraction=0.125 seq_len=24",
+    "experiment=chat": "path=a held_out=0.25 keys=said tokenizer=bytes too_long=skip "
+    "documents=separate seq_len=24",
+    "experiment=stream": "path=a text_key=body tokenizer=b.json seq_len=24",
+}
+
+
+def test_both_datasets_of_a_group_get_the_options_of_the_group():
+    for choice, options in OPTIONS.items():
+        words = [f"data.{option}" for option in options.split()]
+        if choice == "experiment=stream":
+            words += ["data.files=c", "data.split=part", "data.val_files=d", "data.val_split=rest"]
+        data = compose_run(choice, "model=llama_nano", *words).data
+        for part, name in ((data.train, "train"), (data.val, "val")):
+            arguments = part.arguments
+            for option in options.split():
+                key, _, value = option.partition("=")
+                given = str(arguments[key])
+                assert given == {"true": "True"}.get(value, value), (choice, name, key)
+            if choice != "experiment=stream":
+                assert arguments["split"] == name
+        if choice == "experiment=stream":
+            assert data.train.arguments["options"] == {"data_files": "c", "split": "part"}
+            assert data.val.arguments["options"] == {"data_files": "d", "split": "rest"}
+
+
+@pytest.mark.parametrize("masked", [(), ("b",)])
+def test_a_mixture_masks_documents_if_one_of_its_parts_does(masked):
+    parts = [f"+data@data.parts.{name}=text" for name in "ab"]
+    words = [f"data.parts.{name}.documents=masked" for name in masked]
+    data = compose_run("model=gpt_nano", "data=mixture", *parts, *words).data
+    assert data.masks_documents == bool(masked)
+
+
+def test_the_best_checkpoint_of_an_experiment_with_scores_has_the_highest_score():
+    words = ("experiment=docstrings", "init_from=a", "data.tokenizer=bytes")
+    cfg = compose_run(*words)
+    assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == ("eval/docs/acc", "max")
+    scores = cfg.callbacks["scores"]
+    assert scores is not None and scores.arguments["chat"] is True
+    files = scores.arguments["files"]
+    assert [f"eval/{name}/acc" for name in files] == [cfg.checkpoint.monitor]
+
+
 @pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m", "llama_124m"])
 def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
     if choice.endswith("_124m"):
@@ -129,6 +175,12 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     vocabulary = {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 299}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary))
     assert compose_run(*auto, f"data.tokenizer={tmp_path}").model.vocab_size == 300
+    # The datasets repeat the tokenizer of their group. The largest tokenizer of a mixture counts.
+    cfg = compose_run(*auto, f"data.val.tokenizer={tmp_path}")
+    assert cfg.model.vocab_size == 256
+    parts = [f"+data@data.parts.{name}=text" for name in "abc"]
+    mixed = ("model=llama_nano", "model.vocab_size=auto", "data=mixture", *parts)
+    assert compose_run(*mixed, f"data.parts.b.tokenizer={tmp_path}").model.vocab_size == 300
     for text, size in (
         ('{"type": "bytes"}', 256),
         ('{"model": {"vocab": [["a", 0], ["b", -1]]}}', 2),

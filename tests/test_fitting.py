@@ -77,7 +77,8 @@ import a_module_of_the_notebook
 from gptrain.core.locations import report_to_fit
 from gptrain.checkpoints.status import write_status
 report_to_fit(folder=os.getcwd())
-write_status(".", cause="preempted", exit_code=75, message="asked to stop, saved at step 5")
+write_status(".", cause="preempted", exit_code=75, message="asked to stop\\nsaved at step 5")
+report_to_fit(lines=["error: of a process that this run has started"])  # has no effect
 sys.exit(75)
 """
 REFUSED = """
@@ -99,7 +100,8 @@ def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_st
     with pytest.raises(gptrain.RunFailed) as failed:
         gptrain.fit(conf=tmp_path / "conf")
     assert (failed.value.code, failed.value.folder) == (75, tmp_path)
-    assert failed.value.lines == ["asked to stop, saved at step 5"]
+    assert failed.value.lines == ["asked to stop", "saved at step 5"]
+    assert str(failed.value) == "asked to stop\nsaved at step 5"
     (tmp_path / "train.py").write_text(REFUSED)
     with pytest.raises(gptrain.ConfigError, match="error: init_from=a: no such file") as refused:
         gptrain.fit(conf=tmp_path / "conf")

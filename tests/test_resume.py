@@ -260,6 +260,12 @@ def test_a_key_of_a_dataset_that_repeats_another_key_is_compared_once(compose):
         "data.global_batch_size", "data.num_samples", "data.seq_len", "data.train._target_",
         "data.val._target_", "data.val.num_samples",
     }  # fmt: skip
+    # An empty group is a value, so that metrics cannot come or go on a resume. No clipping is 0.
+    assert facts["module.metrics"] == {}
+    off = [identity(compose(f"trainer.gradient_clip_val={value}"), 32) for value in (0, "null")]
+    assert off[0] == off[1] and facts["trainer.gradient_clip_val"] == 1.0
+    # Rounding up a vocabulary of the same size changes nothing.
+    assert identity(compose("model.vocab_multiple=64"), 32) == facts
 
 
 def test_damage_and_absence_have_codes_of_their_own(compose):

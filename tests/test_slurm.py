@@ -119,6 +119,9 @@ def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
     task(SLURM_PROCID="0", SLURM_LOCALID="0")
     (line,) = refused("trainer.devices=4", "trainer.accelerator=cpu")
     assert line.startswith("error: trainer.num_nodes=1: slurm started ranks on 2")
+    (line,) = refused("trainer.devices=3", "trainer.accelerator=cpu")
+    assert "trainer.devices=3: 3 x trainer.num_nodes=1 = 3, but SLURM_STEP_NUM_TASKS=4" in line
+    assert line.endswith("; try: trainer.devices=2 trainer.num_nodes=2")
 
 
 def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import sys
 import weakref
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,8 +19,9 @@ from gptrain.checkpoints.status import write_result, write_status
 from gptrain.config import cli, study
 from gptrain.config.compose import job_folder
 from gptrain.config.overrides import parse
-from gptrain.config.sweep import find_finished, report_sweep
+from gptrain.config.sweep import find_finished, report_finished, report_sweep, twice_as_long
 from gptrain.core.errors import ConfigError
+from gptrain.runs.folder import read_run
 from tests.conftest import TINY
 
 
@@ -96,8 +100,17 @@ def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_
     assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
     # A job that has trained on more tokens than are asked for is finished.
     for tokens, is_finished in (("1e6", True), ("5e5", True), ("2e6", False)):
-        finished = find_finished(tmp_path / "0-best", [f"max_tokens={tokens}", "seed=1"])
+        words = [f"max_tokens={tokens}", "seed=1", "run_dir=/moved", "logger=csv"]
+        finished = find_finished(tmp_path / "0-best", words)
         assert (finished is not None) == is_finished
+    other = read_run(tmp_path / "1-other")
+    assert report_finished(other, "val/accuracy") == 0.5
+    for ended, longer in (
+        ({"reason": "epochs done", "detail": "trainer.max_epochs=3"}, "trainer.max_epochs=6"),
+        ({"reason": "early stop", "detail": "max_tokens=1e+06"}, "trainer.max_steps=8"),
+    ):
+        write_result(tmp_path / "1-other" / "result.json", {}, steps=4, ended=ended)
+        assert twice_as_long(read_run(tmp_path / "1-other")) == longer
 
 
 def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_again(train):
@@ -231,6 +244,45 @@ def test_an_interrupted_search_continues_from_its_sqlite_file_with_new_points(se
     assert "study     s: continues after 2 trials" in again.out
     assert len(starts) == len(set(starts)) == 4
     assert (again.folder / "results.csv").read_text().count("steps done") == 3
+
+
+class StoredStudies:
+    """Stand-in for optuna and SQLAlchemy, whose database has two studies or cannot be read."""
+
+    WARNING = 30
+    SQLAlchemyError = LookupError
+    is_readable = True
+
+    def set_verbosity(self, level: int) -> None:
+        """Do nothing."""
+
+    def get_all_study_summaries(self, storage: str) -> list[SimpleNamespace]:
+        """Return the summaries, or raise the error of a database that cannot be read."""
+        if not self.is_readable:
+            raise LookupError(f"{storage} is locked")
+        return [SimpleNamespace(study_name=name, n_trials=n) for name, n in (("a", 3), ("b", 9))]
+
+
+def test_a_search_continues_after_the_trials_of_its_own_study(monkeypatch, capsys):
+    stored: Any = StoredStudies()
+    stored.logging = stored
+    for name in ("optuna", "sqlalchemy", "sqlalchemy.exc"):
+        monkeypatch.setitem(sys.modules, name, stored)
+    monkeypatch.setattr(study, "find_spec", lambda name: True)
+    monkeypatch.setattr(study, "check_versions", lambda storage: None)
+
+    def more(**options: Any) -> list[str]:
+        sweeper = {"storage": "sqlite:///x", "study_name": "a", "sampler": {"seed": 7}} | options
+        return study.continue_study(OmegaConf.create({"hydra": {"sweeper": sweeper}}))
+
+    assert more() == ["hydra.sweeper.sampler.seed=10"]
+    assert capsys.readouterr().out == "study     a: continues after 3 trials\n"
+    for options in ({"study_name": "new"}, {"storage": None}, {"sampler": {"seed": None}}):
+        assert more(**options) == []
+    stored.is_readable = False
+    with pytest.raises(ConfigError, match="storage=sqlite:///x: cannot be opened: ") as refused:
+        more()
+    assert refused.value.code == 66
 
 
 def test_packages_that_cannot_store_a_study_are_refused_with_the_command(monkeypatch):

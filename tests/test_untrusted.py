@@ -140,6 +140,21 @@ def test_links_that_stay_next_to_an_untrusted_run_are_followed(world, old):
     assert expand([old(words)])[:3] == words
 
 
+def test_an_untrusted_run_reads_files_in_the_output_folder_and_next_to_the_run(
+    old, monkeypatch, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "a.txt").write_text("a text")
+    words = ["data=text", f"data.path={folder}/a.txt"]
+    with pytest.raises(ConfigError, match="outside of this project"):
+        expand([old(words)])
+    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(folder))
+    assert expand([old(words)])[:2] == words
+    monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")
+    fill(folder / "old", {".hydra/overrides.yaml": yaml.safe_dump(words).encode()})
+    assert expand([f"from_run={folder / 'old'}"])[:2] == words
+
+
 def test_the_hydra_section_and_the_folders_of_an_old_run_are_ignored(world, old, train):
     victim = world / "victim"
     word = old([
@@ -282,6 +297,8 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     (first.folder / ".hydra" / "signature").unlink()
     more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
     assert more.code == 0 and "warning" not in more.err, more.err
+    (line,) = [line for line in more.out.splitlines() if line.startswith("next ")]
+    assert f"hydra.searchpath=['file://{world}/conf']" in shlex.split(line.partition("; ")[0])
     assert type(gptrain.load(first.folder, allowed_targets=["users_nets"])).__name__ == "Net"
     monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
     with pytest.raises(SystemExit) as left:

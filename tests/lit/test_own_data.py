@@ -152,6 +152,10 @@ def test_only_the_samples_that_a_run_reads_are_checked():
         read = pytest.raises(ConfigError, match=r"data\.val: no samples; try: trainer\.limit")
         with read if is_read else nullcontext():
             check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
+    # A training without a validation still checks what it trains on.
+    cfg = compose_run(*words, f"data.train._target_={DATA}.Points", "trainer.limit_val_batches=0")
+    with pytest.raises(ConfigError, match=r"data\.train: sample 0 is "):
+        check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
 
 
 def test_an_object_that_is_no_dataset_of_the_kind_that_its_key_needs_is_refused():

@@ -78,12 +78,15 @@ def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(run
     run(train, *resume)
 
 
-def test_a_base_that_has_changed_is_one_line(run, tmp_path):
+def test_a_base_that_has_changed_is_one_line(run, tmp_path, monkeypatch):
+    """A resume from another folder finds a base whose path was relative."""
     torch.manual_seed(0)
     net = Llama(**SIZES, max_seq_len=256, qk_norm=True, rope_base=10000.0)
     file, lora = tmp_path / "base.pt", (*WORDS, "experiment=lora", f"run_dir={tmp_path}/a")
     torch.save(net.state_dict(), file)
-    run(train, *lora, f"init_from={file}", "trainer.max_steps=1")
+    monkeypatch.chdir(tmp_path)
+    run(train, *lora, "init_from=base.pt", "trainer.max_steps=1")
+    monkeypatch.chdir("/")
     torch.save({name: tensor + 1 for name, tensor in net.state_dict().items()}, file)
     out = run(train, *lora, "trainer.max_steps=2", "ckpt_path=last", code=65)
     assert f"error: init_from={file}: not the weights that the run has started from" in out
