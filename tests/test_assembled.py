@@ -16,6 +16,7 @@ from gptrain.assemble.load import build_net
 from gptrain.assemble.run import TrainingRun
 from gptrain.assemble.start_report import parameters_text, precision_text
 from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.core.errors import ConfigError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.nonfinite import NonFiniteRule
@@ -187,3 +188,12 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     assert trainer._accelerator_connector.use_distributed_sampler  # of the user's loaders
     first = trainer.callbacks[0]
     assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1
+
+
+def test_a_masked_sample_that_is_longer_than_the_context_of_the_net_is_refused(build, tmp_path):
+    """The check of `data.seq_len` does not see the length of a dataset that sets its own."""
+    (tmp_path / "text.txt").write_text("a line of the text\n" * 100)
+    data = ("data=text", f"data.path={tmp_path}", "data.documents=masked", "data.seq_len=16")
+    message = "a sample has 24 positions; try: model.max_seq_len=24"
+    with pytest.raises(ConfigError, match=f"^error: model.max_seq_len=16: {message}$"):
+        build(*data, "model.max_seq_len=16", "data.train.seq_len=24")

@@ -33,11 +33,11 @@ ONE_LINE = {
     "model.dropout=1": ["model.dropout=1", "must be < 1"],
     "optimizer.lr=-1e-3": ["optimizer.lr=-0.001", "must be > 0"],
     "scheduler.warmup_steps=2000 scheduler.total_steps=1000": [
-        "scheduler.warmup_steps=2000", "<= scheduler.total_steps=1000",
+        "scheduler.warmup_steps=2000", "<= scheduler.total_steps=1000; try: ", "warmup_steps=100",
     ],
     "optimizer.name=adamz": ["optimizer.name=adamz", 'did you mean "adamw"', "optimizer=adamw"],
     "trainer.max_steps=-5": ["trainer.max_steps=-5", "must be -1 or >= 1"],
-    "trainer.max_epochs=-1": ["no stop condition", "trainer.max_steps", "trainer.max_time"],
+    "trainer.max_epochs=-1": ["no stop condition", "max_steps", "try: trainer.max_epochs=3"],
     "trainer.gradient_clip_val=-1": ["trainer.gradient_clip_val=-1", ">= 0; 0 or null for off"],
     "model=llama_nano model.d_model=100 model.n_heads=3 model.n_kv_heads=3 model.d_head=7": [
         "model.d_head=7: odd", "6, 8",
@@ -46,7 +46,9 @@ ONE_LINE = {
         "model.n_kv_heads=3: does not divide model.n_heads=4", "1, 2, 4",
     ],
     "model.d_model=100 model.n_heads=3": ["model.d_model=100", "model.n_heads=3", "99, 102"],
-    "data.seq_len=4096 model.max_seq_len=1024": ["data.seq_len=4096", "model.max_seq_len=1024"],
+    "data.seq_len=4096 model.max_seq_len=1024": [
+        "data.seq_len=4096", "model.max_seq_len=1024; try: data.seq_len=1024 or ", "_seq_len=4095",
+    ],
     "model.dropout=1.5": ["model.dropout=1.5", "must be < 1"],
     "model.vocab_size=9223372036854775808": ["=9223372036854775808", "<= 2147483647"],
     "data.batch_size=0": ["data.batch_size=0", ">= 1"],
@@ -80,11 +82,13 @@ ONE_LINE = {
         "data.parts.a.val: missing, but required",
     ],
     # Options that would be without effect, or that cannot be together.
-    "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": ["no effect under strategy=fsdp"],
+    "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": [
+        "no effect under strategy=fsdp; allowed: under strategy=ddp",
+    ],
     "strategy=context_parallel strategy.shard=false strategy.accumulate_shards=true "
     "trainer.devices=2": ["strategy.accumulate_shards=true: no effect on weights that are not"],
     "strategy=context_parallel strategy.shard=false strategy.cpu_offload=true trainer.devices=2": [
-        "strategy.cpu_offload=true: no effect on weights that are not sharded",
+        "=true: no effect on weights that are not sharded; try: strategy.shard=true",
     ],
     "strategy=diloco on_spike=skip trainer.devices=2": ["on_spike=skip: each replica", "none"],
     "strategy=tensor_parallel trainer.devices=2 model.compile=blocks "
@@ -96,31 +100,40 @@ ONE_LINE = {
         "8 stages, but model.n_layers=6",
     ],
     "strategy=pipeline trainer.devices=2 strategy.schedule=interleaved_1f1b data.batch_size=3 "
-    "strategy.microbatches=3": ["strategy.microbatches=3", "a multiple of the 2 pipeline ranks"],
+    "strategy.microbatches=3": [
+        "strategy.microbatches=3", "a multiple of the 2 pipeline ranks",
+        "try: strategy.microbatches=4, or strategy.schedule=gpipe",
+    ],
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],
     "strategy=pipeline trainer.devices=8": ["strategy.pipeline_parallel_size", "model.n_layers=6"],
     "trainer.devices=2 strategy.static_graph=true trainer.accumulate_grad_batches=2": ["=false"],
-    "strategy=pipeline trainer.devices=2 data.batch_size=3": ["data.batch_size=3", "microbatches"],
-    "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["microbatch per stage (4)"],
+    "strategy=pipeline trainer.devices=2 data.batch_size=11": ["4 microbatches; try: ", "_size=8"],
+    "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["strategy.microbatches=8,"],
     "strategy=fsdp strategy.replicas=3 trainer.devices=4": ["strategy.replicas=3", "1, 2, 4"],
-    "strategy=tensor_parallel trainer.devices=3": ["strategy.tensor_parallel_size", "n_heads=8"],
+    "strategy=tensor_parallel trainer.devices=3": ["tensor_parallel_size", "n_heads=8", "4, 8"],
+    "model=llama_nano strategy=tensor_parallel trainer.devices=4 model.n_kv_heads=2": [
+        "does not divide model.n_kv_heads=2; a head is not split over ranks; allowed: 1, 2",
+    ],
+    "strategy=context_parallel trainer.devices=4 model.n_heads=6 model.d_model=510": [
+        "strategy.context_parallel_size=null: does not divide model.n_heads=6",
+    ],
     "strategy=fsdp_tensor_parallel trainer.devices=3": [
         "there are 3 ranks; tensor_parallel_size must divide 3: 1, 3",
     ],
-    "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale the loss"],
+    "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["the loss", "=bf16-mixed"],
     "strategy=fsdp model.compile=model trainer.devices=2": ["model.compile=blocks"],
-    "strategy.backend=nccl trainer.accelerator=cpu": ["NCCL needs GPUs"],
+    "strategy.backend=nccl trainer.accelerator=cpu": ["NCCL needs GPUs; try: ", ".backend=gloo"],
     "strategy.backend=mpi": ["strategy.backend=mpi", "was built without this backend", "gloo"],
     "trainer.max_time=00:01:00:00": ["scheduler.total_steps", "scheduler=warmup_constant"],
     "data=text model.vocab_size=100": ["model.vocab_size=100", "256"],
-    "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "both end the run"],
+    "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "try: trainer.max_steps=-1, or"],
     "strategy=fsdp_tensor_parallel strategy.tensor_parallel_size=3 model.n_heads=6 "
     "model.d_model=510 trainer.devices=4": [
         "strategy.tensor_parallel_size=3",
         "there are 4 ranks; tensor_parallel_size must divide 4: 1, 2, 4",
     ],
-    "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun"],
+    "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun --nnodes=2"],
     # Words that cannot be read.
     "seed": ["seed: not key=value; try: ", "--help"],
     "seed=[1,": ["\"seed='[1,'\""],
@@ -252,8 +265,8 @@ def test_a_wrong_word_does_not_make_words_that_need_a_later_one_wrong(tmp_path):
 WARNINGS = {
     "scheduler.warmup_steps=5000": "longer than the run of 936 steps",
     "data=text trainer.max_steps=10 scheduler.warmup_steps=50": "longer than the run of 10 steps",
-    "strategy=ddp": "one device",
-    "task=test": "no ckpt_path",
+    "strategy=ddp": "one device; try: trainer.devices=2",
+    "task=test": "no ckpt_path: the task evaluates the initial weights; try: ckpt_path=best",
 }
 
 
@@ -280,6 +293,7 @@ RIGHT = [
     "strategy=fsdp trainer.devices=2", "strategy=pipeline trainer.devices=2",
     "strategy=tensor_parallel trainer.devices=2", "strategy=ddp_pipeline trainer.devices=4",
     "strategy=fsdp_tensor_parallel trainer.devices=4", "experiment=quickstart", "seed=4294967295",
+    "model=llama_nano strategy=context_parallel trainer.devices=4 model.n_kv_heads=2",
     "hydra/job_logging=disabled", "hydra.verbose=true", "objective=val/accuracy",
     "checkpoint.monitor=val/accuracy checkpoint.mode=max", "+trainer.min_epochs=2",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import resource
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
+from gptrain.assemble.run import write_tokenizer as write_run_tokenizer
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
@@ -35,6 +37,7 @@ from gptrain.export.files import (
     write_tensors,
     write_tokenizer,
 )
+from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -241,6 +244,10 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
         ids = {"bos_token_id": 1, "eos_token_id": ends}
         assert json.loads((run / "generation_config.json").read_text()) == ids
     assert not (other / "chat_template.jinja").exists()
+    # The files of `data.tokenizer` precede those of `init_from`.
+    words = (f"data.tokenizer={second}", f"init_from={source}", f"run_dir={run}")
+    write_run_tokenizer(compose_run("model=gpt_nano", "data=text", *words), cast(Any, None))
+    assert (run / "chat_template.jinja").read_text() == "goodbye"
 
 
 def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptrain.assemble.start_report import precision_text
+from gptrain.core.precision import PRECISIONS
 from gptrain.runtime.devices import RunDevices, native_precision, precision_for
 
 AMPERE, TURING = 8, 7
@@ -26,6 +27,12 @@ def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, preci
     hint = ": bf16-mixed is native here; try trainer=gpu" if precision == "bf16-mixed" else ""
     assert precision_text("32-true", precision) == f"precision 32-true{hint}"
     assert precision_text("bf16-mixed", precision) == "precision bf16-mixed"
+
+
+def test_lightning_scales_the_loss_of_fp32_weights_that_are_multiplied_in_fp16():
+    scaled = {name for name, types in PRECISIONS.items() if types.has_loss_scaler}
+    fp16 = {name for name, types in PRECISIONS.items() if types.is_fp16}
+    assert (scaled, fp16) == ({"16-mixed"}, {"16-mixed", "16-true"})
 
 
 def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_start(train):

@@ -224,7 +224,8 @@ TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_clas
 @pytest.mark.parametrize("ranks", [(), ("trainer.devices=2", "strategy=pipeline", *DEEP)])
 def test_a_metric_with_several_values_is_logged_element_by_element(fit, ranks):
     words = (TARGET % ("f1", "MulticlassF1Score", 256, ", average: none"), *ranks)
-    run = fit(*words, "trainer.max_steps=2", "trainer.num_sanity_val_steps=1")
+    words += ("objective=val/f1/7", "trainer.num_sanity_val_steps=1")
+    run = fit(*words, "trainer.max_steps=2")
     names = [name for name in run.metrics if name.startswith("val/f1/")]
     assert names == [f"val/f1/{i}" for i in range(256)]
     (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]

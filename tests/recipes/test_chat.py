@@ -99,8 +99,8 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     assert metrics["val/loss"] == pytest.approx(expected, abs=1e-5)
     if devices == 1:  # masked
-        run(train, *words, *here[:2], "data.seq_len=300", f"run_dir={tmp_path}/long", code=2)
-        assert "data.seq_len=300: longer than the 256 positions of" in capfd.readouterr().err
+        run(train, *words, *here[:2], "data.seq_len=257", f"run_dir={tmp_path}/long", code=2)
+        assert "data.seq_len=257: longer than the 256 positions of" in capfd.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("reads?\nand?\n"))
     run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
     shown = capfd.readouterr()
