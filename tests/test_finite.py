@@ -9,6 +9,7 @@ from statistics import mean, pstdev
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import get_method
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptrain.core.strategies import ParallelDims
+from gptrain.data import SampleOrder
 from gptrain.lit import LanguageModel
 from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies import LightningStrategy
@@ -44,7 +46,9 @@ def test_a_run_stops_before_the_step_and_saves_nothing_of_it(train, poison):
     words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1")
     run = train("trainer.max_steps=6", "trainer.accumulate_grad_batches=2", *words)
     assert run.code == 79
-    assert f"the loss of rank 0 at step {BAD_STEP} is not finite; samples: " in run.err
+    samples = SampleOrder(10_000, seed=42).index(0, 8 * BAD_STEP + np.arange(8)).tolist()
+    shown = ", ".join(str(index) for index in samples)
+    assert f"the loss of rank 0 at step {BAD_STEP} is not finite; samples: {shown};" in run.err
     assert "first not finite in the loss; all layers are finite" in run.err
     saved = [int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step-*")]
     assert max(saved) == BAD_STEP
@@ -251,7 +255,9 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
     """The expected flags use the standard library's mean and standard deviation."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(60, 2, generator=generator, dtype=torch.float64) + 5.0
-    values[20, 0] = values[40, 1] = 25.0
+    # Step 8 is the first with half a window before it. The loss of step 7 widens only its own
+    # column.
+    values[7, 0] = values[8, 1] = values[27, 0] = values[40, 1] = 25.0
     values[30] = float("nan")  # the window ignores NaN, and another rule handles it
     rule, repeated = (SpikeRule("skip", 3.0, 16) for _ in range(2))
     flags, expected = [], []
@@ -273,19 +279,28 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
             if len(window) >= 8:
                 is_spike |= value > mean(window) + 3.0 * pstdev(window)
         expected.append(is_spike)
-    assert flags == expected and flags[20] and flags[40] and not flags[30]
+    assert flags == expected and not flags[7] and not flags[30]
+    assert flags[8] and flags[27] and flags[40]
+
+
+def n_skipped(state: dict) -> int:
+    """Return how many steps in a row were skipped before a checkpoint."""
+    (skipped,) = (s["n_skipped"] for s in state["callbacks"].values() if "n_skipped" in s)
+    return skipped
 
 
 def test_a_spike_is_skipped_or_only_reported(train):
     """The optimizer counts the steps that it has taken."""
     for on_spike, n_taken in (("skip", 9), ("warn", 10)):
-        words = (*GUARD, f"on_spike={on_spike}", SPIKE % 7, "trainer.max_steps=10")
+        words = (*GUARD, f"on_spike={on_spike}", SPIKE % 9, "trainer.max_steps=10")
         run = train(*words, name=on_spike)
         assert run.code == 0, run.err
         (line,) = [line for line in run.out.splitlines() if "standard deviations above" in line]
-        assert "at step 7 is " in line and line.endswith("; the step is skipped") == (n_taken == 9)
-        states = run.state(10)["optimizer_states"][0]["state"].values()
-        assert {float(state["step"]) for state in states} == {float(n_taken)}
+        assert "at step 9 is " in line and line.endswith("; the step is skipped") == (n_taken == 9)
+        state = run.state(10)
+        taken = state["optimizer_states"][0]["state"].values()
+        assert {float(values["step"]) for values in taken} == {float(n_taken)}
+        assert n_skipped(state) == 10 - n_taken  # a step that is only reported counts as taken
 
 
 def test_a_resumed_run_knows_the_steps_before_and_max_skips_ends_it(train):
@@ -293,7 +308,7 @@ def test_a_resumed_run_knows_the_steps_before_and_max_skips_ends_it(train):
 
     Step 4 was skipped as well, but is not one of the steps in a row.
     """
-    words = (*GUARD, "checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "max_skips=3")
+    words = (*GUARD, "checkpoint=every_n_steps", "checkpoint.every_n_steps=12", "max_skips=3")
     words = (*words, "spike.window=6", SPIKE % "4,11,12,13,14")
     first = train(*words, "spike.sigma=50", "trainer.max_steps=12")
     assert first.code == 0, first.err
@@ -303,6 +318,7 @@ def test_a_resumed_run_knows_the_steps_before_and_max_skips_ends_it(train):
     assert "at step 13 is " in again.err
     assert "3 steps in a row were skipped (max_skips)" in again.err
     assert json.loads((again.folder / "status.json").read_text())["cause"] == "spike"
+    assert n_skipped(again.state(13)) == 2  # the run that resumes repeats the third
 
 
 @pytest.mark.slow

@@ -172,10 +172,12 @@ def test_half_of_the_attention_weights_are_dropped_and_the_rest_doubled():
     nn.init.ones_(attention.v_proj.bias)
     nn.init.eye_(attention.out_proj.weight)
     x = torch.randn(64, 16, 32)
-    first = attention(x)[:, 0]  # (B, D)
-    assert set(first.unique().tolist()) == {0.0, 2.0}
-    assert 0.35 < first.mean() / 2 < 0.65  # 256 heads: 5 standard deviations
-    torch.testing.assert_close(attention.eval()(x), torch.ones(64, 16, 32))
+    layout = SequenceLayout.of_documents(torch.arange(16).expand(64, 16) // 4)
+    for documents in (None, layout):
+        first = attention.train()(x, layout=documents)[:, 0]  # (B, D)
+        assert set(first.unique().tolist()) == {0.0, 2.0}
+        assert 0.35 < first.mean() / 2 < 0.65  # 256 heads: 5 standard deviations
+        torch.testing.assert_close(attention.eval()(x, layout=documents), torch.ones(64, 16, 32))
 
 
 def check_half_is_dropped(dropped: torch.Tensor, full: torch.Tensor) -> None:
@@ -241,7 +243,8 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
         net = make()
     assert draw == torch.rand(()) and all(p.is_meta for p in net.parameters())
     net.to_empty(device="cpu")
-    for name, parameter in reversed(net.state_dict().items()):
+    # Backwards by name: a tied head comes after the token embedding.
+    for name, parameter in sorted(net.state_dict().items(), reverse=True):
         net.init_parameter(name, parameter)
     assert all(torch.equal(state[name], made) for name, made in net.state_dict().items())
     is_tied = net.head.weight is net.token_embedding.weight

@@ -252,14 +252,17 @@ def test_each_value_of_a_metric_that_returns_a_dict_has_a_name_of_its_own():
 
 
 class Broken(MeanMetric):
-    """A metric that takes no logits."""
+    """A metric that takes no logits, and draws random numbers before."""
 
     def update(self, logits, targets):
+        torch.rand(())
         raise TypeError("needs texts")
 
 
 def test_a_metric_of_the_users_that_fails_on_random_values_is_only_a_warning(caplog):
+    rng_state = torch.get_rng_state()
     try_metric("module.metrics.a", "my.Broken", Broken(), vocab_size=10)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert caplog.messages == [
         "warning: module.metrics.a=my.Broken: fails on logits (16, 10) and targets (16,): "
         "TypeError: needs texts"

@@ -370,8 +370,9 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
     for n_ranks in (1, 2, 3):
         sampler = DistributedSampler(samples, n_ranks, rank=0)
         divided = DataLoader(samples, 4, sampler=sampler, drop_last=is_cut)
-        counted = UserData(DataModule(35), loader, "data._target_", n_ranks)
-        assert counted.epoch_batches == len(divided)
+        for given in (loader, divided):  # a loader may be divided by the user already
+            counted = UserData(DataModule(35), given, "data._target_", n_ranks)
+            assert counted.epoch_batches == len(divided)
     several = {"short": DataLoader(samples, 9), "long": loader}  # the short one is repeated
     counted = UserData(DataModule(35), several, "data._target_", 1)
     assert (counted.epoch_batches, counted.batch_size) == (len(loader), 9)
