@@ -29,6 +29,7 @@ from gptrain.checkpoints.manifest import (
 )
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import SaveFailedError
+from tests.test_safe_load import is_mapped
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "extra.bin")
@@ -126,16 +127,24 @@ def test_a_tensor_that_changes_has_another_fingerprint():
 
 def test_a_validation_adds_the_tensors_that_it_has_changed(store):
     state = {"a": torch.zeros(3), "b": [torch.ones(2), (torch.zeros(1), 5)], "step": 4}
+    state |= {"longer": [torch.ones(1)], "shorter": [torch.ones(2), torch.zeros(2)]}
     with store.writing(4) as part, part.open(manifest.STATE_NAME) as file:
         torch.save(state, file)
     after = {"a": torch.zeros(3), "b": [torch.full((2,), 7.0), (torch.zeros(1), 6)], "new": None}
+    after |= {"longer": [torch.ones(1), torch.zeros(4)], "shorter": [torch.ones(2)]}
     added = amend(after, fingerprints(state))
     tensors = torch.load(io.BytesIO(added), weights_only=True)
     assert isinstance(tensors["a"], str) and torch.equal(tensors["b"][0], after["b"][0])
     store.amend(4, {NAME: added}, {"val/loss": 2.0})
     merged = load_state(store.folder / "step-00000004")
+    mapped = load_state(store.folder / "step-00000004", mmap=True)
+    assert is_mapped(store.folder / "step-00000004" / manifest.STATE_NAME)
+    assert torch.equal(mapped["a"], state["a"]) and torch.equal(mapped["b"][0], after["b"][0])
     assert merged.keys() == after.keys() and torch.equal(merged["a"], state["a"])
     assert torch.equal(merged["b"][0], after["b"][0]) and merged["b"][1] == (torch.zeros(1), 6)
+    for name in ("longer", "shorter"):
+        assert all(map(torch.equal, merged[name], after[name]))
+        assert len(merged[name]) == len(after[name])
     save(store, 5)
     torch.save(state, store.folder / "step-00000005" / manifest.STATE_NAME)
     assert load_state(store.folder / "step-00000005")["b"][1][1] == 5  # nothing was added
@@ -522,7 +531,7 @@ def test_of_checkpoints_with_equal_metrics_the_earlier_is_the_best(store, mode):
 def test_prune_keeps_the_newest_and_the_protected(store):
     paths = [save(store, step) for step in range(1, 7)]
     (store.folder / ".trash-step-00000003" / "left by a start that was killed").mkdir(parents=True)
-    store.prune(2, protect=[paths[0]])
+    store.prune(2, protect=[paths[0], paths[5]])  # the newest may be the best
     assert store.steps() == [1, 5, 6] and len(os.listdir(store.folder)) == 3
 
 
@@ -565,10 +574,12 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert holds(store.newest_intact().path, 2)
 
 
-def test_progress_is_reported_while_bytes_are_written_and_read_back(tmp_path):
+def test_progress_is_reported_for_each_piece_that_is_written_or_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(fileops, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(manifest, "_READ_BYTES", 1500)
     beats = []
     save(CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1)), 1)
-    assert len(beats) == 2 * len(FILES)
+    assert len(beats) == (3 + 2) * len(FILES)
 
 
 def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):

@@ -118,8 +118,9 @@ def _merge(state: Any, amended: Any) -> Any:
         old = state if isinstance(state, Mapping) else {}
         return {key: _merge(old.get(key), value) for key, value in amended.items()}
     if type(amended) in (list, tuple):
-        old = state if isinstance(state, list | tuple) and len(state) == len(amended) else amended
-        return type(amended)(_merge(*pair) for pair in zip(old, amended, strict=True))
+        # The validation may have made the list longer.
+        old = [*(state if isinstance(state, list | tuple) else ()), *[None] * len(amended)]
+        return type(amended)(_merge(*pair) for pair in zip(old, amended, strict=False))
     return amended
 
 
