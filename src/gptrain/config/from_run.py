@@ -121,7 +121,7 @@ def words_to_repeat(words: Sequence[str], run_dir: str | Path) -> list[str]:
         words: Overrides with which the run was started.
         run_dir: Folder of the run.
     """
-    if read_signed_record(run_dir):
+    if read_signed_record(locations.expand_home(run_dir)):
         return []
     overrides, _ = parse(list(words))
     repeated = [override for override in overrides if is_permission(override)]
