@@ -6,10 +6,11 @@ import errno
 from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
+from omegaconf import OmegaConf
 
 from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
-from gptrain.checkpoints.status import NonFiniteError, PreemptedError
+from gptrain.checkpoints.status import NonFiniteError, PreemptedError, read_status
 from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import (
     EXIT_CODES,
@@ -22,6 +23,7 @@ from gptrain.core.errors import (
     first_line,
 )
 from gptrain.data import DataError
+from gptrain.runtime import rank
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import remove_old_starts
 from gptrain.runtime.watchdog import Heartbeat, read_progress
@@ -79,6 +81,7 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     ("error", "line"),
     [
         (PreemptedError(5), "asked to stop: saved at step 5"),
+        (PreemptedError(0), "asked to stop: saved at step 0"),
         (PreemptedError(), "asked to stop: there was nothing to save"),
         (DataError("a.txt: empty"), "error: a.txt: empty"),
         (OSError(errno.EIO, "x", "f"), "error: OSError: [Errno 5] x: 'f'"),
@@ -114,6 +117,18 @@ def test_an_error_names_the_samples_of_a_step_or_says_that_there_are_more():
     first = ", ".join(map(str, range(16)))
     assert str(NonFiniteError(3, 1, [*range(16)])).endswith(f"; samples: {first}")
     assert str(NonFiniteError(3, 1, [*range(17)])).endswith(f"; samples: {first}, …")
+
+
+def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
+    cfg = OmegaConf.create({"run_dir": str(tmp_path)})
+    for error, failed in ((SaveFailedError(errno.ENOSPC, "a", 10, 5, 3), 3), (ValueError(), 1)):
+        assert rank.record_ending(cfg, ending_of(error), 1, 5, replace=True)
+        assert read_status(tmp_path).items() >= {"rank": failed, "step": 5}.items()
+    cfg.run_dir = str(tmp_path / "missing")  # each rank would print the same error
+    printing = [(0, False), (1, False), (1, True)]
+    is_printed = [rank.record_ending(cfg, ending_of(error), n, 5, last) for n, last in printing]
+    assert is_printed == [True, False, True]
 
 
 def test_the_exit_code_table_documents_the_consequence_of_each_code():

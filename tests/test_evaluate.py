@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from gptrain.config.cli import run_command
 from gptrain.evaluate.__main__ import EvaluateRun, evaluate
+from gptrain.text.scoring import score_continuations
 from gptrain.text.writing import generate
 
 METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
@@ -21,7 +24,7 @@ def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(
 ):
     assert run_command(evaluate, [f"from_run={speaker}"], EvaluateRun, {}) == 2
     line = "error: callbacks: no callback of the run has a method evaluate(net, tokenizer); try: "
-    assert capfd.readouterr().err.startswith(line)
+    assert capfd.readouterr().err == f"{line}callbacks=scores\n"
     assert run_command(evaluate, [f"from_run={tmp_path}/none"], EvaluateRun, {}) == 66
     capfd.readouterr()
     words = [
@@ -32,6 +35,30 @@ def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(
     assert run_command(evaluate, words, EvaluateRun, {}) == 2
     line = f"error: from_run={saved_twice.folder}: the folder has no tokenizer\n"
     assert capfd.readouterr().err == line
+
+
+def test_the_requests_of_the_harness_are_read_without_its_package(speaker, monkeypatch):
+    """The functions of lm_eval that are used, and the real package, are in the next test."""
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
+    spec = importlib.util.find_spec("gptrain.evaluate.harness")
+    harness = importlib.util.module_from_spec(spec)  # does not stay in sys.modules
+    spec.loader.exec_module(harness)
+    assert next(harness.RunModel(speaker, "meta").net.parameters()).device.type == "meta"
+    model = harness.RunModel(speaker)
+    pairs = [(model.tok_encode(text), model.tok_encode(" fox")) for text in ("the quick", "é")]
+    requests = [(("", ""), *pair) for pair in pairs]
+    scores = [pytest.approx(score) for score in score_continuations(model.net, pairs)]
+    assert model._loglikelihood_tokens(requests) == scores
+    (text,) = generate(model.net, model.tokenizer, ["the"], 20, temperature=0)
+    pieces = [text[at : at + 2] for at in range(len(text) - 1)]
+    # A stop text of which one character comes earlier, where possible.
+    stop = max(pieces, key=lambda piece: text.index(piece) - min(map(text.index, piece)))
+    limits = {"max_gen_toks": 20}
+    options = [{"until": stop} | limits, {"until": ["none", stop]} | limits, {"max_gen_toks": 7}]
+    requests = [SimpleNamespace(args=("the", option)) for option in options]
+    short = generate(model.net, model.tokenizer, ["the"], 7, temperature=0)
+    assert model.generate_until(requests) == [*2 * [text[: text.index(stop)]], *short]
 
 
 @pytest.mark.engine("lm_eval")

@@ -34,10 +34,9 @@ def visible(monkeypatch):
     return pretend
 
 
-def machine_of(devices):
-    return find_devices(
-        OmegaConf.create({"trainer": {"accelerator": "cuda", "devices": devices, "num_nodes": 1}})
-    )
+def machine_of(devices, n_nodes=1):
+    options = {"accelerator": "cuda", "devices": devices, "num_nodes": n_nodes}
+    return find_devices(OmegaConf.create({"trainer": options}))
 
 
 def numbers(machine):
@@ -52,6 +51,7 @@ def numbers(machine):
 def test_ranks_take_the_gpus_that_are_listed_or_the_first(devices, expected, visible):
     visible(4)
     assert numbers(machine_of(devices)) == expected
+    assert machine_of(devices, n_nodes=3).world_size == 3 * len(expected)
 
 
 def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):

@@ -102,7 +102,8 @@ def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_ru
         assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
     before = {path: path.stat().st_mtime_ns for path in mirror.rglob("*")}
     other = train(*SAVES, f"checkpoint.mirror={mirror}", name="other")
-    assert other.code == 73 and "holds another run" in other.err
+    hint = "holds another run; try: ckpt_path=last in a new run_dir to resume that run"
+    assert other.code == 73 and hint in other.err
     assert before == {path: path.stat().st_mtime_ns for path in mirror.rglob("*")}
 
 

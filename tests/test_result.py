@@ -228,6 +228,14 @@ def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_record
     rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)[2:]
     phases = [row["phase"] for row in rows]
     assert phases == ["starting", "validation", "saves", "validation"]
+    for elapsed_s, step in ((0.4, 8), (0.5, 9)):  # the last line is kept up to date
+        monkeypatch.setattr(timeline.time, "time", partial(float, rows[-1]["time"] + elapsed_s))
+        recorded.update(9)
+        assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]["step"] == step
+    recorded.end(10)
+    recorded.enter("saves", 11)
+    assert recorded.end(11) == {}
+    assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]["end"] == 10
 
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):

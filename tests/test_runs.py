@@ -99,6 +99,10 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
         make_run(four / "sweep" / name, status={"cause": "nonfinite", "exit_code": 79, "step": 7})
     lines = show(four)[1]
     assert sum("nonfinite" in line for line in lines) == 3 and "*" not in "".join(lines)
+    make_run(four / "longer", loss=9.0, steps=12)
+    *lines, footnote = show(four)[1]
+    assert [line.split()[0] for line in lines if "*" in line] == ["longer"]
+    assert footnote.startswith("* a different number of steps than most of these runs: ")
 
 
 def test_help_describes_every_option(show):
@@ -283,7 +287,7 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
     shutil.copytree(user.parents[1], deep)
     shutil.rmtree(user)
     with monkeypatch.context() as environment:
-        environment.setenv("GPTRAIN_OUTPUT_DIR", str(deep.parent))
+        environment.setenv("GPTRAIN_OUTPUT_DIR", str(deep.parents[2]))
         out = typed(main, "--prune", str(run.folder), "--yes")[1]
     assert f"keep      {folder / names[1]}: it has the frozen weights of {deep}" in out
     shutil.rmtree(deep)

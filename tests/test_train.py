@@ -28,7 +28,7 @@ from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.models import SimpleGPT
-from gptrain.runtime import watchdog
+from gptrain.runtime import supervisor, watchdog
 from tests.conftest import ROOT, Finished
 
 _made: list[Finished] = []
@@ -138,6 +138,7 @@ def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
     assert "test/loss" in run.out and "val/loss" in run.out
     assert not (run.folder / "checkpoints").exists()
     assert not (run.folder / "result.json").exists()
+    assert not (run.folder / "timeline.jsonl").exists()
     assert not list(run.folder.glob("events*"))
 
 
@@ -305,6 +306,25 @@ def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch
         assert not (run.folder / ".beats" / "of an earlier start").exists()
         message = "resumed on 1 rank of 2 threads, saved by 1 rank of 1 thread"
         assert (message in again.out) == (n_threads == 2)
+    # The same for the ranks that the supervisor starts.
+    prepare_start, checkpoints = supervisor.prepare_start, run.folder / "checkpoints"
+
+    def start_again(_train, cfg, _n_ranks, start_again, _stop):
+        assert cfg.ckpt_path == str(checkpoints / "step-00000002")
+        assert start_again().ckpt_path == str(checkpoints / "step-00000004")
+        return {}
+
+    def stop(*args, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return prepare_start(*args, **options)
+
+    older = f"ckpt_path='{checkpoints}/step-00000002'"
+    words = (*options, older, "trainer.devices=2", "data.batch_size=2")
+    monkeypatch.setattr(supervisor, "supervise", start_again)
+    again = train(*words)
+    assert again.code == 0, again.err
+    monkeypatch.setattr(supervisor, "prepare_start", stop)
+    assert train(*words).code == 75  # no rank is started once a stop was asked for
 
 
 def test_the_loss_of_one_batch_falls_far_below_that_of_random_tokens(train):

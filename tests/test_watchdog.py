@@ -293,7 +293,7 @@ def test_after_a_rank_was_killed_the_supervisor_does_not_wait_for_a_save(tmp_pat
 
 @pytest.mark.parametrize("is_asked_to_stop, n_starts", [(False, 3), (True, 1)])
 def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
-    tmp_path, monkeypatch, is_asked_to_stop, n_starts
+    tmp_path, monkeypatch, caplog, is_asked_to_stop, n_starts
 ):
     """Each restart has the config that was prepared for it."""
     starts, stop = [], StopFlag()
@@ -308,6 +308,8 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
         supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: prepared, stop)
     assert (failed.value.code, failed.value.message) == (70, "error: rank 1 was killed")
     assert starts == [cfg, prepared, prepared][:n_starts]
+    lines = [f"warning: started again, {left} more times at most" for left in (1, 0)]
+    assert caplog.messages == lines[: n_starts - 1]
 
 
 def test_a_job_of_several_ranks_returns_the_metrics_of_its_result(tmp_path, monkeypatch):

@@ -136,6 +136,9 @@ def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     start = {name: logged.pop(name) for name in [*logged] if name.endswith("_start")}
     assert start.keys() == {f"{name}_start" for name in logged} and len(logged) == 4
     capfd.readouterr()
-    run(main, f"from_run={tmp_path}/run", "ckpt_path=last")
+    second = f"{{_target_: recipes.scores.Scores, files: {{second: {files['arc']}}}}}"
+    run(main, f"from_run={tmp_path}/run", "ckpt_path=last", f"+callbacks.second={second}")
+    for name in ("acc", "acc_norm"):
+        logged[f"eval/second/{name}"] = logged[f"eval/arc/{name}"]
     lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
     assert {name: pytest.approx(float(value), rel=1e-5) for name, value in lines} == logged

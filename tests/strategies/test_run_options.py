@@ -213,6 +213,7 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
     assert phases == ["import", "connect", "data", "build", "train", "validate", "train", "end"]
     allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
     assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
+    assert allowed["import"] == rank.IMPORTING_S
     assert allowed["data"] > allowed["build"] > 0
     assert [step for step, phase, _ in beats if phase == "train" and step is not None][-1] == 1
     # Writing a file sends heartbeats without step and phase; the first one is from the start.
