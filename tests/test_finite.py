@@ -167,7 +167,9 @@ def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
     """With two ranks only the second one has such a layer, and the samples are its own."""
     last = 1 if ranks else 0
     breaks = BREAKS_ON_RANK % ("blocks.1.mlp.down_proj", "output", last)
-    run = train(*ranks, "trainer.max_steps=4", breaks)
+    # A callback of the user with a state sees no step after the refused one.
+    state = () if ranks else ("+callbacks.state._target_=tests.lit.own.callbacks.LastStart",)
+    run = train(*ranks, "trainer.max_steps=4", breaks, *state)
     assert run.code == 79, run.err
     # The step has more samples under ddp and fsdp: those of a rank are four of eight.
     assert re.search(
@@ -175,7 +177,8 @@ def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
     )
     where = " (rank 1)" if ranks else "\n"
     assert f"first not finite in blocks.1.mlp.down_proj{where}" in run.err
-    assert (run.folder / "checkpoints/step-00000002").is_dir()  # the steps before are kept
+    saved = run.state(2)["callbacks"]  # the steps before are kept
+    assert ranks or saved["LastStart"] == {"n_done": 2}
 
 
 def test_a_layer_of_a_later_stage_comes_before_the_loss_of_the_first_rank(train):

@@ -17,6 +17,7 @@ from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
+from gptrain.lit.loggers.csv import read_table
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -115,6 +116,7 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
     logger.log_metrics({"val/loss": 0.5}, 2)
     file = tmp_path / "metrics.csv"
     file.write_bytes(file.read_bytes() + b"4,0.")
+    assert [row["step"] for row in read_table(file)] == [1, 2, 3]
     again = CSVLogger(str(tmp_path))
     again.discard_after(3)
     again.log_metrics({"train/loss": 0.25, "perf/step_s": 1.0}, 3)

@@ -100,6 +100,9 @@ def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_ru
     assert saved[6]["metrics"]["val/loss"] > 0
     for path in checkpoints.glob("*/*"):
         assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
+    shutil.rmtree(mirror / "step-00000006")  # the start was killed before this copy
+    again = train(*SAVES, f"checkpoint.mirror={mirror}", "ckpt_path=last")  # no step is left
+    assert again.code == 0 and names(mirror) == names(checkpoints), again.err
     before = {path: path.stat().st_mtime_ns for path in mirror.rglob("*")}
     other = train(*SAVES, f"checkpoint.mirror={mirror}", name="other")
     hint = "holds another run; try: ckpt_path=last in a new run_dir to resume that run"

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
@@ -63,14 +64,26 @@ def test_a_run_says_why_it_ended(train, words, reason, detail):
     assert line.endswith(f" · {reason}, {ended['detail']}")
 
 
-def test_a_timer_has_ended_a_run_only_if_no_time_remains():
-    timer = Timer()
-    trainer = SimpleNamespace(callbacks=[timer], early_stopping_callbacks=[], global_step=3)
+def test_a_timer_or_an_early_stopping_has_ended_a_run_only_if_its_condition_holds():
+    timer, waiting, stopped = Timer(), EarlyStopping("val/loss"), EarlyStopping("val/top5")
+    trainer = SimpleNamespace(
+        callbacks=[timer], early_stopping_callbacks=[waiting], global_step=3,
+        callback_metrics={"val/loss": 7.0, "val/top5": torch.tensor(0.12345)},
+    )  # fmt: skip
     for remaining_s, reason in ((0.5, "stopped"), (-0.1, "max_time"), (None, "stopped")):
         timer.time_remaining = lambda s=remaining_s: s
         ended = why_ended(trainer, SimpleNamespace(n_steps=9), 0)
         assert ended["reason"] == reason
     assert ended["detail"] == "by a callback or the module (trainer.should_stop), at step 3"
+    stopped.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
+    trainer.early_stopping_callbacks = [waiting, stopped]
+    ended = why_ended(trainer, SimpleNamespace(n_steps=9), 2)
+    assert ended == {
+        "reason": "early stop", "detail": "val/top5=0.1235 stopping threshold, at step 3"
+    }  # fmt: skip
+    # The length of the run counts first, also if a callback asks to stop after the last step.
+    steps = SimpleNamespace(n_steps=3, limit_kind="tokens", limit="max_tokens=12")
+    assert why_ended(trainer, steps, 2) == {"reason": "tokens done", "detail": "max_tokens=12"}
     ended = why_ended(trainer, SimpleNamespace(n_steps=3), None)
     assert ended["reason"] == "nothing left to train" and "step 3 is the last" in ended["detail"]
 

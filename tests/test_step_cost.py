@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.data import BatchReader
 from gptrain.lit import LanguageModel, datamodule, perf
+from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.loggers import CSVLogger
 from gptrain.parallel import clock
+from gptrain.parallel.strategy import ParallelStrategy
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -149,6 +151,14 @@ def test_the_collector_is_frozen_after_the_first_steps_and_still_frees_cycles(tr
         run = train("trainer.max_steps=8", "trainer.val_check_interval=6", "logger=none")
         assert run.code == 0, run.err
         assert gc.isenabled() and gc.get_freeze_count() == 0
+        fails, trainer = QuietCollector(), SimpleNamespace(strategy=SimpleNamespace())
+        trainer.strategy.parallel = ParallelStrategy()
+        for _ in range(4):
+            assert gc.get_freeze_count() == 0
+            fails.on_train_batch_start(trainer)
+        assert gc.get_freeze_count() > 0
+        fails.on_exception(trainer)  # Lightning calls no teardown after an error
+        assert gc.get_freeze_count() == 0
     finally:
         gc.freeze()
     assert frozen == [False] * 3 + [True] * 5

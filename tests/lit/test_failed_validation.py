@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import CheckpointWriter
+from gptrain.lit.callbacks.salvage import allow_amendment
+from gptrain.lit.strategies.replicated import LightningSingleDevice
+from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"
@@ -90,6 +95,26 @@ def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):
     assert float(early["best_score"]) == pytest.approx(min(run.column("val/loss")))
     assert before["validated"] is False and state["validated"] is True
     assert before["state_dict"].keys() == state["state_dict"].keys()
+
+
+def test_only_a_checkpoint_of_the_kind_that_the_strategy_writes_is_amended(tmp_path):
+    """A run may resume under another strategy than that of the checkpoint."""
+    weight = {"state_dict": {"w": torch.ones(2)}}
+    store = CheckpointStore(tmp_path, "a" * 32)
+    for step, state in ((1, weight), (2, weight | {"replicas": {"number": 2}})):
+        with store.writing(step) as draft, draft.open("state.ckpt") as file:
+            torch.save(state, file)
+    trainer = SimpleNamespace(is_global_zero=True)
+    for step, has_replicas, is_partitioned, is_allowed in (
+        (1, False, False, True), (1, True, False, False), (1, False, True, False),
+        (2, True, False, True), (2, False, False, False), (3, False, False, False),
+    ):  # fmt: skip
+        trainer.strategy = strategy = LightningSingleDevice(ParallelStrategy())
+        strategy.own_state = dict  # the files of this rank alone have no tensors
+        strategy.has_replicas, strategy.parallel.is_partitioned = has_replicas, is_partitioned
+        allow_amendment(trainer, tmp_path / f"step-{step:08d}")
+        assert (strategy.saved is not None) == is_allowed, step
+        assert not is_allowed or list(strategy.saved[0])
 
 
 @pytest.mark.parametrize("ranks", [(), TWO], ids=["one", "two"])

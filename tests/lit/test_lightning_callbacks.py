@@ -57,7 +57,9 @@ NOT_UNDER = {  # callbacks that work in general, but not with these overrides
     "LearningRateMonitor": [("logger=none", "try: logger=csv")],
     "RichProgressBar": [
         ("trainer.enable_progress_bar=false", "enable_progress_bar=true"),
-        (f"+callbacks.two._target_={LIGHTNING}.TQDMProgressBar {BAR}", "a second progress bar"),
+        (f"+callbacks.two._target_={LIGHTNING}.TQDMProgressBar {BAR}", 
+         f"callbacks.two._target_={LIGHTNING}.TQDMProgressBar: a second progress bar after "
+         "callbacks.mine"),
     ],
 }  # fmt: skip
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -22,6 +24,7 @@ from gptrain.assemble.config_errors import missing_monitor_as_config_error
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
+from gptrain.lit.callbacks.monitored import monitored_names
 from gptrain.lit.metrics import MAX_SCALARS, named_scalars, try_metric
 from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
@@ -175,6 +178,27 @@ def test_a_schedule_of_a_user_module_that_monitors_an_unknown_name_is_found_afte
     assert line.startswith(f"error: module._target_={target}: no value is logged")
     assert "with the name val/los, which its schedule monitors; allowed: " in line
     assert run.steps() == [1]
+
+
+def test_only_parts_for_which_lightning_requires_the_value_are_checked():
+    """Lightning leaves out an EarlyStopping or a schedule that is not strict, and only warns."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    steps = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer = SimpleNamespace(
+        callbacks=[
+            EarlyStopping("val/a"), EarlyStopping("val/b", strict=False),
+            ModelCheckpoint(monitor="val/c"), ModelCheckpoint(),
+        ],
+        lr_scheduler_configs=[
+            LRSchedulerConfig(plateau, reduce_on_plateau=True, monitor="val/d"),
+            LRSchedulerConfig(plateau, reduce_on_plateau=True, monitor="val/e", strict=False),
+            LRSchedulerConfig(steps, monitor="val/f"),
+        ],
+    )  # fmt: skip
+    assert [*monitored_names(cast(Any, trainer))] == [
+        ("EarlyStopping", "val/a"), ("ModelCheckpoint", "val/c"), ("ReduceLROnPlateau", "val/d")
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from gptrain.lit.strategies.base import StrategyInfo
 from gptrain.lit.strategies.replicated import LightningSingleDevice
+from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
+from gptrain.lit.strategies.saving import BaseWeights
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
@@ -60,6 +63,40 @@ def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the
         strategy.load_model_state_dict(checkpoint)
     strategy.load_model_state_dict(checkpoint, strict=False)
     assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
+
+
+def test_frozen_weights_of_a_base_are_in_no_save():
+    """A sharded save writes them neither to the state file nor to its shards."""
+    module = nn.Module()
+    module.net, module.gain = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
+    module.net.weight.requires_grad_(False)
+    for is_partitioned, of_state_file, of_shards in (
+        (False, ["gain", "net.bias"], []), (True, ["gain"], ["bias"])
+    ):  # fmt: skip
+        strategy = LightningSingleDevice(ParallelStrategy())
+        strategy.connect(module)
+        strategy.info = StrategyInfo("single", "Linear", 8, 6, n_trained=2)
+        assert (strategy.n_saved, strategy.base_entries) == (8, {})
+        strategy.base = BaseWeights({"path": "a", "sha256": "b"}, {"weight"})
+        assert strategy.n_saved == 2
+        assert strategy.base_entries == {"base": {"path": "a", "sha256": "b"}}
+        strategy.optimizers = [torch.optim.SGD([module.net.bias, module.gain])]
+        strategy.parallel.is_partitioned = is_partitioned
+        strategy.saves_to_store = True
+        assert sorted(strategy.lightning_module_state_dict()) == of_state_file
+        assert list(strategy.own_state().get("net", [])) == of_shards
+        strategy.saves_to_store = False  # a file of a callback has all weights
+        assert {"net.weight", "net.bias", "gain"} == {*strategy.lightning_module_state_dict()}
+
+
+def test_a_name_in_a_checkpoint_loses_only_the_prefix_of_the_net():
+    names = {
+        "net.head.weight": "head.weight", "net.inner.net.bias": "inner.net.bias",
+        "network.gain": "module.network.gain", "module.gain": "module.module.gain",
+    }  # fmt: skip
+    state = {name: number for number, name in enumerate(names)}
+    saved = to_saved_names(state)
+    assert list(saved) == list(names.values()) and from_saved_names(saved) == state
 
 
 @pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])

@@ -8,11 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from kinds import Parallel, check_equals_one_process
+from kinds import CPU, Parallel, check_equals_one_process
 from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from gptrain.core.strategies import ParallelDims
+from gptrain.lit import strategies
 from gptrain.parallel.mesh import after_rank_0, build_mesh, build_shard_mesh, wait_for_rank_0
 
 
@@ -30,7 +31,11 @@ def test_compiled_blocks_equal_one_process():
 @on_ranks(2)
 def test_offloaded_shards_live_in_host_memory():
     for offloads, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
-        blocks = Parallel("fsdp", cpu_offload=offloads).net.blocks
+        make = strategies.make_net_on
+        with patch.object(strategies, "make_net_on", side_effect=make) as made:
+            blocks = Parallel("fsdp", cpu_offload=offloads).net.blocks
+        # Offloaded weights are made on the CPU, others on the device of the rank.
+        assert (made.call_args.args[0] is CPU) != offloads
         groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
         assert [type(group.offload_policy) for group in groups] == 4 * [policy]
 

@@ -8,7 +8,10 @@ import runs as helpers
 import torch
 import torch.distributed as dist
 from kinds import CPU, make_net
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.diloco import DiLoCo
@@ -110,6 +113,63 @@ def test_on_several_nodes_each_is_a_replica():
         assert outer.ddp_arguments["process_group"] is outer.replica_group
     finally:
         dist.destroy_process_group()
+
+
+def test_a_synchronization_is_done_once_after_a_step_and_after_its_decision(one_rank, monkeypatch):
+    """It is due after every third step, after the last step, and before a validation of a fit."""
+    options = default_options("diloco").model_copy(update={"sync_every": 3})
+    net, strategy = build_strategy(make_net, options, ParallelDims(), CPU)
+    trainer = SimpleNamespace(max_steps=7, sanity_checking=False, state=SimpleNamespace(fn="fit"))
+    module = LightningModule()
+    module.net, module.trainer = net, trainer
+    strategy.connect(module)
+    done = []
+
+    def sync(step):
+        done.append(step)
+        strategy.parallel.synced_step = step
+
+    monkeypatch.setattr(DDPStrategy, "optimizer_step", lambda *_: done.append("update"))
+    monkeypatch.setattr(strategy.parallel, "sync", sync)
+    strategy.conclude_step = lambda: done.append("decision")
+    for step in range(7):
+        trainer.global_step = step  # Lightning increases it after the optimizer's step
+        strategy.optimizer_step(None)
+        trainer.global_step = step + 1
+        if step + 1 in (2, 6):
+            strategy.on_validation_start()
+    of_steps = [[], [2], ["decision", 3], [], [], ["decision", 6], ["decision", 7]]
+    assert done == [entry for of_step in of_steps for entry in ("update", *of_step)]
+    for fn, is_sanity_check in (("validate", False), ("fit", True)):
+        trainer.global_step, trainer.state.fn, trainer.sanity_checking = 9, fn, is_sanity_check
+        strategy.on_validation_start()
+    assert done[-1] == 7
+
+
+def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog):
+    first = {"state_dict": {"w": 0.0}, "optimizer_states": [{"state": {"w": {"sum": 10.0}}}]}
+    second = {"state_dict": {"w": 1.0}, "optimizer": {"w": {"sum": 11.0}}}
+    store = CheckpointStore(tmp_path, "a" * 32)
+    with store.writing(1) as draft:
+        for name, state in (("state", first), ("replica-0001", second)):
+            with draft.open(f"{name}.ckpt") as file:
+                torch.save(state | {"replicas": {"number": 2}}, file)
+    module = LightningModule()
+    module.trainer = trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
+    for n_ranks, fn, expected in ((2, "fit", 1), (2, "validate", 0), (3, "fit", 0)):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=n_ranks)
+        try:
+            options, dims = default_options("diloco"), ParallelDims(data=n_ranks)
+            strategy = build_strategy(make_net, options, dims, CPU)[1]
+            strategy.connect(module)
+            trainer.state.fn = fn
+            loaded = strategy.load_checkpoint(store.newest())
+        finally:
+            dist.destroy_process_group()
+        assert loaded["state_dict"] == {"net.w": expected}
+        assert loaded["optimizer_states"][0]["state"] == {"w": {"sum": 10.0 + expected}}
+    (message,) = caplog.messages  # three ranks cannot resume two replicas
+    assert message.startswith("warning: the checkpoint has 2 replicas; all replicas of this run")
 
 
 ONLY_FORWARD = (

@@ -37,6 +37,10 @@ def test_a_validation_samples_nothing_if_no_logger_accepts_text():
     trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
     trainer.state = SimpleNamespace(fn="fit")
     SampleText("ab").on_validation_epoch_end(trainer, None)  # the trainer has no net to sample from
+    trainer.loggers = [SimpleNamespace(log_note=None)]
+    for fn, is_sanity_check in (("validate", False), ("fit", True)):
+        trainer.state.fn, trainer.sanity_checking = fn, is_sanity_check
+        SampleText("ab").on_validation_epoch_end(trainer, None)
 
 
 @pytest.mark.slow

@@ -66,12 +66,20 @@ def make_half_frozen_net():
 def test_frozen_parameters_of_every_role_stay_frozen_when_they_are_split():
     options = default_options("tensor_parallel")
     dims = parallel_dims(options, dist.get_world_size())
-    net, _ = build_strategy(make_half_frozen_net, options, dims, CPU)
+    net, strategy = build_strategy(make_half_frozen_net, options, dims, CPU)
     frozen, expected = (
         {name for name, parameter in half_frozen.named_parameters() if not parameter.requires_grad}
         for half_frozen in (net, make_half_frozen_net())
     )
     assert frozen == expected and len(expected) > 20
+    options = default_options("pipeline")  # a rank holds a part of the parameters only
+    dims = parallel_dims(options, dist.get_world_size())
+    stages = build_strategy(make_half_frozen_net, options, dims, CPU)[1]
+    parameters = [*make_half_frozen_net().parameters()]
+    n_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    for info in (strategy.info, stages.info):
+        assert info.n_parameters == sum(parameter.numel() for parameter in parameters)
+        assert info.n_trained == n_trained
 
 
 def _head(v=61, d=8):

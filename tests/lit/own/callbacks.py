@@ -230,6 +230,18 @@ class BreaksLayer(Callback):
             output.register_hook(lambda gradient: gradient * float("nan"))
 
 
+class LastStart(Callback):
+    """Keeps the number of steps done at the newest start of a batch in its state."""
+
+    n_done = -1
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.n_done = trainer.global_step
+
+    def state_dict(self):
+        return {"n_done": self.n_done}
+
+
 class SpikesLoss(Callback):
     """Multiplies loss and gradient by 100 in some steps, on the last rank."""
 

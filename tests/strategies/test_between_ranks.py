@@ -1,0 +1,114 @@
+"""What two ranks decide or reduce together: votes, saves after an error, targets and metrics."""
+
+import tempfile
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from ranks import on_ranks
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from gptrain.checkpoints.writer import SaveFailedError
+from gptrain.core.errors import DataError
+from gptrain.lit.callbacks import salvage
+from gptrain.lit.callbacks.salvage import may_save
+from gptrain.lit.callbacks.targets import check_evaluated
+from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.strategies.base import find_saved_buffers
+from gptrain.lit.strategies.partitioned import LightningPartitioned
+from gptrain.parallel.mesh import gather
+from gptrain.parallel.strategy import ParallelStrategy
+
+
+@on_ranks(2)
+def test_two_ranks_agree_on_votes_saves_and_sums():
+    rank = dist.get_rank()
+    own_group = [dist.new_group([other]) for other in (0, 1)][rank]
+    strategy = LightningPartitioned(ParallelStrategy())
+    strategy.parallel_devices = [torch.device("cpu")]
+    check_votes(rank)
+    check_saves_after_an_error(rank, strategy)
+    check_sums(rank, own_group, strategy)
+
+
+def check_votes(rank):
+    """The results of a vote are known at the next call, and each is known once."""
+    vote = Vote()
+    assert vote.ask(rank == 1, False) is None
+    assert vote.ask(False, rank == 0) == (True, False)
+    assert vote.close() == (False, True)
+    assert vote.close() is None and vote.ask(False) is None
+    assert vote.close() == (False,)
+
+
+def check_saves_after_an_error(rank, strategy):
+    """The ranks save only between two collectives, and if no optimizer is in its update."""
+    folder = gather(tempfile.mkdtemp())[0]
+    trainer = SimpleNamespace(strategy=strategy, global_rank=rank, world_size=2)
+
+    def saves(name, error=None):
+        with patch.object(salvage, "AGREEMENT_S", 30.0):
+            return may_save(trainer, error or RuntimeError(), [5, True], f"{folder}/{name}")
+
+    assert saves("equal")
+    assert not saves("save failed", SaveFailedError(28, "a", 0, 0, rank=1))
+    for updating in ({0}, {0, 1}):
+        strategy.is_updating = rank in updating
+        assert not saves(f"updating {updating}")
+    strategy.is_updating = False
+    begun = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+    assert not saves("another number of collectives")
+    (begun or dist.all_reduce(torch.ones(1), async_op=True)).wait()
+
+
+def check_sums(rank, own_group, strategy):
+    """A reduction is over the group that is given, and keeps the fraction of a mean."""
+    for operation, group, expected in (
+        ("mean", None, 18.5), ("AVG", None, 18.5), ("sum", None, 37), ("sum", own_group, 18 + rank)
+    ):  # fmt: skip
+        # Lightning reduces an integer tensor in place.
+        assert strategy.reduce(torch.tensor(18 + rank), group, operation) == expected
+    of_rank = lambda *counts: SimpleNamespace(step_targets=counts[rank])  # noqa: E731
+    trainer = SimpleNamespace(
+        strategy=strategy, testing=True,
+        val_dataloaders=of_rank([0], [0]), test_dataloaders=of_rank([0, 0], [0, 3]),
+    )  # fmt: skip
+    check_evaluated(trainer)  # only the second rank has a target
+    trainer.test_dataloaders = of_rank([0, None], [0])  # None may be any number of targets
+    check_evaluated(trainer)
+    trainer.test_dataloaders = of_rank([0, 0], [0])
+    with pytest.raises(DataError, match=r"^data\.test: no target counts"):
+        check_evaluated(trainer)
+    trainer.testing = False
+    with pytest.raises(DataError, match=r"^data\.val: no target counts"):
+        check_evaluated(trainer)
+
+
+class Counts(SumMetric):
+    """A metric that keeps a buffer in checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("limits", torch.ones(2))
+
+
+def test_metrics_count_data_ranks_once_and_keep_the_buffers_of_their_rank():
+    """Ranks that share samples give a metric, or one of a collection, the same values."""
+    module = nn.Module()
+    module.net = nn.BatchNorm1d(3)
+    inner = [MeanMetric(), Counts()]
+    module.metrics = nn.ModuleDict({"alone": SumMetric(), "both": MetricCollection(inner)})
+    strategy = LightningPartitioned(ParallelStrategy())
+    strategy.parallel.data_group = group = object()
+    strategy.accelerator, strategy.model = CPUAccelerator(), module
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="validate")))
+    metrics = [module.metrics["alone"], *module.metrics["both"].values()]
+    assert [metric.process_group for metric in metrics] == 3 * [group]
+    names = [name for owner, name in find_saved_buffers(module) if owner is module.net]
+    assert names == ["running_mean", "running_var", "num_batches_tracked"]
+    assert len(find_saved_buffers(module)) == 3
