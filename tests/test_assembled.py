@@ -106,6 +106,7 @@ def test_the_callbacks_of_every_run_have_its_rules_and_facts(training):
     # A parameter in fp32 has two moments of AdamW.
     assert (checkpoints.parameter_bytes, checkpoints.options.keep) == (12, 3)
     heartbeat = monitor.guard.heartbeat
+    assert checkpoints.store.progress == heartbeat.beat  # a long save is not a rank that hangs
     assert checkpoints.agreement_folder.parent == heartbeat.folder
     # The data are ready, so a rank that hangs is no longer given a day.
     assert (heartbeat.progress.phase, heartbeat.progress.allow_s) == ("build", 600.0)
@@ -169,7 +170,7 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     assert evaluated.report.lines["batch"] == "3 x 1 ranks" and "plan" not in evaluated.report.lines
     words = (
         "trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none",
-        "model.compile=blocks",  # as a yaml file sets it; a CPU compiles only what is typed
+        "model.compile=blocks",  # not typed, so that a CPU does not compile
     )  # fmt: skip
     endless = build(*words, "trainer.enable_progress_bar=true")
     assert (endless.trainer.max_steps, endless.trainer.max_epochs) == (-1, -1)
@@ -185,7 +186,7 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     run = build(*data, *steps, "seed=5")
     trainer = cast(Any, run.trainer)
     assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
-    assert trainer._accelerator_connector.use_distributed_sampler  # of the user's loaders
+    assert trainer._accelerator_connector.use_distributed_sampler
     first = trainer.callbacks[0]
     assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1
 

@@ -10,9 +10,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.assemble.load import build_target
+from gptrain.assemble.load import build_target, find_tokenizer
 from gptrain.checkpoints.manifest import AllDamagedError, read_manifest
 from gptrain.core.errors import ConfigError
+from gptrain.data import ByteTokenizer
 from tests.conftest import ROOT
 
 
@@ -85,6 +86,22 @@ def test_loading_an_untrusted_folder_runs_no_code(tmp_path, model):
     with pytest.raises(ConfigError, match="_target_="):
         gptrain.load(tmp_path)
     assert not mark.exists()
+
+
+def test_the_end_tokens_are_those_of_the_folder_and_not_of_a_file_outside(tmp_path):
+    (tmp_path / "run").mkdir()
+    ByteTokenizer().save(tmp_path / "run")
+    (tmp_path / "outside.json").write_text('{"eos_token_id": [7, 5]}')
+    generation = tmp_path / "run" / "generation_config.json"
+    generation.symlink_to(tmp_path / "outside.json")
+    stop_ids = []
+    for _ in range(2):
+        tokenizer = find_tokenizer(tmp_path / "run")
+        assert tokenizer is not None
+        stop_ids.append(tokenizer.stop_ids)
+        generation.unlink()
+        generation.write_text('{"eos_token_id": [7, 5]}')
+    assert stop_ids == [[], [7, 5]]
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path):

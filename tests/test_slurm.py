@@ -119,6 +119,7 @@ def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
     task(SLURM_PROCID="0", SLURM_LOCALID="0")
     (line,) = refused("trainer.devices=4", "trainer.accelerator=cpu")
     assert line.startswith("error: trainer.num_nodes=1: slurm started ranks on 2")
+    assert line.endswith("; try: trainer.num_nodes=2")
     (line,) = refused("trainer.devices=3", "trainer.accelerator=cpu")
     assert "trainer.devices=3: 3 x trainer.num_nodes=1 = 3, but SLURM_STEP_NUM_TASKS=4" in line
     assert line.endswith("; try: trainer.devices=2 trainer.num_nodes=2")
@@ -129,7 +130,7 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**torchrun, "MASTER_ADDR": "head", "MASTER_PORT": "2950"}.items():
         monkeypatch.setenv(name, value)
-    words = ("trainer.devices=2", "trainer.num_nodes=2", "trainer.accelerator=cpu")
+    words = ("trainer.devices=auto", "trainer.num_nodes=2", "trainer.accelerator=cpu")
     (line,) = refused(*words)
     assert "each node would name the folder by its own clock" in line
     lines = accepted(*words, f"run_dir={tmp_path}/seen_by_all")

@@ -88,6 +88,20 @@ def test_the_file_of_an_untrusted_callback_is_written_where_gptrains_files_are(n
     assert not refused({"callbacks": {"a": saver}})
 
 
+def test_an_untrusted_run_does_not_choose_a_folder_to_write_to():
+    names = [
+        "cache_dir",
+        "default_root_dir",
+        "dirpath",
+        "exclude_batches_path",
+        "mirror",
+        "save_dir",
+    ]
+    problems = refused({"callbacks": {"a": {"_target_": SAVER, **dict.fromkeys(names, "x")}}})
+    assert [problem.key for problem in problems] == [f"callbacks.a.{name}" for name in names]
+    assert all("where files are written" in problem.message for problem in problems)
+
+
 def test_a_package_is_allowed_by_the_user_and_never_imported_to_judge(tmp_path, monkeypatch):
     code = "from torch import nn\nopen(__file__ + '.ran', 'w')\nclass Net(nn.Module): ..."
     (tmp_path / "theirs.py").write_text(code)

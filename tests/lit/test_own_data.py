@@ -15,11 +15,13 @@ from gptrain.assemble.datasets import (
     build_dataset,
     build_datasets,
     build_user_data,
+    check_end,
+    check_evaluation,
     check_sample,
     check_samples,
 )
 from gptrain.core.errors import ConfigError, DataError
-from gptrain.data import ByteTokenizer, as_pairs
+from gptrain.data import ByteTokenizer, DummyTextDataset, Mixture, as_pairs
 from gptrain.data.hugging_face import pair_of
 from gptrain.lit import LanguageModel
 from gptrain.lit.user_data import UserData
@@ -152,6 +154,13 @@ def test_only_the_samples_that_a_run_reads_are_checked():
         read = pytest.raises(ConfigError, match=r"data\.val: no samples; try: trainer\.limit")
         with read if is_read else nullcontext():
             check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
+    # A step of the user's gets no batch without a sample; a part of a mixture is named.
+    parts = {name: DummyTextDataset(n, 9, 256, 0) for name, n in (("a", 3), ("b", 2))}
+    mixed = Mixture(parts, {"a": 1, "b": 1})
+    check_evaluation("data.val", mixed, 2, is_own=True)
+    check_evaluation("data.val", mixed, 3, is_own=False)
+    with pytest.raises(ConfigError, match=r"data\.val \(part b\): 2 samples for 3 ranks: "):
+        check_evaluation("data.val", mixed, 3, is_own=True)
     # A training without a validation still checks what it trains on.
     cfg = compose_run(*words, f"data.train._target_={DATA}.Points", "trainer.limit_val_batches=0")
     with pytest.raises(ConfigError, match=r"data\.train: sample 0 is "):
@@ -179,7 +188,7 @@ def test_an_object_that_is_no_dataset_of_the_kind_that_its_key_needs_is_refused(
 def test_a_first_sample_with_a_target_outside_the_vocabulary_is_refused():
     cfg = compose_run("model=gpt_nano", "trainer=cpu")
     tokens = torch.arange(5)
-    assert check_sample(cfg, (tokens, tokens + 1)) == 5
+    assert check_sample(cfg, (tokens, tokens + 251)) == 5  # 255 is the last token
     with pytest.raises(ConfigError, match=r"model\.vocab_size=256: data\.train has token 256"):
         check_sample(cfg, (tokens, tokens + 252))
 
@@ -304,6 +313,11 @@ def test_a_stream_without_a_state_is_read_again_with_one_warning(fit):
     assert again.column("train/loss")[-2:] == losses[-2:]
     val = build_dataset(compose_run(*SHORT_VALIDATION, *words), "val")
     assert len(val) == 3 * 4 * 2  # batches, samples of a batch, ranks
+    train = build_dataset(compose_run(*words, "trainer.max_steps=5"), "train")
+    cfg = compose_run(*words)
+    for end in ({"max_tokens": 1e6}, {"trainer.max_time": {"hours": 1}}, {"task": "validate"},
+                {"trainer.fast_dev_run": True}):  # fmt: skip
+        check_end(cfg.changed(end), "data.train._target_", "a", train)
     hint = "a stream has no index, and is read once; try: trainer.overfit_batches=0"
     with pytest.raises(ConfigError, match=f"trainer.overfit_batches=2: {hint}"):
         build_dataset(
