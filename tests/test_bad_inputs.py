@@ -254,12 +254,14 @@ def test_all_problems_are_reported_at_once():
 def test_a_wrong_word_does_not_make_words_that_need_a_later_one_wrong(tmp_path):
     """Choices of an added folder, and keys of a choice, may be typed before these."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("defaults: [gpt_nano]\n")
-    words = ("optimizer.momentum=0.9", "optimizer=muon", "model=mine", "modell.x=1")
-    (line,) = refused(*words, f"hydra.searchpath=['file://{tmp_path}']")
+    node = "_target_: torch.nn.Identity\nvocab_size: 256\nown: 1\n"
+    (tmp_path / "model" / "mine.yaml").write_text(node)
+    words = ("model.own=2", "model=mine", "modell.x=1", f"hydra.searchpath=['file://{tmp_path}']")
+    (line,) = refused(*words)
     assert line.startswith("error: modell.x=1: ")
     (line,) = refused("+trainer.min_epochs=2\r")
     assert line.startswith("error: trainer.min_epochs=2\\r: ends with a carriage return")
+    assert line.endswith("; try: dos2unix <script>, or sed -i 's/\\r$//' <script>")
 
 
 WARNINGS = {

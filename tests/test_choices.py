@@ -96,7 +96,8 @@ def test_both_datasets_of_a_group_get_the_options_of_the_group():
         words = [f"data.{option}" for option in options.split()]
         if choice == "experiment=stream":
             words += ["data.files=c", "data.split=part", "data.val_files=d", "data.val_split=rest"]
-        data = compose_run(choice, "model=llama_nano", *words).data
+        cfg = compose_run(choice, "model=llama_nano", *words)
+        data = cfg.data
         for part, name in ((data.train, "train"), (data.val, "val")):
             arguments = part.arguments
             for option in options.split():
@@ -108,6 +109,7 @@ def test_both_datasets_of_a_group_get_the_options_of_the_group():
         if choice == "experiment=stream":
             assert data.train.arguments["options"] == {"data_files": "c", "split": "part"}
             assert data.val.arguments["options"] == {"data_files": "d", "split": "rest"}
+            assert cfg.trainer.limit_val_batches == 10  # a stream has no end
 
 
 @pytest.mark.parametrize("masked", [(), ("b",)])
@@ -118,9 +120,13 @@ def test_a_mixture_masks_documents_if_one_of_its_parts_does(masked):
     assert data.masks_documents == bool(masked)
 
 
-def test_the_best_checkpoint_of_an_experiment_with_scores_has_the_highest_score():
-    words = ("experiment=docstrings", "init_from=a", "data.tokenizer=bytes")
-    cfg = compose_run(*words)
+def test_recipes_begin_with_the_values_that_their_yaml_files_describe():
+    lora = compose_run("experiment=lora", "init_from=a")
+    assert not lora.init_strict and lora.optimizer.weight_decay == 0.0
+    cfg = compose_run("experiment=docstrings", "init_from=a", "data.tokenizer=bytes")
+    assert cfg.data.masks_documents and cfg.data.extra["too_long"] == "cut"
+    assert cfg.callbacks["sample"] is None and cfg.callbacks["example"] is not None
+    # The best checkpoint has the highest score.
     assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == ("eval/docs/acc", "max")
     scores = cfg.callbacks["scores"]
     assert scores is not None and scores.arguments["chat"] is True

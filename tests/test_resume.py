@@ -88,6 +88,7 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
     key = changed.partition("=")[0].replace("data.batch_size", "data.global_batch_size")
     assert problem.code == 2
     assert [issue.key for issue in problem.problems] == [key]
+    assert problem.lines[0].endswith(f"; try: that value, or 'allow_changes=[{key}]'")
     assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), LOCK, 1)
 
 

@@ -100,6 +100,8 @@ def test_an_untrusted_run_does_not_choose_a_folder_to_write_to():
     problems = refused({"callbacks": {"a": {"_target_": SAVER, **dict.fromkeys(names, "x")}}})
     assert [problem.key for problem in problems] == [f"callbacks.a.{name}" for name in names]
     assert all("where files are written" in problem.message for problem in problems)
+    (problem,) = refused({"model": {"_target_": "mine.nets.Net"}})
+    assert problem.hint == "'allowed_targets=[mine]', if you trust its code"
 
 
 def test_a_package_is_allowed_by_the_user_and_never_imported_to_judge(tmp_path, monkeypatch):
