@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 from itertools import count
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from gptrain.core.errors import DataError
+from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data.samples import BatchReader
 from gptrain.data.stream import (
     PositionReader,
@@ -20,6 +22,7 @@ from gptrain.data.stream import (
     StreamPositions,
     as_indexed,
 )
+from gptrain.lit import TextDataModule
 
 
 class Numbers(IterableDataset):
@@ -161,6 +164,24 @@ def test_a_stop_in_a_later_pass_continues_in_that_pass(kind):
     assert read([part], 6) == [*range(8), 100, 101, 102, 103]
     states = [part.state_after(6)]
     assert read(parts(lambda: kind(8), 1, states), 4) == [*range(104, 108), *range(200, 204)]
+
+
+@pytest.mark.parametrize(
+    ("n_saved", "hint"),
+    [(3, "trainer.devices=6 data.num_workers=0"), (4, "data.num_workers=2")],
+)
+def test_positions_of_another_number_of_readers_are_refused_with_a_layout_that_has_it(
+    n_saved, hint
+):
+    """Two groups of two ranks read the stream. They cannot share three readers evenly."""
+    lengths = RunLengths(BatchPlan(1, 2, 1), 1, epoch_steps=2, n_steps=2, validate_every=2)
+    stream = as_indexed(Numbers(20), "data.train", None)
+    module = TextDataModule(stream, stream, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn="fit"))
+    module.trainer = trainer
+    state = {"step": 2, "place": [0, 2], "tokens": 4, "stream": [{}] * n_saved}
+    with pytest.raises(ConfigError, match=f"{n_saved} readers .*; try: {hint}$"):
+        module.load_state_dict(state)
 
 
 def test_a_stream_without_a_state_or_without_samples_says_so():

@@ -21,6 +21,7 @@ from gptrain.data import (
 )
 from gptrain.data.order import GOLDEN, mix64
 from gptrain.lit import TextDataModule
+from gptrain.lit.datamodule import Loader
 
 
 def epoch_of(n_samples, seed=0, epoch=0):
@@ -181,6 +182,15 @@ def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     module = TextDataModule(data, data, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
     first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
+
+
+def test_the_targets_of_a_step_are_known_if_those_of_all_its_micro_batches_are():
+    pair = torch.zeros(3, dtype=torch.int64), torch.tensor([4, -100, 5])
+    loader = Loader([pair, pair, pair, {"x": pair[0]}, pair], batch_size=1, collate_fn=collate)
+    loader.read_ahead = 2
+    for _ in range(2):  # each epoch counts from 0
+        assert len([*loader]) == 5
+        assert (loader.step_targets, loader.number) == ([4, None, 2], 3)
 
 
 class Noise(Dataset):

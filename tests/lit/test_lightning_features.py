@@ -117,9 +117,12 @@ def test_several_optimizers_are_refused(refused):
      ("plateau_steps", (4, 5))],
 )  # fmt: skip
 def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resumes, kind, stops):
+    # Lightning counts micro-batches where a plateau in steps has a frequency of 4.
+    n_micro_steps = 2 if kind == "plateau_steps" else 1
     run = resumes(
-        f"{MODULES}.OwnOptimizers", f"+module.kind={kind}", SEES, "data.num_samples=12",
-        "trainer.max_epochs=9", stops=stops,
+        f"{MODULES}.OwnOptimizers", f"+module.kind={kind}", SEES,
+        f"data.num_samples={12 * n_micro_steps}",
+        f"trainer.accumulate_grad_batches={n_micro_steps}", "trainer.max_epochs=9", stops=stops,
     )  # fmt: skip
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used)

@@ -478,16 +478,16 @@ def test_the_printed_learning_rate_is_that_of_the_modules_optimizer(fit, name):
 
 
 IGNORED = {
-    "OwnOptimizers": ("optimizer.lr=0.5, scheduler.min_factor=0.2", "optimizer and the scheduler"),
-    "PlainOwnNet": ("optimizer.lr=0.5, scheduler.min_factor=0.2", "optimizer and the scheduler"),
-    "HalfRates": ("scheduler.min_factor=0.2", "scheduler"),
+    "OwnOptimizers": ("optimizer.lr=0.5, scheduler.warmup_steps=1", "optimizer and the scheduler"),
+    "PlainOwnNet": ("optimizer.lr=0.5, scheduler.warmup_steps=1", "optimizer and the scheduler"),
+    "HalfRates": ("scheduler.warmup_steps=1", "scheduler"),
     "OwnGroups": None,
 }
 
 
 @pytest.mark.parametrize("module", IGNORED)
 def test_options_that_a_modules_optimizer_ignores_are_one_warning(fit, module):
-    words = ("optimizer.lr=0.5", "scheduler.min_factor=0.2", "trainer.max_steps=1")
+    words = ("optimizer.lr=0.5", "scheduler.warmup_steps=1", "trainer.max_steps=1")
     run = fit(f"{MODULES}.{module}", *words)
     lines = [line for line in run.out.splitlines() if ": no effect; " in line]
     expected = []

@@ -189,7 +189,7 @@ class TextDataModule(pl.LightningDataModule):
             count = count_text(len(positions), "reader")
             message = f"{count} (ranks x data.num_workers) of the stream saved their positions"
             n_workers, n_left = divmod(len(positions), self.world_size)
-            ranks = f"trainer.devices={len(positions)} data.num_workers=0"
+            ranks = f"trainer.devices={len(positions) * self.ranks_per_sample} data.num_workers=0"
             hint = ranks if n_left else f"data.num_workers={n_workers}"
             raise ConfigError.of("data.num_workers", self.num_workers, message, hint=hint)
         self.positions.load(positions)

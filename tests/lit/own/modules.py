@@ -138,7 +138,7 @@ class OwnOptimizers(LanguageModel):
         if self.kind == "plateau of an unknown name":
             config = {"scheduler": plateau, "monitor": "val/los"}
         if self.kind == "plateau_steps":
-            config |= {"interval": "step", "frequency": 2, "monitor": "train/loss"}
+            config |= {"interval": "step", "frequency": 4, "monitor": "train/loss"}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
