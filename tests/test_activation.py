@@ -74,19 +74,32 @@ class Normalized(torch.nn.Module):
         self.blocks = torch.nn.Sequential(*blocks)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputation_updates_running_averages_once(mode):
-    states = []
+class Products(TorchDispatchMode):
+    """Count the matrix multiplications with a bias, as in a forward pass."""
+
+    n = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.n += op is torch.ops.aten.addmm.default
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode, n_runs", [("selective", 1), ("full", 2)])
+def test_recomputation_updates_running_averages_once(mode, n_runs):
+    states, counts = [], []
     for each in (mode, "none"):
         torch.manual_seed(0)
         net = Normalized()
         apply_activation_checkpointing(net, each)
         batches = torch.randn(3, 8, 4)
-        sum(net.blocks(batch).square().sum() for batch in batches).backward()
+        with Products() as products:
+            sum(net.blocks(batch).square().sum() for batch in batches).backward()
+        counts.append(products.n)
         gradients = {name: p.grad for name, p in net.named_parameters()}
         states.append({**net.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}})
     for name, value in states[1].items():
         assert torch.equal(states[0][name], value), name
+    assert counts == [n_runs * counts[1], 3 * 2]
 
 
 @pytest.mark.slow

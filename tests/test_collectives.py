@@ -59,8 +59,9 @@ def command_line() -> None:
 
 
 def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(typed, tmp_path):
-    """The buffer of the last comparison has 16 MiB by default."""
+    """The buffer of the last comparison has 8 MiB."""
     words = (f"run_dir='{tmp_path}/run #4%41'", "--explain", "trainer.accelerator=cpu")
+    words += ("max_bytes=8388608",)
     with forked_ranks(tmp_path / "out", tmp_path / "err"):
         code, _, _ = typed(command_line, *words, "trainer.devices=4")
     assert code == 0, (tmp_path / "err").read_text()
@@ -73,7 +74,7 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
         name.strip(): (float(root), float(other))
         for name, root, other in re.findall(r"^(.{21})\s*([\d.]+) MiB\s+([\d.]+) MiB", text, re.M)
     }
-    assert sent == {"through rank 0": (48.0, 16.0), "around a ring": (24.0, 24.0)}
+    assert sent == {"through rank 0": (24.0, 8.0), "around a ring": (12.0, 12.0)}
 
 
 def test_the_help_explains_the_command_and_the_smallest_buffer_has_64_kib(typed):
@@ -81,6 +82,7 @@ def test_the_help_explains_the_command_and_the_smallest_buffer_has_64_kib(typed)
     assert code == 0 and out.startswith("Run the eight collectives between processes")
     code, _, err = typed(main, "max_bytes=65535")
     assert code == 2 and "max_bytes=65535" in err and "65536" in err
+    assert "(16 MiB)" in out and DEFAULTS == {"max_bytes": 16 * 2**20}
 
 
 def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp_path):
@@ -94,15 +96,33 @@ def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp
     monkeypatch.setattr(operations, "set_threads", threads.append)
     monkeypatch.setattr(operations, "start_group", start_group)
     words = ("trainer.accelerator=cpu", "trainer.devices=3", "strategy.timeout_s=5")
-    cfg = compose_run(*words, "strategy=ddp", f"run_dir={tmp_path}")
-    with pytest.raises(GroupMade) as made, operations.process_group(cfg):
-        pass
-    assert made.value.args == ("gloo", torch.device("cpu"), 0, 3, 5.0, None, ())
-    assert threads == [3]
+    words += ("strategy=ddp", f"run_dir={tmp_path}")
+    for backend, word in (("gloo", "null"), ("mpi", "mpi")):
+        cfg = compose_run(*words, f"strategy.backend={word}")
+        with pytest.raises(GroupMade) as made, operations.process_group(cfg):
+            pass
+        assert made.value.args == (backend, torch.device("cpu"), 0, 3, 5.0, None, ())
+    assert threads == [3, 3]
     monkeypatch.delenv("RANK", raising=False)
     assert default_devices() == "trainer.devices=2"
     monkeypatch.setenv("RANK", "0")
     assert default_devices() == "trainer.devices=auto"
+
+
+def test_the_time_of_a_call_is_the_median_of_the_slowest_rank_without_the_first_batch(monkeypatch):
+    """The other rank takes three times as long. Waiting for a GPU takes 6 s in each batch."""
+    now = SimpleNamespace(s=0.0)
+    seconds = iter(duration for batch in (100, 2, 9, 4, 5, 7) for duration in 3 * [batch])
+
+    def advance(by_s):
+        now.s += by_s
+
+    monkeypatch.setattr(operations, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    monkeypatch.setattr(dist, "barrier", lambda: advance(1000.0))
+    monkeypatch.setattr(operations, "wait_for", lambda device: advance(6.0))
+    monkeypatch.setattr(operations, "gather", lambda value: [value, 3 * value])
+    measured = operations.time_calls(lambda: advance(next(seconds)), torch.device("cpu"), 3)
+    assert measured == 3 * (5 + 6 / 3)
 
 
 @pytest.mark.slow

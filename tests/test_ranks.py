@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from threading import Thread
 from types import SimpleNamespace
 
@@ -157,6 +158,28 @@ def test_of_many_missing_ranks_eight_are_named_and_one_reminder_is_printed(tmp_p
         monkeypatch.setenv("RANK", "0")
         open_store(0, 12, 0.1, str(tmp_path / "store"), ("RANK",))
     assert len(warned) == 1
+    monkeypatch.setattr(rendezvous, "REMINDER_S", 30.0)
+    with pytest.raises(MissingRanksError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 of 9 did"):
+        open_store(0, 9, 0.01, str(tmp_path / "store of nine"), ("RANK",))
+
+
+def test_a_rank_waits_for_the_store_of_torchrun_no_longer_than_its_limit(monkeypatch):
+    """The error of torch is passed on."""
+    rendezvous_of_torch = torch.distributed.rendezvous
+
+    def with_limit(*words, timeout):  # the default of torch is half an hour
+        assert timeout == timedelta(seconds=0.3)
+        return rendezvous_of_torch(*words, timeout=timeout)
+
+    monkeypatch.setattr(torch.distributed, "rendezvous", with_limit)
+    with socket.create_server(("localhost", 0)) as closed:
+        port = closed.getsockname()[1]
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    variables |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(torch.distributed.DistNetworkError, match=f"{port}"):
+        open_store(1, 2, 0.3)
 
 
 ALONE_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

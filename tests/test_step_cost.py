@@ -180,6 +180,7 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
         computing.resume()
         with computing.paused():
             now.s += 100.0
+        now.s += 50.0
     computing.resume()
     now.s += 4.0
     assert computing.read() == 7.0

@@ -139,6 +139,25 @@ class HalfLogits(OwnNet):
         return 0.5 * super().forward(tokens)
 
 
+class DetachedEmbedding(OwnNet):
+    """A net whose `hidden` does not train its embedding, which `forward` does."""
+
+    def hidden(self, tokens):
+        x = self.embed(tokens).detach()
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class ReadsValues(OwnNet):
+    """A net that draws from the CPU's generator and then needs values, so it fails on meta."""
+
+    def __init__(self):
+        torch.rand(3, device="cpu")
+        super().__init__()
+        self.factor = self.embedding.weight.sum().item()
+
+
 class SoftCapped(OnlyChain):
     def forward(self, tokens):
         return 3 * torch.tanh(super().forward(tokens) / 3)

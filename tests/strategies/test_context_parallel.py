@@ -27,6 +27,8 @@ def test_a_step_equals_one_process_also_with_masked_documents_and_recomputation(
         kind = Parallel("context_parallel", **options)
         check_equals_one_process(kind, packs)
         check_logits_of_documents(kind)
+        copies = kind.parallel.replicas  # among which Muon divides its updates
+        assert (copies and copies.size()) == (None if kind.options.shard else 2)
     check_equals_one_process(Parallel("context_parallel", recomputes="selective"))
 
 

@@ -14,7 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from gptrain.core.strategies import ParallelDims
 from gptrain.lit import strategies
-from gptrain.parallel.mesh import after_rank_0, build_mesh, build_shard_mesh, wait_for_rank_0
+from gptrain.parallel import mesh as mesh_module
+from gptrain.parallel.mesh import (
+    after_rank_0,
+    build_mesh,
+    build_shard_mesh,
+    start_group,
+    wait_for_rank_0,
+)
 
 
 @on_ranks(2)
@@ -75,6 +82,25 @@ def test_each_copy_of_the_net_is_sharded_over_neighbouring_ranks():
         dist.destroy_process_group()
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_nccl_waits_longer_than_the_watchdog_and_gets_the_gpu_of_the_rank():
+    """The watchdog allows an hour for compiling and saving; a rank alone needs no store."""
+    device, calls = torch.device("cpu", 1), []
+    with (
+        patch.object(dist, "init_process_group", lambda *args, **kwargs: calls.append(kwargs)),
+        patch.object(mesh_module, "open_store", lambda *args: args),
+        patch("atexit.register"),
+    ):
+        for backend, world_size, timeout_s in (
+            ("nccl", 3, 9000.0), ("nccl", 3, 20.0), ("cpu:gloo,cuda:nccl", 3, 20.0),
+            ("gloo", 1, 20.0),
+        ):  # fmt: skip
+            start_group(backend, device, 2, world_size, timeout_s, None, ("RANK",))
+    assert [call["timeout"].total_seconds() for call in calls] == [9060, 3660, 3660, 20]
+    assert [call["device_id"] for call in calls] == [device, device, None, None]
+    assert calls[0]["store"] == (2, 3, 9000.0, None, ("RANK",))
+    assert isinstance(calls[3]["store"], dist.HashStore)
 
 
 @on_ranks(2)

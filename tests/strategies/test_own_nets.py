@@ -23,6 +23,7 @@ from gptrain.parallel.comparison import (
     first_cause,
     free_bytes,
     is_of_library,
+    needs_comparison,
 )
 from gptrain.parallel.differences import is_same_call
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
@@ -287,6 +288,37 @@ def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
         ) as error:
             build("single", net_class)
         assert error.value.key == "model._target_"
+    with pytest.raises(IncompatibleModelError, match=r"not the gradient of embedding\.weight;"):
+        build("single", own_nets.DetachedEmbedding)
+
+
+def test_a_net_is_compared_if_the_run_calls_other_parts_of_it_or_calls_blocks_twice():
+    whole = ParallelStrategy()
+    for mode in ("selective", "full"):
+        assert needs_comparison(own_nets.OnlyChain(), whole, mode)
+        assert not needs_comparison(SimpleGPT(61, 32, 4, 2, 16), whole, mode)
+    assert not needs_comparison(own_nets.OnlyChain(), whole, "none")
+    assert needs_comparison(own_nets.OwnNet(), whole, "none")  # OwnNet has `hidden`
+
+
+@pytest.mark.parametrize("n_stages, n_compared", [(1, 2), (2, 2), (3, 3), (6, 5)])
+def test_of_a_large_net_each_stage_is_compared_with_one_block(n_stages, n_compared, monkeypatch):
+    net, parallel = own_nets.OnlyChain(n_layers=5), ParallelStrategy()
+    parallel.n_stages = n_stages
+    n_parameters = comparison.count_parameters(net)
+    for limit, n_blocks in ((n_parameters, 5), (n_parameters - 1, n_compared)):
+        monkeypatch.setattr(comparison, "MAX_PARAMETERS", limit)
+        comparison.prepare_net(net, parallel, torch.float64)
+        assert len(net.blocks) == n_blocks and not net.training
+        assert net.norm.weight.dtype == net.scale.dtype == torch.float64
+
+
+def test_a_net_that_cannot_be_built_without_values_has_the_weights_of_its_seed():
+    net, _ = build("single", own_nets.ReadsValues, None)
+    torch.manual_seed(0)
+    expected = own_nets.ReadsValues()
+    assert net.factor == expected.factor
+    assert torch.equal(net.blocks[1].up.weight, expected.blocks[1].up.weight)
 
 
 def test_the_comparison_does_not_change_weights_or_random_generators():

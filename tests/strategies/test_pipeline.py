@@ -51,7 +51,12 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
             close(loss, loss_of_one_process(*batch), LOSS_RTOL)
         documents = make_documents()[:6]
         loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
-        close(loss, loss_of_one_process(tokens, targets, documents), LOSS_RTOL)
+        expected_sum = loss_of_one_process(tokens, targets, documents)
+        close(loss, expected_sum, LOSS_RTOL)
+        with torch.no_grad():  # the mean of a validation batch
+            words = (tokens, targets, PLAIN_CROSS_ENTROPY, documents)
+            mean = kind.parallel.mean_loss(kind.net, *words)
+        close(mean, expected_sum / (targets != -100).sum(), LOSS_RTOL)
         check_logits_of_documents(kind)
         assert all(p.grad is None for p in kind.net.parameters())
     check_equals_one_process(kind, packs=True)

@@ -111,6 +111,10 @@ def test_on_several_nodes_each_is_a_replica():
         assert dist.get_process_group_ranks(outer.data_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.sync_group) == [1, 3]
         assert outer.ddp_arguments["process_group"] is outer.replica_group
+        assert outer.replicas is not None and outer.replicas.size() == 2  # Muon divides its updates
+        net = make_net()
+        outer.prepare(net, torch.optim.SGD(net.parameters()))
+        assert outer.state()["number"] == 2
     finally:
         dist.destroy_process_group()
 

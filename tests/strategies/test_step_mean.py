@@ -7,6 +7,9 @@ import pytest
 import runs as helpers
 import torch
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.strategy import StepMean
@@ -59,6 +62,10 @@ def test_each_step_is_corrected_only_by_its_own_targets():
     for _ in range(2):
         mean.count_and_get_divisor(torch.tensor([1, 2, 3, -100]))
     assert mean.reduce(LOSS) == 12 / 6
+    assert mean.n_targets == 6
+    mean.reset_counts()
+    assert mean.reduce(LOSS) == 1.0  # training_step computes its loss itself
+    assert mean.n_targets.isnan() and mean.loss == LOSS
 
 
 def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
@@ -67,6 +74,7 @@ def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
         loss = torch.zeros(()) / mean.count_and_get_divisor(torch.full((2, 3), -100))
         assert loss == 0.0
     assert mean.reduce(LOSS) == 1.0
+    assert mean.n_targets == 0 and mean.loss.isnan()
 
 
 def test_gradients_are_measured_and_clipped_after_the_correction():
@@ -84,6 +92,25 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
     torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
     assert clip_grad_norm([parameter], 1.0) == pytest.approx(0.25)  # a small norm is not raised
     torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
+
+
+@pytest.mark.parametrize("rank, norm", [(0, 13.0), (1, 3.0), (3, 0.0)])
+def test_a_gradient_that_several_ranks_hold_is_counted_by_the_first_of_them(rank, norm):
+    """Two copies of three shards on six ranks. The ranks of the fake group add nothing."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+        sharded, replicated = (
+            DTensor.from_local(torch.tensor([value]), mesh, [Replicate(), placement])
+            for value, placement in ((3.0, Shard(0)), (4.0, Replicate()))
+        )
+        parameters = []
+        for gradient in (sharded, replicated, torch.tensor([12.0])):
+            parameters.append(torch.nn.Parameter(torch.zeros_like(gradient)))
+            parameters[-1].grad = gradient
+        assert clip_grad_norm(parameters, None) == norm
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_norm_of_fp64_gradients_has_their_precision():
