@@ -282,17 +282,21 @@ RIGHT = [
     "", "trainer.devices=auto", "trainer.devices=-1", "trainer.devices='2'",
     "trainer.devices=[0,1]",
     "trainer.precision=32", "trainer.precision=bf16", "trainer.precision=auto",
-    "trainer.max_time=00:01:00:00 scheduler=warmup_constant", "trainer.max_steps=5",
+    "trainer.max_time=00:01:00:00 scheduler=warmup_constant",
+    "trainer.max_steps=5 scheduler.warmup_steps=5",
     "trainer.max_time={hours:1} scheduler.total_steps=900", "max_tokens=1e6",
     "trainer.max_epochs=-1 trainer.max_steps=5", "trainer.limit_train_batches=0.5",
     "trainer.limit_val_batches=0", "trainer.gradient_clip_val=null", "trainer.deterministic=warn",
-    "trainer.fast_dev_run=2", "data.seq_len=257", "data.seq_len=2",
+    "trainer.fast_dev_run=2", "data.seq_len=257",
+    "data.seq_len=2 data.num_samples=32",
     "data.global_batch_size=64", "data=text",
     "data=text data.tokenizer=bpe", "optimizer=muon", "optimizer.fused=null",
-    "scheduler.warmup_steps=50 scheduler.total_steps=900 trainer.max_steps=10",
+    "scheduler.warmup_steps=900 scheduler.total_steps=900 trainer.max_steps=10",
     "scheduler.warmup_steps=0.1", "scheduler.start_factor=0", "name=a/b", "~callbacks.sample",
     "logger=[tensorboard,csv]", "profiler=simple", "profiler=torch", "callbacks=ema",
-    "strategy=fsdp trainer.devices=2", "strategy=pipeline trainer.devices=2",
+    "strategy=fsdp trainer.devices=2",
+    "strategy=pipeline trainer.devices=3 model.n_layers=3 strategy.microbatches=3 "
+    "data.batch_size=3",
     "strategy=tensor_parallel trainer.devices=2", "strategy=ddp_pipeline trainer.devices=4",
     "strategy=fsdp_tensor_parallel trainer.devices=4", "experiment=quickstart", "seed=4294967295",
     "model=llama_nano strategy=context_parallel trainer.devices=4 model.n_kv_heads=2",
@@ -311,6 +315,8 @@ def test_a_run_that_began_from_other_weights_may_be_evaluated_by_a_path_of_its_c
     """`init_from` is then an override of the earlier run, and names no second source of weights."""
     values = resolved(compose_command([*NANO, "init_from=/weights", "ckpt_path=/a/step-00000005"]))
     assert [problem.key for problem in check_config(values).errors] == ["init_from"]
+    for name in ("last", "best"):  # the checkpoints of a run that began from other weights
+        assert check_config(values | {"ckpt_path": name}).errors == []
     assert check_config(values | {"from_run": "/a", "task": "test"}).errors == []
     # Weights of `init_from` are no initial weights: an evaluation of them is no reason to warn.
     assert check_config(values | {"ckpt_path": None, "task": "test"}).problems == []

@@ -21,6 +21,7 @@ from gptrain.core.errors import (
     ending_of,
     exit_code,
     first_line,
+    show,
 )
 from gptrain.data import DataError
 from gptrain.runtime import rank
@@ -104,6 +105,11 @@ def test_the_first_line_of_an_error_leaves_out_values_of_tensors_and_the_traceba
         (" \n a\nb", "a"), ("", "ValueError"), (in_worker, "broken"),
     ):  # fmt: skip
         assert first_line(ValueError(message)) == line
+
+
+def test_a_value_is_shown_as_it_is_typed_and_a_long_one_is_cut():
+    assert show([True, None, {"a": 1.5}]) == "[true,null,{a:1.5}]"
+    assert [show("x" * n) for n in (200, 201)] == ["x" * 200, "x" * 200 + "..."]
 
 
 def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():

@@ -63,6 +63,7 @@ def test_a_warm_up_that_is_neither_and_a_run_shorter_than_a_step_are_refused():
         with pytest.raises(ValueError):
             warmup_steps(asked, total)
     assert token_steps(1000, 100) == token_steps(1099.5, 100) == 10
+    assert token_steps(100, 100) == 1
     with pytest.raises(ValueError, match="100 tokens of one step"):
         token_steps(99, 100)
 

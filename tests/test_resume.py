@@ -120,6 +120,8 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
     problem = refused(compose(*words, "allow_changes=[data.global_batch_size]"))
     assert (problem.code, problem.problems[0].key) == (2, "max_tokens")
     assert problem.lines[0].endswith("; try: trainer.max_steps=<n> max_tokens=null")
+    evaluation = compose(*words[1:], "task=test", f"ckpt_path={cfg.run_dir}", "run_dir=/other")
+    assert find_checkpoint(evaluation, LOCK, 1)
 
 
 def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
@@ -147,6 +149,9 @@ def test_other_content_of_the_data_is_refused(compose):
     check_data(cfg, checkpoint, "0123")
     with pytest.raises(ConfigError, match="data=4567: the checkpoint was made with 0123"):
         check_data(cfg, checkpoint, "4567")
+    # An evaluation may read other data, and so may a training that is allowed to.
+    for words in (("task=test", "ckpt_path=last"), ("ckpt_path=last", "allow_changes=[data]")):
+        check_data(compose(*words), checkpoint, "4567")
 
 
 def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(compose):
