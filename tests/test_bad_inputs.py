@@ -7,14 +7,14 @@ import re
 import pytest
 import torch
 
-from gptrain.config.check import check_config
+from gptrain.config.check import check_config, find_world_size
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
 from gptrain.config.preflight.devices import check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
 from gptrain.runtime.devices import accelerator_of
-from tests.command_line import accepted, answer, refused
+from tests.command_line import accepted, answer, compose_run, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 
@@ -127,6 +127,13 @@ ONE_LINE = {
     "strategy.backend=mpi": ["strategy.backend=mpi", "was built without this backend", "gloo"],
     "trainer.max_time=00:01:00:00": ["scheduler.total_steps", "scheduler=warmup_constant"],
     "data=text model.vocab_size=100": ["model.vocab_size=100", "256"],
+    "data=text data.tokenizer=bpe model.vocab_size=255": ["model.vocab_size=255", "=bpe has at le"],
+    "scheduler=warmup_stable_decay scheduler.decay_tokens=9 scheduler.decay_steps=1": [
+        "scheduler.decay_tokens=9: excludes scheduler.decay_steps=1: ", "try: scheduler.decay_st",
+    ],
+    "scheduler.total_tokens=9 scheduler.total_steps=7": [
+        "scheduler.total_tokens=9: excludes scheduler.total_steps=7: ", "try: scheduler.total_st",
+    ],
     "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "try: trainer.max_steps=-1, or"],
     "strategy=fsdp_tensor_parallel strategy.tensor_parallel_size=3 model.n_heads=6 "
     "model.d_model=510 trainer.devices=4": [
@@ -285,9 +292,10 @@ RIGHT = [
     "trainer.max_time=00:01:00:00 scheduler=warmup_constant",
     "trainer.max_steps=5 scheduler.warmup_steps=5",
     "trainer.max_time={hours:1} scheduler.total_steps=900", "max_tokens=1e6",
+    "trainer.max_time={hours:1} scheduler.total_tokens=1e6",
     "trainer.max_epochs=-1 trainer.max_steps=5", "trainer.limit_train_batches=0.5",
     "trainer.limit_val_batches=0", "trainer.gradient_clip_val=null", "trainer.deterministic=warn",
-    "trainer.fast_dev_run=2", "data.seq_len=257",
+    "trainer.fast_dev_run=2 trainer.max_epochs=-1", "data.seq_len=257",
     "data.seq_len=2 data.num_samples=32",
     "data.global_batch_size=64", "data=text",
     "data=text data.tokenizer=bpe", "optimizer=muon", "optimizer.fused=null",
@@ -320,6 +328,12 @@ def test_a_run_that_began_from_other_weights_may_be_evaluated_by_a_path_of_its_c
     assert check_config(values | {"from_run": "/a", "task": "test"}).errors == []
     # Weights of `init_from` are no initial weights: an evaluation of them is no reason to warn.
     assert check_config(values | {"ckpt_path": None, "task": "test"}).problems == []
+
+
+def test_the_ranks_of_a_job_are_those_of_all_its_nodes():
+    run = compose_run("trainer.devices=[0,3]", "trainer.num_nodes=3")
+    assert find_world_size(run) == 6
+    assert find_world_size(run.changed({"trainer.devices": "auto"})) is None
 
 
 @pytest.mark.parametrize("devices", ["8", "[0,2]"])
