@@ -199,6 +199,14 @@ def test_a_measurement_has_the_bandwidths_of_nccl_tests_and_of_all_ranks_memory(
         link = measurement.measure_link([(4096, 1e-5), (65536, 2e-5), (2**20, 5e-5)], cpu)
     finally:
         dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(measurement, "time_calls", time_calls)
+        measurement.write_speeds([(4096, 1e-5)], cpu, tmp_path / "machine.json")
+    finally:
+        dist.destroy_process_group()
+    alone = json.loads((tmp_path / "machine.json").read_text())
+    assert alone["links"] == {"fake": {}}  # a single rank has no link
     assert phases == list(operations.COLLECTIVES)
     out = capsys.readouterr().out
     tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", out, re.MULTILINE))

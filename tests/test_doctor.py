@@ -95,6 +95,8 @@ def test_a_sound_machine_has_no_findings(findings):
         ({"address": "127.0.1.1", "n_nodes": 2}, "127.0.1.1: other nodes cannot reach it"),
         ({"smi": "", "has_driver": False, "accelerator": "cpu",
           "environment": {"OMP_NUM_THREADS": "1"}}, "1 x 2 ranks on 64 cores.*THREADS=32"),
+        # The GPUs of the machine do not compute here.
+        ({"accelerator": "cpu", "environment": {"OMP_NUM_THREADS": "2"}}, "2 x 2 ranks on 64"),
     ],
 )  # fmt: skip
 def test_one_fault_is_one_finding_with_its_fix(findings, change, words):

@@ -39,14 +39,14 @@ class OneByteFacts(OptimizerFacts):
 
 
 class SharedSigns(torch.optim.Optimizer):
-    """An optimizer with one byte of state per parameter, and groups of its own."""
+    """An optimizer with `n_signs` bytes of state per parameter, and groups of its own."""
 
-    def __init__(self, params, lr: float = 1e-3, weight_decay: float = 0.0):
+    def __init__(self, params, lr: float = 1e-3, weight_decay: float = 0.0, n_signs: int = 1):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @staticmethod
     def facts(options: Mapping[str, Any]) -> OptimizerFacts:
-        return OneByteFacts(states_per_parameter=1, value_bytes=1)
+        return OneByteFacts(options.get("n_signs", 1), value_bytes=1)
 
     @classmethod
     def parameter_groups(cls, net, parameters, names, *, bias_lr: float | None = None):
@@ -110,17 +110,18 @@ def test_the_plan_of_an_optimizer_from_outside_is_right_without_another_edit():
         "~optimizer.betas",
         "~optimizer.eps",
         "~optimizer.fused",
+        "+optimizer.n_signs=3",
     )
     ddp = rows["ddp"]
     assert ddp["bytes_per_device"]["weights"] == 4 * N_PARAMETERS
-    assert ddp["bytes_per_device"]["optimizer"] == N_PARAMETERS
+    assert ddp["bytes_per_device"]["optimizer"] == 3 * N_PARAMETERS
     assert ddp["optimizer_flops"] == 3 * N_PARAMETERS / 2
     assert {name.partition(",")[0]: n_bytes for name, n_bytes in ddp["wire"].items()} == {
         "gradients": 4 * N_PARAMETERS,
         "signs": N_PARAMETERS / 2,
     }
     assert rows["fsdp"]["bytes_per_device"]["optimizer"] == pytest.approx(
-        N_PARAMETERS / 2, rel=0.01
+        3 * N_PARAMETERS / 2, rel=0.01
     )
 
 

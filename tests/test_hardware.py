@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from gptrain.costs import machine as module
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.machine import THREADS, DamagedMeasurementError, machine_of, this_machine
 from gptrain.runtime import measure
@@ -113,13 +114,20 @@ def test_a_measured_cpu_has_the_link_of_its_ranks_and_the_speed_of_their_threads
     links = {str(n): {"latency_s": 1e-4, "bytes_per_s": n * 1e9, "wait_s": 0} for n in (2, 4)}
     text = json.dumps(MEASURED | {"links": {"gloo": links}})
     (tmp_path / "machine.json").write_text(text)
-    for n_ranks, n_threads in ((2, 4), (4, 2)):
+    for n_ranks, n_threads, has_bf16 in ((2, 4, True), (4, 2, False)):
+        monkeypatch.setattr(module, "cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
         machine = this_machine(tmp_path, n_ranks)
+        assert (machine.name, machine.n_local, machine.op_s) == ("8 cores", n_ranks, 1e-6)
+        assert (machine.source, machine.has_bf16) == (str(tmp_path / "machine.json"), has_bf16)
         assert machine.is_measured and machine.link.bytes_per_s == n_ranks * 1e9
         assert machine.flops_per_s["float32"] == pytest.approx(1e11 * n_threads**THREADS)
         assert machine.memory_bytes_per_s == pytest.approx(1e10 * (n_threads / 8) ** THREADS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1,2")  # of the outer and the inner loops
     assert this_machine(tmp_path, 2).flops_per_s["float32"] == 1e11
+    # A measurement of one rank has no link, and one of other ranks counts as well as it can.
+    assert this_machine(tmp_path, 3).link.bytes_per_s == 2e9
+    (tmp_path / "machine.json").write_text(json.dumps(MEASURED | {"links": {"gloo": {}}}))
+    assert this_machine(tmp_path, 2).link.wait_s == 2.5e-3
 
 
 WRONG = [

@@ -152,7 +152,9 @@ def test_options_of_a_strategy_change_what_a_rank_stores():
     dims, n_bytes = ParallelDims(data=2), 4 * GPT2.n_parameters
     for momentum, n_states in ((0.9, 4), (0.0, 3)):
         options = default_options("diloco").model_copy(update={"outer_momentum": momentum})
-        assert estimate_states(Work(GPT2, options, dims, 4, 512))["optimizer"] == n_states * n_bytes
+        work = Work(GPT2, options, dims, 4, 512)
+        assert estimate_states(work)["optimizer"] == n_states * n_bytes
+        assert work.costs.step_ranks == 1  # each rank is a replica by default
     totals = []
     for is_view in (False, True):
         options = default_options("ddp").model_copy(update={"gradient_as_bucket_view": is_view})
@@ -375,7 +377,10 @@ def test_a_run_is_planned_with_all_of_its_options():
         compile="blocks",
         is_cpu=True,
     )
-    for name, n_ranks in (("tensor_parallel", 3), ("context_parallel", 6), ("pipeline", 8)):
+    for name, n_ranks in (
+        ("tensor_parallel", 3), ("context_parallel", 6), ("pipeline", 8),
+        ("diloco", 3),  # three ranks on two nodes, with a copy each
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="does not divide the heads, layers, batch or copies"):
             find_work(run, 33, name, n_ranks, is_cpu=True)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -31,6 +32,14 @@ GPU0\t X \tNV12\tPXB\tPXB\t0-31
 GPU1\tNV12\t X \tNV12\tPXB\t0-31
 GPU2\tPXB\tNV12\t X \tNV12\t0-31
 GPU3\tPXB\tPXB\tNV12\t X \t0-31
+"""
+# All but the last GPU are linked to each other.
+TRIANGLE = """
+\tGPU0\tGPU1\tGPU2\tGPU3
+GPU0\t X \tNV4\tNV4\tPXB
+GPU1\tNV4\t X \tNV4\tPXB
+GPU2\tNV4\tNV4\t X \tPXB
+GPU3\tPXB\tPXB\tPXB\t X
 """
 
 
@@ -121,7 +130,11 @@ def test_a_run_that_does_not_fit_gets_a_command_that_fits(plan):
     """A wider batch than a V100 can hold: its blocks are computed again."""
     words = ["model=gpt2_xl", "data.seq_len=512", "data.batch_size=16", "trainer.devices=1"]
     report = answer(plan, *words, "hardware=v100_sxm2_32gb")
-    assert not any(row["fits"] for row in report["strategies"].values())
+    assert report["strategies"].keys() == {"single"}
+    # A V100 has no bf16: `auto`, the default, is fp32 on it.
+    in_fp32 = answer(plan, *words, "hardware=v100_sxm2_32gb", "trainer.precision=32-true")
+    assert report["strategies"] == in_fp32["strategies"]
+    assert not report["strategies"]["single"]["fits"]
     typed = report["command"].split()
     assert "model.activation_checkpointing=full" in typed
     again = answer(plan, *typed[2:], "hardware=v100_sxm2_32gb")
@@ -165,6 +178,10 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatc
         assert report["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
     assert links(report, "fsdp_tensor_parallel") == {"tensor nvlink3", "data pcie4"}
     assert links(report, "ddp_pipeline") == {"data nvlink3", "pipeline pcie4"}
+    (tmp_path / "three").write_text(TRIANGLE)
+    words[1] = "trainer.devices=3"
+    of_three = answer(plan, *words, f"topology={tmp_path / 'three'}")
+    assert links(of_three, "ddp") == {"data nvlink3"}
     # The GPUs of this machine and their links are those that nvidia-smi prints.
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
@@ -175,6 +192,8 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = answer(plan, "model=gpt2", "trainer.devices=auto")
     assert found["strategies"] == report["strategies"] and found["machine"] == report["machine"]
+    on_cpu = answer(plan, "model=gpt_nano", "trainer=cpu", "trainer.devices=2")
+    assert on_cpu["machine"]["name"] == f"{machine.count_cores()} cores"
 
 
 def test_the_links_that_are_typed_are_those_of_the_plan(plan):
@@ -264,7 +283,10 @@ def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path, 
 def test_the_doctor_judges_the_devices_and_the_backend_of_the_run(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # a folder without nvidia-smi
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
-    lines = "\n".join(answer(plan, "--doctor", "trainer.devices=3", "strategy.backend=nccl"))
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")  # harms several nodes
+    words = ("trainer.devices=3", "trainer.num_nodes=2", "strategy.backend=nccl")
+    lines = "\n".join(answer(plan, "--doctor", *words))
+    assert "the host's own name is 127.0.1.1: other nodes" in lines
     assert "OMP_NUM_THREADS=9999 x 3 ranks on " in lines
     assert "strategy.backend=nccl on auto; try: strategy.backend=gloo" in lines
 
@@ -284,6 +306,7 @@ def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
         (["hardware=t4", "hardware.link=rope"], "error: hardware.link=rope: unknown; allow"),
         (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
         (["topology=nowhere"], "error: topology=nowhere: No such file"),
+        (["topology=conf/train.yaml"], "error: topology=conf/train.yaml: the text has no matrix"),
         (["--measure", "max_bytes=10"], "error: max_bytes=10: "),
         (["--measure", "trainer.devices=x"], "error: trainer.devices=x: "),
         (["model.n_heads=7"], "error: model.d_model=512: not divisible by model.n_heads=7"),

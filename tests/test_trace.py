@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from gptrain.plan import trace
 from gptrain.plan.__main__ import main
@@ -38,7 +39,7 @@ ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
 # Strategy, ranks, words; those of each commit have two layers.
 FEW = [
     ("single", 1, GPT),
-    ("ddp", 8, f"{LLAMA} optimizer=muon"),
+    ("ddp", 8, f"{LLAMA} optimizer=muon data.global_batch_size=128"),
     ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16"),  # short for bf16-mixed
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
@@ -77,6 +78,18 @@ MORE = [
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),
 ]
+
+
+class ReadsValues(nn.Module):
+    """A net whose step depends on the values of its tokens."""
+
+    def __init__(self, vocab_size: int, d_model: int):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, d_model)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens)) if tokens.sum() > 0 else None
 
 
 def test_frozen_weights_have_no_gradients_and_no_optimizer_states(plan):
@@ -132,7 +145,7 @@ def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkey
     assert fits == [True, False] and some == whole
 
 
-def test_lists_with_a_value_for_each_layer_are_shortened_with_the_layers():
+def test_lists_with_a_value_for_each_layer_are_shortened_with_the_layers(monkeypatch):
     keys = {"num_hidden_layers": 18, "layer_types": [*"abc"] * 6, "eos_token_id": [1, 2]}
     cfg = compose_run("model=hugging_face", "model.config={model_type: qwen3, hidden_size: 64}")
     groups = {"model": {}, "model.config": keys}
@@ -141,6 +154,18 @@ def test_lists_with_a_value_for_each_layer_are_shortened_with_the_layers():
         "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 6,
         "layer_types": [*"abc"] * 2,
     }  # fmt: skip
+    configs = []
+
+    def trace_all_layers(cfg, world_size, sample_tokens):
+        configs.append(cfg.model.arguments["config"])
+        return {"parameters": 10 + configs[-1]["n_layer"], "strategies": {"fsdp": {"flops": 7}}}
+
+    monkeypatch.setattr(trace, "trace_all_layers", trace_all_layers)
+    cfg = compose_run("model=hugging_face", "model.config={model_type: gpt2, n_layer: 20}")
+    assert trace.trace(cfg, 4, 8) == {
+        "parameters": 30, "strategies": {"fsdp": {"flops": 7}}, "layers": [6, 12, 20],
+    }  # fmt: skip
+    assert configs == [{"model_type": "gpt2", "n_layer": n} for n in (6, 12)]
 
 
 @pytest.mark.parametrize(
@@ -179,3 +204,9 @@ def test_a_net_that_cannot_be_traced_is_one_line(plan, tmp_path):
         assert code == 2 and not out and err.startswith(message) and err.count("\n") == 1
     (tmp_path / "config.json").write_text("{}")
     assert "error: model._target_=gptrain.models.HuggingFace: model_type=None" in plan(*words)[2]
+    code, out, err = plan("model=my_lstm", f"model._target_={__name__}.ReadsValues")
+    line = f"error: model._target_={__name__}.ReadsValues: the step reads values of tensors ("
+    assert code == 2 and not out and err.startswith(line) and err.count("\n") == 1
+    text = ("data=text", f"data.path={ROOT / 'conf'}", "data.documents=masked")
+    code, out, err = plan("model=my_lstm", *text)
+    assert code == 2 and not out and err.startswith("error: data.documents=masked: "), err
