@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from torch import nn
 
 from gptrain.core.errors import ConfigError
-from gptrain.ladder import runs
+from gptrain.ladder import report, runs
 from gptrain.ladder.__main__ import main
 from gptrain.ladder.law import (
     NAMES,
@@ -124,7 +125,9 @@ def test_a_plan_of_three_seeds_takes_three_times_what_one_takes():
     assert totals[3] == "ladder    2.69e+11 FLOPs, 42.0 h on 2 x this machine"
 
 
-def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_by_it():
+def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_by_it(
+    tmp_path, monkeypatch
+):
     """The losses are those of a power law of the parameters outside of tables, without noise."""
     n_matrices, n_tables = (
         (10**5, 4 * 10**5, 2 * 10**6, 10**7),
@@ -133,9 +136,10 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     *sizes, target = (
         SimpleNamespace(
             counts={"all": n + table, "matrices": n, "blocks": n**1.3},
-            flops_per_token=6 * n, n_devices=8, words=[], hours=lambda n_tokens: n_tokens / 1e9,
+            flops_per_token=per_weight * n, n_devices=8, words=[],
+            hours=lambda n_tokens: n_tokens / 1e9,
         )
-        for n, table in zip(n_matrices, n_tables, strict=True)
+        for n, table, per_weight in zip(n_matrices, n_tables, (6, 6, 6, 3), strict=True)
     )  # fmt: skip
     points = [
         {"parameters": size.counts, "tokens": d, "seed": 0,
@@ -147,9 +151,10 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     facts = conclude(options, points, sizes, target, 4e8)
     assert facts["law"].count == "matrices"
     assert facts["target"]["loss"] == pytest.approx(7.0 * (1e7 * 4e8) ** -0.1)
-    assert (facts["target"]["flops"], facts["target"]["hours"]) == (6 * 1e7 * 4e8, 0.4)
+    assert (facts["target"]["flops"], facts["target"]["hours"]) == (3 * 1e7 * 4e8, 0.4)
     best = facts["best"]
-    assert 6 * best["parameters"] * best["tokens"] == pytest.approx(1e14)
+    # The target, which takes the fewest FLOPs for each parameter and token, is a known size, too.
+    assert 3 * best["parameters"] * best["tokens"] == pytest.approx(1e14)
     assert facts["target"]["interval"] == pytest.approx([facts["target"]["loss"]] * 2)  # no noise
     assert best["interval"] == pytest.approx([best["loss"]] * 2)
     facts["left_out"]["matrices"] |= {"predicted": 2.0, "measured": 2.5}
@@ -157,8 +162,14 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     lines = summary_lines({**facts, "target": facts["target"] | {"place": "8 x h100_sxm"}})
     assert "left out  the largest: 2.0000, measured 2.5000 (-20.00%), by a plain power" in lines[1]
     assert lines[2].startswith("target    12,000,000 parameters, 4e+08 tokens: loss 0.1927 (95%: ")
-    assert lines[2].endswith(", 2.4e+16 FLOPs, 24.0 min on 8 x h100_sxm")
+    assert lines[2].endswith(", 1.2e+16 FLOPs, 24.0 min on 8 x h100_sxm")
     assert [row[-1] for row in table_rows(facts)[:2]] == ["off", "-50.00%"]
+    monkeypatch.setattr(report, "draw", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        command = {"place": "8 x h100_sxm", "command": "python train.py"}
+        report.write(tmp_path, facts | {"target": facts["target"] | command})
+    # The numbers outlive a picture that cannot be drawn.
+    assert json.loads((tmp_path / "ladder.json").read_text())["best"]["flops"] == 1e14
     fixed = conclude(SimpleNamespace(count="all", budget=None), points, sizes, target, 4e8)
     assert fixed["law"].count == "all" and "best" not in fixed
 
@@ -255,9 +266,10 @@ def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_pat
     options = ("val/loss", size, phases, 3, [0.5, 1, 2])
     script.write_text(SCRIPT.replace("failure", failure))
     folder.mkdir(parents=True)
+    argv = sys.argv
     with pytest.raises(SystemExit) as left:
         train_size(folder.parent, script, typed, *options)
-    assert left.value.code == code
+    assert left.value.code == code and sys.argv == argv
     script.write_text(SCRIPT.replace("    sys.exit(failure)", "    pass"))
     for _ in range(2):
         points = train_size(folder.parent, script, typed, *options)
@@ -279,6 +291,15 @@ def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_pat
         "trainer.val_check_interval=100", "allow_changes=[scheduler]",
         f"ckpt_path={folder}/seed-3-2/checkpoints/step-00000080",
     }  # fmt: skip
+    # A short run that was interrupted resumes from its own checkpoint. With another length in the
+    # sweep the longest run has more checkpoints, and is not run again for that.
+    shortest = folder / "seed-3-0.5"
+    (shortest / "result.json").unlink()
+    (shortest / "checkpoints" / "step-00000045").mkdir(parents=True)
+    options = ("val/loss", size, replace(phases, every=20), 3, [0.5, 1, 2])
+    assert train_size(folder.parent, script, typed, *options) == points
+    assert (folder / "started").read_text().split()[4:] == ["seed-3-0.5"]
+    assert "ckpt_path=last" in (shortest / ".hydra" / "overrides.yaml").read_text()
     message = "objective=val/acc: .*seed-3-2: the run did not log this metric; allowed: .*val/loss"
     with pytest.raises(ConfigError, match=message) as error:
         train_size(folder.parent, script, typed, "val/acc", *options[1:])
@@ -337,10 +358,11 @@ def ladder(typed, tmp_path):
 
 def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp_path, monkeypatch):
     """No run is trained: the losses are those of a power law without noise."""
-    called = []
+    called, steps = [], []
 
     def train_size(folder, script, typed, objective, size, phases, seed, counts):
         folder.mkdir(exist_ok=True)
+        steps.extend(phases.total)
         assert script == ROOT / "train.py" and not any(word.startswith("ladder") for word in typed)
         called.append((objective, seed, counts))
         tokens = [total * size.step_tokens for total in phases.total]
@@ -351,17 +373,23 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
         ]  # fmt: skip
 
     monkeypatch.setattr(runs, "train_size", train_size)
-    words = ("ladder.budget=1e12", "ladder.seeds=[3,5]", "ladder.target='optimizer.lr=0.002'")
+    words = ("ladder.budget=1e12", "ladder.seeds=[3,5]",
+             "ladder.target='model=llama_nano optimizer.lr=0.002'")  # fmt: skip
     code, out, err = ladder(*words, "trainer.devices=2", "ladder.count=all")
     assert code == 0, err
     assert called == [("val/loss", seed, [0.1, 0.2]) for _ in range(3) for seed in (3, 5)]
+    assert f"the smallest net has {min(steps)} steps: too few for a law" in err
     folder = tmp_path / "ladder"
     facts = json.loads((folder / "ladder.json").read_text())
     assert len(facts["points"]) == 12 and facts["law"]["count"] == "all"
     assert facts["constants"].keys() == {*NAMES[len(facts["law"]["constants"])]}
     target = facts["target"]
     assert target["tokens"] == 0.2 * target["parameters"]["all"] and target["devices"] == 2
-    law = 7 * (target["parameters"]["all"] * target["tokens"]) ** -0.1
+    per_token = 6 * target["parameters"]["matrices"] + 12 * 2 * 32 * 17  # layers, d_model, T
+    assert target["flops"] == pytest.approx(target["tokens"] * per_token)
+    n = target["parameters"]  # 256 tokens: a table and a head, which are not shared
+    assert n["all"] - n["matrices"] == n["matrices"] - n["blocks"] == 256 * 32
+    law = 7 * (n["all"] * target["tokens"]) ** -0.1
     assert target["loss"] == pytest.approx(law, rel=1e-3) and target["place"] == "2 x this machine"
     typed = {*shlex.split(target["command"])}
     assert {"scheduler=warmup_stable_decay", "trainer.max_steps=-1", "optimizer.lr=0.002",
@@ -372,6 +400,37 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
     assert files == f"files     {folder}/ladder.json · {folder}/ladder.png"
     assert following == f"next      {target['command']}"
     assert "target    " in out and " on 2 x this machine" in out and "best      for 1e+12" in out
+
+
+def test_the_target_alone_is_on_the_typed_hardware_and_a_run_that_fails_ends_the_sweep(
+    ladder, monkeypatch
+):
+    """The width of the smaller nets is 8, 16 and 24, the learning rate 3e-4 belongs to 128."""
+    begun = []
+
+    def train_size(folder, script, typed, objective, size, phases, seed, counts):
+        begun.append((size, seed))
+        raise SystemExit(75)
+
+    monkeypatch.setattr(runs, "train_size", train_size)
+    words = ["ladder.sizes=[0.5,0.25,0.75]", "ladder.lr_width=128", "trainer.devices=4", "seed=7",
+             "ladder.target='max_tokens=7e6 trainer.max_steps=-1'"]  # fmt: skip
+    pairs = ROOT / "tests" / "topologies" / "pairs.txt"
+    outs = []
+    for place in ([], ["hardware=h100_sxm", f"topology={pairs}"]):
+        code, out, err = ladder(*words, *place)
+        assert code == 75, err
+        outs.append(out.splitlines())
+    assert [seed for _, seed in begun] == [7, 7]
+    assert begun[0][0].row == begun[1][0].row  # the smaller nets train on this machine
+    header, *table, total, _ = outs[0]
+    assert outs[1][:-1] == [header, *table, total] and total.endswith(" on 4 x this machine")
+    for row, width, lr in zip(
+        table, (8, 16, 24), ("0.0012", "0.000848528", "0.00069282"), strict=True
+    ):
+        assert f"model.d_model={width} " in row and row.endswith(f" optimizer.lr={lr}")
+    for lines, place in zip(outs, ("this machine", "h100_sxm"), strict=True):
+        assert " parameters, 7e+06 tokens, " in lines[-1] and lines[-1].endswith(f" on 4 x {place}")
 
 
 @pytest.mark.slow
@@ -404,8 +463,6 @@ def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path
     low, high = target["interval"]
     assert low <= target["loss"] <= high and f"loss {target['loss']:.4f}" in out
     assert target["tokens"] == pytest.approx(0.2 * target["parameters"]["all"])
-    per_token = 6 * target["parameters"]["matrices"] + 12 * 2 * 32 * 17  # layers, d_model, T
-    assert target["flops"] == pytest.approx(target["tokens"] * per_token)
     words = shlex.split(target["command"])
     assert {"scheduler=warmup_stable_decay", "trainer.max_steps=-1", "model.d_model=32",
             f"max_tokens={target['tokens']:.0f}", "optimizer.lr=0.002"} < {*words}  # fmt: skip
@@ -445,7 +502,8 @@ def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, chan
         check_same(tmp_path, run_dir, replace_overrides(typed, [changed]))
 
 
-def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):
+def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "train_size", lambda *_: pytest.fail("a run was started"))
     allowed = ("ladder.seeds=[0,2]", "ladder.tokens_per_parameter=[0.1]")
     code, _, err = ladder("ladder.sizes=[0.25,0.26]", *allowed)
     assert code == 2 and "as another" in err
@@ -455,4 +513,12 @@ def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):
         assert code == 2 and all(f"error: {word.partition('=')[0]}" in err for word in words)
     code, _, err = ladder("ladder.tokens_per_parameter=[0.1,0.001]")
     assert code == 2 and "ladder.tokens_per_parameter" in err and "0.01" in err
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        code, _, err = ladder()
+        assert code == 2 and err.endswith("; try: pip install matplotlib\n")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = ladder()
+    assert code == 2 and not out and "\nerror: the command starts its runs itself; " in err
     assert not (tmp_path / "ladder").exists()
