@@ -16,7 +16,7 @@ import pytest
 
 from gptrain.adopt.__main__ import main
 from gptrain.adopt.library import check_paths, copy_library
-from gptrain.adopt.project import TEMPLATE
+from gptrain.adopt.project import TEMPLATE, fill_readme
 from gptrain.core.locations import LIBRARY, VARIABLE
 from tests.conftest import ROOT
 
@@ -109,6 +109,8 @@ def test_required_values_and_choices_for_user_data_are_right(project, run):
         "data/wrong.yaml": digits.replace("batch_size: null", "batch_size: -1") + "path: ???\n",
         "model/wrong.yaml": "_target_: my_project.net.MyLSTM\nvocab_size: ${data.nothing}\n",
     }
+    own["local/wrong.yaml"] = "data: {batch_size: -1}\n"  # may be for another machine
+    (project / "conf" / "local").mkdir()
     for name, text in own.items():
         (project / "conf" / name).write_text(text)
     done = inside(project, sys.executable, "-m", "gptrain.adopt", "--check")
@@ -143,6 +145,9 @@ def test_the_readme_of_a_project_names_its_own_files_and_no_command_without_them
     assert "`lora.py`" in readme and "`net.py`" not in readme and "`conf/model`" in readme
     assert "test_project.py" not in readme
     assert "model=my_lstm" not in readme and "python train.py --cfg job" in readme
+    kept = "python train.py model=lora  # not model=gone\n"
+    block = f"```bash\n{kept}python train.py model=gone\n```\n"
+    assert fill_readme(block, tmp_path / "other", "other") == f"```bash\n{kept}```\n"
 
 
 @pytest.mark.slow
@@ -187,10 +192,16 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"
     assert '"other.more.Net"' in (to / "conf" / "model" / "more.yaml").read_text()
     assert not (to / "conf" / "local").exists()
+    # `docstrings` also needs recipes that were not chosen.
+    assert not (to / "conf" / "experiment" / "docstrings.yaml").exists()
     assert "_target_: other.chat.ChatDataset" in (to / "conf/experiment/chat.yaml").read_text()
     assert "from other.chat import" in (to / "tests/recipes/test_chat.py").read_text()
     done = inside(to, sys.executable, "-m", "gptrain.adopt", "--check")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    library = "library=git+https://example.org/gptrain"
+    _, lines = run("thin", library, "--to", f"{tmp_path}/thin", cwd=project)
+    assert "left      src/gptrain/__init__.py" in lines  # your copy may have changes
+    assert not (tmp_path / "thin" / "requirements.txt").exists()  # only a vendored library reads it
     code, (line,) = run("again", "recipes=[chat]", "--to", f"{tmp_path}/e", cwd=to)
     assert code == 2 and line == (
         "error: recipes=chat: the project already has a different file chat.py; try: rename it"
@@ -198,13 +209,15 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
 
 
 def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_know(
-    project, run, tmp_path, monkeypatch
+    project, typed, tmp_path, monkeypatch
 ):
     newer = tmp_path / "newer"
     shutil.copytree(project / "src" / "gptrain", newer / "src" / "gptrain")
     base = newer / "src" / "gptrain" / "conf" / "base.yaml"
     base.write_text(base.read_text().replace("debug: false", "debug: true"))
     (newer / "src" / "gptrain" / "conf" / "trainer" / "gpu.yaml").unlink()
+    (newer / "src" / "gptrain" / "conf" / "local").mkdir()
+    (newer / "src" / "gptrain" / "conf" / "local" / "default.yaml").write_text("seed: 1\n")
     (project / "conf" / "train.yaml").open("a").write("old_key: 1\n")
     (project / "src" / "gptrain" / "gone.py").touch()
     files = own_files(project)
@@ -216,6 +229,7 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     assert "conf/experiment/gpt2_124m.yaml: error: " in done.stdout  # trainer: gpu
     assert own_files(project) == files
     assert not (project / "src" / "gptrain" / "gone.py").exists()
+    assert not (project / "src" / "gptrain" / "conf" / "local").exists()
     assert "debug: true" in (project / "src" / "gptrain" / "conf" / "base.yaml").read_text()
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
     # From a library outside of the project, after an upgrade that was killed between its renames.
@@ -223,8 +237,12 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     (project / "src" / ".gptrain-new").mkdir()
     monkeypatch.delenv("PYTHONPATH", raising=False)
     upgrade = ("--upgrade", f"library={wheel}", "--to", str(project))
-    code, lines = run(*upgrade, cwd=tmp_path)
+    monkeypatch.setenv(VARIABLE, f"{ROOT}/conf")  # is not the conf/ of the upgraded project
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = typed(main, *upgrade)
+    lines = out.splitlines()
     assert code == 2 and lines[0] == "replaced  src/gptrain"
+    assert any(line.startswith("conf/train.yaml: error: old_key=1") for line in lines)
     assert any(line.startswith("conf/experiment/gpt2_124m.yaml: error: ") for line in lines)
     assert not any(line.startswith(".ci/run: ") for line in lines)
     script = project / ".ci" / "run"  # an older library had this file at another path
@@ -242,7 +260,7 @@ def test_the_files_of_an_interrupted_upgrade_are_replaced(project, tmp_path):
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 
-def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run):
+def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run, monkeypatch):
     word = f"library={project}"
     code, (line,) = run("--upgrade", word, cwd=project)
     assert code == 2 and line.startswith("error: library=")
@@ -251,9 +269,14 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=project, check=True)
     (project / "src" / "gptrain" / "loss.py").write_text("# mine\n")
-    code, (line,) = run("--upgrade", f"library={ROOT}", cwd=project)
+    monkeypatch.setenv("HOME", str(ROOT.parent))
+    code, (line,) = run("--upgrade", f"library=~/{ROOT.name}", cwd=project)
     assert code == 2 and "has changes that are not committed" in line
     assert (project / "src" / "gptrain" / "loss.py").read_text() == "# mine\n"
+    subprocess.run(["git", "checkout", "-q", "src/gptrain"], cwd=project, check=True)
+    (project / "src" / "gptrain" / "untracked.py").touch()  # keeps nobody from upgrading
+    copy_library(LIBRARY, project)
+    assert not (project / "src" / "gptrain" / "untracked.py").exists()
     code, (line,) = run("--upgrade", f"library={project / 'conf'}", cwd=project)
     assert code == 2 and "conf: neither a checkout nor a wheel of gptrain; clone an" in line
     (project / "src" / "another").mkdir()
@@ -263,7 +286,7 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
     assert line.endswith("src: must contain exactly one package, not ['another', 'my_project']")
 
 
-def test_an_external_library_is_a_requirement(run, tmp_path):
+def test_an_external_library_is_a_requirement(run, tmp_path, monkeypatch):
     address = "git+https://example.org/gptrain@v1"
     assert run("wanted", "--to", "new", f"library={address}", cwd=tmp_path)[0] == 0
     project = tmp_path / "new"
@@ -271,11 +294,18 @@ def test_an_external_library_is_a_requirement(run, tmp_path):
     assert f'dependencies = ["gptrain @ {address}"]' in text and "src/gptrain" not in text
     assert [path.name for path in (project / "src").iterdir()] == ["wanted"]
     assert "src/gptrain`" not in (project / "README.md").read_text()
-    code, lines = run("--upgrade", f"library={ROOT}", cwd=project)
+    monkeypatch.setenv("HOME", str(ROOT.parent))
+    code, lines = run("--upgrade", f"library=~/{ROOT.name}", cwd=project)
     assert code == 0 and "pip install -e ." in lines[-1]
     assert (
         f'dependencies = ["gptrain @ {ROOT.as_uri()}"]' in (project / "pyproject.toml").read_text()
     )
+    assert run("second", "--to", "second", f"library={address}", cwd=tmp_path)[0] == 0
+    code, _ = run("--upgrade", f"library={address}2", "--to", f"{tmp_path}/second", cwd=project)
+    assert code == 0 and f"{address}2" in (tmp_path / "second" / "pyproject.toml").read_text()
+    assert f"{address}2" not in (project / "pyproject.toml").read_text()
+    code, (line,) = run("third", "--to", "../second/pyproject.toml/third", cwd=project)
+    assert code == 73 and line.startswith("error: NotADirectoryError: ")
     code, (line,) = run("--upgrade", cwd=project)
     assert code == 2 and line.startswith("error: library=vendored: the project neither contains")
     assert line.endswith("; try: library=<a folder, a wheel, git+https://...>")
