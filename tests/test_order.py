@@ -15,11 +15,13 @@ from gptrain.data import (
     DataError,
     DummyTextDataset,
     EvalBatches,
+    Mixture,
     SampleOrder,
     TrainBatches,
     collate,
 )
 from gptrain.data.order import GOLDEN, mix64
+from gptrain.data.samples import count_batch_targets
 from gptrain.lit import TextDataModule
 from gptrain.lit.datamodule import Loader
 
@@ -148,8 +150,10 @@ def test_the_position_is_asked_when_the_iterator_is_made():
     done = 7
     assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
     assert next(iter(batches)) == run_of(SampleOrder(40, 0), 1, batch_size=4)[7]
-    batches.n_turns, whole = 3, run_of(SampleOrder(40, 0), 1, batch_size=4)
-    assert list(batches) == [[], *whole[7:]]  # the worker whose turn has passed reads nothing
+    batches.n_turns, whole = 3, run_of(SampleOrder(40, 0), 2, batch_size=4)
+    assert list(batches) == [[], *whole[7:10]]  # the worker whose turn has passed reads nothing
+    done = 18  # the turns begin again with each epoch of ten micro-batches
+    assert list(batches) == [[], [], *whole[18:]]
 
 
 @settings(max_examples=40)
@@ -339,13 +343,26 @@ def check_named(sample, message, num_workers):
     assert "Traceback" not in str(error.value) and "; needed: " in str(error.value)
 
 
+def test_the_targets_of_a_batch_are_counted_in_each_form_that_is_known():
+    tokens = torch.arange(8).view(2, 4)
+    targets, labels = tokens.masked_fill(tokens < 3, -100), tokens.masked_fill(tokens < 1, -100)
+    for batch, n_targets in (
+        ((tokens, targets), 5), ((tokens, targets, tokens), 5), ((tokens, targets, 1), None),
+        ({"labels": labels, "targets": targets}, 5), ({"labels": labels}, 7), ({"x": labels}, None),
+        ((tokens, targets.float()), None), ([tokens, targets], None), (tokens, None),
+    ):  # fmt: skip
+        assert count_batch_targets(batch) == n_targets
+
+
 def test_what_the_net_cannot_read_is_refused_in_each_set_that_it_reads():
     data = Samples(lambda x: (x, x))
     longer = Samples(lambda x: (torch.cat([x, x]),) * 2 if x[0] == 3 else (x, x))
+    mixed = Mixture({"a": data, "b": data}, {"a": 1, "b": 1})  # stacks its samples itself
     lengths = RunLengths(BatchPlan(1, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
     read = {"equal_lengths": ("train", "val", "test")}
     for val, vocab_size, message in (
         (data, 3, r"data.val: sample \d has the token \d; allowed: 0 to 2 \(model.vocab_size=3\)"),
+        (mixed, 4, r"data.val: sample [49] has the token 4; allowed: 0 to 3 \(model"),
         (longer, 99, "data.val: sample 3 has 10 positions|data.val: sample 3 is .* but sample 0"),
     ):
         module = TextDataModule(data, val, None, lengths, seed=0, vocab_size=vocab_size, **read)

@@ -76,13 +76,12 @@ class BatchDataset(Dataset):
 class BatchReader(Dataset):
     """Dataset that wraps any dataset for a DataLoader: it reads whole batches and checks them.
 
-    A dataset that stacks its batches itself must check them itself, too.
-
     Args:
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
-        n_positions: Number of positions T that every sample must have. With None, samples may have
-            any form as long as the samples of one batch have equal shapes.
+        n_positions: Number of positions T that every sample must have, unless the dataset stacks
+            its batches itself. With None, samples may have any form as long as the samples of one
+            batch have equal shapes.
         vocab_size: Number of token ids V of the net. With `n_positions`, tokens and targets must be
             below it. None does not check them.
     """
@@ -109,7 +108,7 @@ class BatchReader(Dataset):
         """Read the samples of a batch and return them as a tuple or a dict of stacked tensors.
 
         Samples of text give (tokens (B, T), targets (B, T)). A batch that the dataset has stacked
-        itself in its `__getitems__` is returned unchanged and without a check.
+        itself in its `__getitems__` is returned unchanged. Only its ids are checked.
 
         Args:
             indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
@@ -126,8 +125,6 @@ class BatchReader(Dataset):
             return tokens, torch.full_like(targets, IGNORED), *documents
         read = getattr(self.dataset, "__getitems__", None)
         samples = read(indices) if read else [self.dataset[index] for index in indices]
-        if not isinstance(samples, list):  # the dataset has stacked the samples itself
-            return collate(samples)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
@@ -136,7 +133,7 @@ class BatchReader(Dataset):
             reason = f"sample {indices[0]} is {shapes[0]}" if odd else "torch cannot stack it"
             raise self._stacking_error(indices[odd], samples[odd], reason) from error
         if self.n_positions is not None:
-            if batch[0].shape[1] != self.n_positions:
+            if isinstance(samples, list) and batch[0].shape[1] != self.n_positions:
                 reason = f"sample 0 has {self.n_positions} positions"
                 raise self._stacking_error(indices[0], samples[0], reason)
             self._check_ids(indices, batch)
