@@ -90,10 +90,15 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
     here += (f"data.documents={documents}",)
     run(train, *words, *here, "data.held_out=0.5", "trainer.max_steps=4", "optimizer.lr=1e-2")
     out = capfd.readouterr().out
-    if devices == 1:
-        assert "«" in out and "150 conversations in " in out
-    net = gptrain.load(tmp_path / "run", "last")
     talks = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
+    if devices == 1:
+        answers = [message["content"] for message in talks[0] if message["role"] == "assistant"]
+        # The example is the first conversation of the training set.
+        assert all(f"«{answer}·»" in out for answer in answers)
+        assert "150 conversations in " in out
+        (events,) = (tmp_path / "run").rglob("events.*")
+        assert b"example" in events.read_bytes() and answers[0].encode() in events.read_bytes()
+    net = gptrain.load(tmp_path / "run", "last")
     with torch.no_grad():
         expected = own_loss(net, talks[1::2])
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
@@ -145,6 +150,7 @@ def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_s
     line = f"2 conversations in 2 samples, separate · 0 cut, 2 left out · {share} of the tokens are"
     assert alone.describe(0) == f"{line} targets"
     assert alone.tokenizer.chat_template  # is saved with the run
+    assert (alone.end_id, len(alone.token_bytes)) == (255, 256)
     n_positions = len(alone.chats[0].tokens) - 1
     assert len(dataset(file, held_out=0.0, seq_len=2 * n_positions, documents="masked")) == 1
     packed = dataset(file, held_out=0.0, seq_len=2 * n_positions + 2, documents="masked")

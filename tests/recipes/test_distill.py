@@ -29,11 +29,15 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
             runpy.run_path(str(TRAIN), run_name="__main__")
         assert not left.value.code
 
-    train(f"run_dir={tmp_path}/teacher", "trainer.max_steps=2")
+    # The loss grows in the last step, so that the best checkpoint is not the last one.
+    words = ("trainer.val_check_interval=1", "scheduler=constant", "optimizer.lr=0.3")
+    train(f"run_dir={tmp_path}/teacher", "trainer.max_steps=2", *words)
+    last = gptrain.load(tmp_path / "teacher", "last")
     student = (f"run_dir={tmp_path}/student", f"module.teacher={tmp_path}/teacher", "seed=1")
     train("experiment=distill", *student, "trainer.max_steps=2")
     net = gptrain.load(tmp_path / "student", allowed_targets=["recipes"])
     teacher = gptrain.load(tmp_path / "teacher")
+    assert not torch.equal(*(next(net.parameters()) for net in (teacher, last)))
     tokens, targets = torch.randint(256, (2, 3, 8), generator=torch.Generator().manual_seed(0))
     targets[0, :5] = -100
     documents = torch.tensor([[0] * 3 + [1] * 5] * 3)  # do not see each other

@@ -54,6 +54,9 @@ def test_a_question_is_answered_by_the_first_sentence_of_the_documentation(docs)
     assert len(answers) > 3000
     first = os.path.join.__doc__.strip().partition(".")[0]
     assert answers["What does os.path.join do?"] == " ".join(first.split()) + "."
+    # Functions of a package, methods of a class; no tests, and nothing that is private.
+    assert {"What does json.load do?", "What does argparse.ArgumentParser.error do?"} <= {*answers}
+    assert not any(part in question for question in answers for part in (" test.", "._"))
 
 
 def test_functions_that_are_asked_about_are_not_trained_on(docs):

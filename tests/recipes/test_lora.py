@@ -115,6 +115,13 @@ def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
     weights = [p for layer in layers for p in (layer.lora_a, layer.lora_b)]
     for weight in weights:
         torch.nn.init.normal_(weight)
+    other = with_adapters("Llama", 4, 8.0, ["*.q_proj"], **SIZES, max_seq_len=64)
+    other.load_state_dict(net.state_dict())
+    _, merged = other.to_hugging_face()
+    for i, layer in enumerate(layers):
+        weight = merged[f"model.layers.{i}.self_attn.q_proj.weight"]
+        torch.testing.assert_close(weight, layer.weight + 2.0 * layer.lora_b @ layer.lora_a)
+    assert not any("lora" in name for name in merged)
     n_bytes = write_net(net, tmp_path, "peft", "bf16")
     assert n_bytes == 2 * sum(weight.numel() for weight in weights)
     assert json.loads((tmp_path / "adapter_config.json").read_text()) == {
@@ -127,6 +134,19 @@ def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
             name = f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{kind}.weight"
             torch.testing.assert_close(tensors.pop(name), weight.bfloat16(), rtol=0, atol=0)
     assert not tensors
+
+
+def test_a_layer_that_is_not_there_and_one_that_peft_cannot_name_are_refused():
+    sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}
+    with pytest.raises(ValueError, match="base=GPT: unknown; allowed: Llama, SimpleGPT, Hugging"):
+        with_adapters("GPT", 4, 8.0, ["*.q_proj"], **sizes)
+    layers = r"\*\.down_proj, \*\.head, \*\.k_proj, \*\.out_proj, \*\.q_proj"
+    with pytest.raises(ValueError, match=rf"'\*\.query'\]: no linear layer; allowed: {layers}"):
+        with_adapters("SimpleGPT", 4, 8.0, ["*.query"], **sizes)
+    net = with_adapters("SimpleGPT", 4, 8.0, ["*.out_proj", "*.q_proj"], **sizes)
+    message = r"attention\.q_proj: transformers stores it with other layers; try: format=hf"
+    with pytest.raises(ValueError, match=message):
+        net.to_peft()
 
 
 @pytest.mark.engine("peft")
