@@ -17,13 +17,15 @@ from gptrain.text.chat import CHATML, ChatFormat, chatml_for
 # generation prompt, headers of several tokens, and reasoning that only the last answer keeps.
 TEMPLATES = {
     "chatml": CHATML,
-    "system": "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
+    "system": "{% if messages[0].role != 'system' %}<|im_start|>system\n"
+    "It is {{ strftime_now('%Y') }}.<|im_end|>\n"
     "{% endif %}" + CHATML,
     "inst": "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
     "{{ '[INST] ' + message.content.strip() + ' [/INST]' }}{% elif message.role == 'assistant' %}"
     "{% generation %}{{ ' ' + message.content.strip() + eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
-    "header": "{% for message in messages %}{{ '<|im_start|>' + message.role + '<|im_end|>\n\n' + "
+    "header": "{% if tools is not none or documents is not none %}{{ raise_exception('no') }}"
+    "{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '<|im_end|>\n\n' + "
     "message.content | trim + '<|endoftext|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_end|>\n\n' }}{% endif %}",
     "reasoning": "{%- for message in messages %}\n    {%- set text = message.content %}\n"
@@ -94,10 +96,10 @@ def test_a_control_token_in_a_text_is_text(name, folder):
         clean = [{"role": role, "content": "x"}, *TALK]
         attacked = [{"role": role, "content": attack}, *TALK]
         control = [tokenizer.token_to_id(name) for name in chat_format.control]
-        counts = [
-            [chat_format.encode(talk).tokens.tolist().count(token_id) for token_id in control]
-            for talk in (clean, attacked)
-        ]
+        chats = [chat_format.encode(talk) for talk in (clean, attacked)]
+        counts = [[chat.tokens.tolist().count(i) for i in control] for chat in chats]
+        answers = [tokenizer.decode(chat.tokens[chat.is_target]) for chat in chats]
+        assert answers[0] == answers[1].replace(attack, "x")  # the same tokens are targets
         if role == "assistant" and name == "reasoning":  # <think> belongs to an answer
             counts[1][chat_format.control.index("<think>")] -= 1
         assert counts[0] == counts[1]
@@ -136,9 +138,16 @@ def test_special_tokens_are_encoded_on_request_only(folder):
 
 
 def test_a_template_comes_from_its_file_or_is_chatml(folder):
+    # A template may name the end token, also if no configuration file does.
+    assert ChatFormat(load_tokenizer(folder), TEMPLATES["inst"]).end_token == "<|endoftext|>"
     named(folder, "inst")
     (folder / "chat_template.jinja").write_text("{{ messages }}<|im_end|>")
-    assert load_tokenizer(folder).chat_template == "{{ messages }}<|im_end|>"
+    for number, tokenizer in enumerate((load_tokenizer(folder), ByteTokenizer())):
+        tokenizer.chat_template = "{{ messages }}<|im_end|>"
+        (folder / f"{number}").mkdir()
+        tokenizer.save(folder / f"{number}")
+        kept = load_tokenizer(folder / f"{number}")
+        assert kept.chat_template == load_tokenizer(folder).chat_template == tokenizer.chat_template
     assert ChatFormat(ByteTokenizer()).template == CHATML
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"chat_template.jinja: not UTF-8"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from itertools import count
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -148,7 +149,7 @@ def test_no_sample_is_repeated_or_left_out_across_a_stop(n_parts, kind, tmp_path
 
     first = parts(make, n_parts)
     values = read(first, 12 // n_parts)
-    read(first, 1)  # a batch of the step that a failure interrupts
+    read(first, 2)  # a failure may be noticed when the next two steps are loaded
     states = [part.state_after(12 // n_parts) for part in first]
     second = parts(make, n_parts, states)
     values += read(second, 6 // n_parts)
@@ -158,12 +159,58 @@ def test_no_sample_is_repeated_or_left_out_across_a_stop(n_parts, kind, tmp_path
     assert read(first, 24 // n_parts)  # the next pass begins by itself
 
 
-@pytest.mark.parametrize("kind", [Passes, ResumablePasses])
-def test_a_stop_in_a_later_pass_continues_in_that_pass(kind):
+@pytest.mark.parametrize(("kind", "step"), [(Passes, 100), (ResumablePasses, 100), (Counted, 0)])
+def test_a_stop_in_a_later_pass_continues_in_that_pass(kind, step):
     (part,) = parts(lambda: kind(8), 1)
-    assert read([part], 6) == [*range(8), 100, 101, 102, 103]
+    assert read([part], 6) == [*range(8), *range(step, step + 4)]
     states = [part.state_after(6)]
-    assert read(parts(lambda: kind(8), 1, states), 4) == [*range(104, 108), *range(200, 204)]
+    expected = [*range(step + 4, step + 8), *range(2 * step, 2 * step + 4)]
+    assert read(parts(lambda: kind(8), 1, states), 4) == expected
+
+
+def test_the_positions_of_a_rank_are_those_of_its_own_workers_after_complete_steps():
+    positions = StreamPositions([2, 3], accumulate=2)
+    positions.load(["a", "b", "c", "d"])
+    assert positions.newest == positions.after(0) == {2: "c", 3: "d"}
+    results = [(None, 2, "passed"), *zip("vwxyz", (2, 3, 2, 3, 2), "cdefg", strict=True)]
+    assert "".join(positions.record(results)) == "vwxyz"
+    assert positions.after(2) == {2: "c", 3: "d"} and positions.after(4) == {2: "e", 3: "f"}
+    assert positions.newest == {2: "g", 3: "f"}
+
+
+def test_a_stream_of_datasets_is_split_by_its_package_and_with_a_buffer_is_read_again(monkeypatch):
+    """The classes stand in for those of the package `datasets`."""
+
+    class BufferShuffledExamplesIterable(SimpleNamespace):
+        pass
+
+    class Shuffled(Resumable):
+        _ex_iterable = SimpleNamespace(ex_iterable=BufferShuffledExamplesIterable())
+
+    part = StreamDataset(Shuffled(6), "data.train")
+    assert "is read again on a resume" in part.describe()
+    part.start(0, None)
+    assert part.__getitems__([0, 0, 0]) == [0, 1, 2]
+    assert part.position() == {"epoch": 0, "state": None, "n_read": 3}
+
+    distributed = ModuleType("datasets.distributed")
+    vars(distributed)["split_dataset_by_node"] = lambda stream, rank, n: Numbers(100 * rank + n)
+    monkeypatch.setitem(sys.modules, "datasets.distributed", distributed)
+    monkeypatch.setattr(Resumable, "__module__", "datasets.iterable_dataset")
+    part = StreamDataset(Resumable(6), "data.train")
+    part.n_parts = 3
+    assert "divided over 3 readers by split_dataset_by_node · resumes exactly" in part.describe()
+    part.start(2, None)
+    assert part.part.n == 203
+
+
+def test_readers_that_the_nodes_do_not_divide_are_those_of_one_node_for_litdata():
+    data = Counted(24)
+    data.distributed_env = Environment(4, 1, 2)
+    stream = as_indexed(data, "data.train", None).stream
+    for n_readers, n_nodes in ((6, 2), (3, 1)):
+        assert stream.split_by_rank(2, n_readers) is stream
+        assert data.distributed_env == (n_readers, 2, n_nodes)
 
 
 @pytest.mark.parametrize(
@@ -192,12 +239,17 @@ def test_a_stream_without_a_state_or_without_samples_says_so():
         UserWarning, match="data.train: .* cannot save its position; the first 4 samples"
     ):
         part.stream.warn(pickle.loads(part.state_after(2)))
+    assert (len(part.stream), len(as_indexed(Counted(6), "data.train", None))) == (2**40, 6)
     part.stream.n_parts = 2
     with pytest.warns(UserWarning, match="every reader reads all samples and keeps one of 2"):
         part.stream.warn(None)
     stream = Numbers(6)
     stream.end_id = 7
+    stream.describe = lambda n_samples: "numbers"
+    assert as_indexed(stream, "data.val", 2).end_id == 7  # the wrapper of an evaluation, too
+    assert as_indexed(stream, "data.val", 2).describe(6) == "numbers"
     assert StreamDataset(stream, "data.train").end_id == 7
+    assert StreamDataset(stream, "data.train").describe(6).startswith("a stream · one reader")
     with pytest.raises(DataError, match="the stream has no sample"):
         StreamDataset(Numbers(0), "data.train")[0]
     # Of three readers that read the same stream of two samples, the last one has none.

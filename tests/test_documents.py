@@ -1,5 +1,6 @@
 """Documents come from files and records; where one ends is a token, and a sample may keep it."""
 
+import codecs
 import gzip
 import json
 import shlex
@@ -43,10 +44,11 @@ def write_records(path, texts, key="text"):
         pyarrow.parquet.write_table(pyarrow.table({key: texts}), path, row_group_size=50)
         return path
     lines = "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
+    halves = lines[:99], lines[99:]  # two compressed files that `cat` has joined are one file
     if path.suffix == ".zst":
-        lines = pytest.importorskip("zstandard").compress(lines)
+        lines = b"".join(map(pytest.importorskip("zstandard").compress, halves))
     elif path.suffix == ".gz":
-        lines = gzip.compress(lines)
+        lines = b"".join(map(gzip.compress, halves))
     path.write_bytes(lines)
     return path
 
@@ -150,6 +152,12 @@ def test_json_lines_that_are_not_declared_so_are_never_trained_on(tmp_path):
     with pytest.raises(DataError, match=r"one\.json: JSON lines"):
         read(file)
     read(file, text_key="content")
+    with pytest.raises(DataError, match=r"one\.json: JSON lines"):
+        read(file)  # the index that was made for another key is no answer for this key
+    # The byte order mark of an editor does not hide the records.
+    (tmp_path / "mark.txt").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(DataError, match=r"mark\.txt: JSON lines"):
+        read(tmp_path / "mark.txt")
 
 
 @pytest.mark.parametrize("key", [None, "data"])
@@ -256,9 +264,9 @@ def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(t
     assert format_of(tmp_path / "bracket.json") == "text"
 
 
-def extracted(path) -> list:
+def extracted(path, place="") -> list:
     """Return the records that the command writes which the refusal of a JSON file prints."""
-    with pytest.raises(DataError, match=r"records .* of a JSON object.*try: python") as error:
+    with pytest.raises(DataError, match=rf"records .*{place} of a JSON object.*try: py") as error:
         read(path)
     command = str(error.value).partition("; try: ")[2].rpartition(", or data.format=text")[0]
     subprocess.run(
@@ -300,18 +308,23 @@ ROWS = [{"output": text} for text in TEXTS]
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "expected", "place"),
     [
-        ({f"page {n}": TEXTS[n : n + 9] for n in range(0, 81, 9)}, TEXTS[:81]),
-        ({"n": [1], "by user": {"eve": TEXTS[:50], "bo": TEXTS[50:]}, "m": "free for all"}, TEXTS),
-        ({"tags": ["two words", "a b"], "test": ROWS[:9], "train": ROWS[9:], "n": {}}, ROWS),
-        ({"de": {"n": 1, "rows": ROWS[:7]}, "en": {"rows": ROWS[7:]}, "none": {}}, ROWS),
+        ({f"page {n}": TEXTS[n : n + 9] for n in range(0, 81, 9)}, TEXTS[:81], r"under \*"),
+        ({"n": [1], "by user": {"eve": TEXTS[:50], "bo": TEXTS[50:]}, "m": "free for all"}, TEXTS,
+         r"under by user\.\*"),
+        ({"tags": ["two words", "a b"], "test": ROWS[:9], "train": ROWS[9:], "n": {}}, ROWS, r"\*"),
+        ({"de": {"n": 1, "rows": ROWS[:7]}, "en": {"rows": ROWS[7:]}, "none": {}}, ROWS,
+         r"under \*\.rows"),
     ],
-)
-def test_records_under_several_keys_are_all_extracted_by_the_command(value, expected, tmp_path):
+)  # fmt: skip
+def test_records_under_several_keys_are_all_extracted_by_the_command(
+    value, expected, place, tmp_path
+):
     path = tmp_path / "pages.json"
     path.write_text(json.dumps(value))
-    assert extracted(path) == [{"text": e} if isinstance(e, str) else e for e in expected]
+    records = [{"text": e} if isinstance(e, str) else e for e in expected]
+    assert extracted(path, place) == records
 
 
 def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
@@ -360,6 +373,7 @@ def test_a_record_without_text_is_named_or_left_out_and_counted(line, message, t
         ("a.jsonl", b"", "no record"),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20], "damaged"),
         pytest.param("c.parquet", b"PAR1 no PAR1", "damaged", marks=PYARROW),
+        pytest.param("d.jsonl.zst", b"no zstd", "damaged", marks=pytest.mark.engine("zstandard")),
     ],
 )
 def test_files_that_are_empty_or_damaged_are_named(name, content, message, tmp_path):
@@ -407,6 +421,7 @@ def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
     assert Counter(texts) == Counter(TEXTS)  # nothing is added but the token
     assert (stream(bpe, "train") == 399).sum() == 181 and bpe.token_bytes[399] == 0
     assert "180 documents, each ended by <|endoftext|>, packed" in bpe.describe()
+    assert f" tokens · 2.5 epochs · {len(bpe.ends) - 1} doc" in bpe.describe(len(bpe) * 5 // 2)
     again = load_tokenizer(bpe.folder)
     assert again.end_id == 399 and 399 not in again.encode("a <|endoftext|> b")
     without = read(jsonl, tokenizer="bpe", end_of_document=False)
@@ -462,6 +477,7 @@ def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_pa
     # An older file with other names, which transformers once wrote, does not take precedence.
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert load_tokenizer(tmp_path).end_id == 400
+    assert load_tokenizer(tmp_path).special_ids() == {"eos_token_id": 400}
     (tmp_path / "kept").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "kept")
     assert load_tokenizer(tmp_path / "kept").end_token == "<stop>"

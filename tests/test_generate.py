@@ -150,7 +150,9 @@ def test_a_moved_run_generates_text_without_its_data(write, speaker):
         for _ in range(12):
             tokens.append(int(net(torch.tensor([tokens]))[0, -1].argmax()))
     zero = "temperature=0"
-    for words in ([zero], [zero, "cache=false"], ["top_k=1"], ["top_p=1e-6", "temperature=3"]):
+    no_effect = [zero, "allowed_targets=[tests]", "debug=true", "trainer.accelerator=cpu"]
+    limits = (["top_k=1"], ["top_p=1e-6", "temperature=3"])
+    for words in ([zero], [zero, "cache=false"], no_effect, *limits):
         code, out, err = write(speaker, "prompt=é x", *words)
         assert (code, out) == (0, tokenizer.decode(tokens) + "\n")
         assert re.fullmatch(r"12 tokens in [\d.]+ s, \d+ tokens/s\n", err)
@@ -205,6 +207,7 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     made = alone.removeprefix("ab").rstrip("\n")
     stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
     assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
+    assert write(speaker, "prompt=ab", "temperature=0", f"stop={made[3:5]}")[1] == stopped
     texts = [write(speaker, "prompt=ab", "temperature=2", f"seed={n}")[1] for n in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
@@ -301,6 +304,10 @@ def test_a_chat_continues_its_conversation_and_ends_an_answer_at_each_end_token(
         expected = ChatFormat(tokenizer).encode(talk, add_generation_prompt=True)
         assert prompt == expected.tokens.tolist()
         talk.append({"role": "assistant", "content": answer})
+    # Without `chat` only an interactive command is a chat. Any other continues the prompt itself.
+    for cfg.interactive, cfg.chat in ((True, None), (True, False), (False, None)):
+        Writer(cfg, net, tokenizer, "cpu").write("\x1bb")
+    assert screen.getvalue() == "abc\nxy\nabc\n" + "abc\n" + "\x1bbc\n" * 2  # no terminal
 
 
 def test_text_is_shown_as_it_is_made(monkeypatch):
@@ -322,7 +329,7 @@ class WithoutAccents(ByteTokenizer):
 def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     writer, screen = on_a_terminal(monkeypatch)
     writer.tokenizer = WithoutAccents()
-    typed = iter(["x", "", "né", KeyboardInterrupt, "a"])
+    typed = iter(["\x1bx", "", "né", KeyboardInterrupt, "a"])
 
     def read_line(mark):
         line = next(typed, EOFError)
@@ -332,7 +339,7 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
 
     monkeypatch.setattr("builtins.input", read_line)
     writer.run_interactively()
-    assert screen.getvalue() == "xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n"
+    assert screen.getvalue() == "·xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n"
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
     assert "must be one or more tokens" in lines[1] and lines[2] == "error: no token for 'é'"

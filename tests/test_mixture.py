@@ -64,6 +64,8 @@ def test_each_part_goes_through_epochs_of_its_own():
         assert all(Counter(Counter(epoch).values()) == {1: n_samples} for epoch in epochs.tolist())
         assert epochs[0].tolist() != epochs[1].tolist()
     assert mixed.describe(400).count("10 epochs") == mixed.describe(400).count(" 2 epochs") == 1
+    mixed.parts["b"].describe = lambda n_samples: f"{n_samples} read"
+    assert mixed.describe(400) == "a 0.75: 30 samples · 10 epochs | b 0.25: 100 read"
 
 
 def test_with_other_weights_each_part_goes_on_at_its_next_sample():
@@ -160,6 +162,9 @@ def test_parts_that_do_not_fit_are_named():
         Mixture({"a": part(5, 10), "b": part(5, 9)}, {"a": 1, "b": 1})
     with pytest.raises(DataError, match="part a: samples of 9 positions, not 8"):
         Mixture({"a": part(5, 10)}, {"a": 1}, seq_len=8)
+    uneven: Any = [part(5, 9)[0], part(5, 10)[0]]  # only the first sample fits
+    with pytest.raises(DataError, match=r"part b: sample 1 is .* sample 0 has 8 positions"):
+        Mixture({"a": part(5, 9), "b": uneven}, {"a": 1, "b": 1}).__getitems__([0, 6])
     with pytest.raises(DataError, match=r"part a: sample 0 is int; needed: a pair \(tokens"):
         Mixture({"a": [5]}, {"a": 1})
     with pytest.raises(DataError, match="no parts"):

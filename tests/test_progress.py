@@ -86,7 +86,7 @@ def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
 
 
 def test_preparing_a_corpus_counts_its_bytes_and_is_logged_once(tmp_path, monkeypatch, caplog):
-    made, text = [], b"a line\n" * 300_000
+    made, text = [], b"a line\n" * 300_000 + b"without a newline, which is added"
     monkeypatch.setattr(prepare, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
     (tmp_path / "text.txt").write_bytes(text)
     for _ in range(2):

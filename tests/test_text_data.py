@@ -129,12 +129,15 @@ def test_a_vocabulary_with_gaps_is_stored_wide_and_without_its_spaces_knows_no_b
     assert TextDataset(prepared.folder, "val", 4)[0][0].tolist() == [70_000] * 4
 
 
-def test_a_tokenizer_comes_back_from_its_folder_where_a_link_is_not_followed(bpe, tmp_path):
+def test_a_tokenizer_comes_back_from_its_folder_where_a_link_is_not_followed(
+    bpe, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "victim").write_text("content")
     for tokenizer in (ByteTokenizer(), bpe.tokenizer):
         (tmp_path / "tokenizer.json").unlink(missing_ok=True)
         (tmp_path / "tokenizer.json").symlink_to("victim")
-        for source in (tokenizer.save(tmp_path), str(tmp_path)):
+        for source in (tokenizer.save(tmp_path), str(tmp_path), "~", "~/tokenizer.json"):
             again = load_tokenizer(source)
             assert again.identity == tokenizer.identity
             assert np.array_equal(again.encode("größe"), tokenizer.encode("größe"))
@@ -194,7 +197,7 @@ def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):
     assert len(find_sources([tmp_path / "sub", str(tmp_path / "a.py")])) == 2
     assert len(find_sources([tmp_path / "sub", tmp_path / "sub" / "e.py"])) == 1  # named twice
     with pytest.raises(DataError, match=r"no file matches '\*\.md'"):
-        find_sources(tmp_path, "*.md")
+        prepare(tmp_path, "bytes", tmp_path / "cache", pattern="*.md")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         find_sources(tmp_path / "nowhere")
 
@@ -282,9 +285,13 @@ def test_a_link_is_known_by_its_suffix_as_in_the_hub_cache_of_hugging_face(tmp_p
     """The hub cache stores `data.jsonl.gz` as a link to a file whose name is a hash."""
     (tmp_path / "0f3a").write_bytes(b"")
     (tmp_path / "data.jsonl.gz").symlink_to("0f3a")
-    (tmp_path / "plain").symlink_to("data.jsonl.gz")
     (source,) = find_sources(tmp_path / "data.jsonl.gz")
     assert (source.format, source.path.suffix) == ("jsonl", ".gz")
+    # A link without a suffix is known by the suffix of its target.
+    (tmp_path / "rows.jsonl").write_bytes(b"")
+    (tmp_path / "plain").symlink_to("rows.jsonl")
+    (source,) = find_sources(tmp_path / "plain")
+    assert (source.format, source.path) == ("jsonl", tmp_path / "rows.jsonl")
 
 
 def test_the_default_corpus_is_the_standard_library():
@@ -337,8 +344,12 @@ def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
 
 def test_a_cache_within_the_corpus_is_no_part_of_it(tmp_path):
     make_corpus(tmp_path)
-    first = prepare(tmp_path, "bytes", tmp_path / "outputs" / "data")
-    assert prepare(tmp_path, "bytes", tmp_path / "outputs" / "data").folder == first.folder
+    cache = tmp_path / "outputs" / "data"
+    first = prepare(tmp_path, "bytes", cache)
+    assert prepare(tmp_path, "bytes", cache).folder == first.folder
+    (tmp_path / "outputs" / "data.txt").write_text("next to the cache")
+    found = {source.name for source in find_sources(tmp_path, cache_dir=cache)}
+    assert len(found) == 13 and "outputs/data.txt" in found
 
 
 # ---- prepared
@@ -396,6 +407,8 @@ def test_the_same_text_in_another_folder_reuses_the_cache(tmp_path):
     assert prepare(make_corpus(tmp_path / "three", seed=1), "bytes", cache).folder != first.folder
     assert prepare(tmp_path / "one", "bytes", cache, val_fraction=0.1).folder != first.folder
     assert len(folders(cache)) == 3
+    (tmp_path / "one" / "ä" / "2.txt").rename(tmp_path / "one" / "ä" / "3.txt")
+    assert prepare(tmp_path / "one", "bytes", cache).folder != first.folder  # names decide, too
 
 
 def test_files_that_are_not_utf8_are_left_out_with_one_warning(tmp_path):

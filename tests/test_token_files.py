@@ -39,6 +39,7 @@ def test_raw_files_are_as_long_as_their_size(tmp_path):
     assert file.map().tolist() == list(range(1000))
     wide = open_token_file(write_raw(tmp_path / "wide.bin", [70000, 1], np.uint32), "uint32")
     assert wide.map().tolist() == [70000, 1]
+    assert [part.tolist() for part in TokenDataset(wide.path, 1, "uint32")[0]] == [[70000], [1]]
     for n_tokens in (600, 1):  # no header
         assert open_token_file(write_raw(tmp_path / "a", [0] * n_tokens)).n_tokens == n_tokens
 
@@ -155,6 +156,14 @@ def test_a_token_outside_the_vocabulary_is_found_at_once_in_a_small_file(tmp_pat
     with pytest.raises(DataError, match=r"token 50304 at offset 1182 .*vocab_size=50257"):
         TokenDataset(path, 256, "uint16", vocab_size=50257)
     assert len(TokenDataset(path, 256, "uint16", vocab_size=50305)) == 8
+    shards = [write_raw(tmp_path / f"{number:02}.bin", [1] * 9) for number in range(40)]
+    prints = [TokenDataset(shards, 8).fingerprint]
+    # The checked blocks are spread over all files.
+    write_raw(shards[-1], [1] * 8 + [9])
+    prints.append(TokenDataset(shards, 8).fingerprint)
+    assert prints[0] != prints[1]
+    with pytest.raises(DataError, match=r"39\.bin: token 9 at offset 8 .*vocab_size=9"):
+        TokenDataset(shards, 8, vocab_size=9)
 
 
 def test_a_token_that_the_first_look_missed_is_found_in_its_batch(tmp_path):
@@ -227,9 +236,10 @@ def test_of_a_folder_of_shards_each_split_has_its_own(tmp_path):
     for name in ("val_000000", "train_000002", "train_000001", "test_000000"):
         write_headed(tmp_path / f"fineweb_{name}.bin", range(10))
     names = {
-        split: [path.name[8:-4] for path in find_token_files(tmp_path, split)]
+        split: [path.name[8:-4] for path in find_token_files([tmp_path], split)]
         for split in ("train", "val")
     }
+    assert find_token_files(tmp_path, "val") == find_token_files([tmp_path], "val")
     assert names == {"train": ["train_000001", "train_000002"], "val": ["val_000000"]}
     assert len(TokenDataset(tmp_path, 3, split="val", keep_tail=True)) == 3
 
@@ -240,6 +250,7 @@ def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         write_raw(path, range(9))
     (tokens / "shard").symlink_to(disk)
+    (tokens / "z.bin").symlink_to("a.bin")  # the file is read once, under its first name
     (tokens / "gone").symlink_to("/unmounted")
     with pytest.warns(UserWarning, match=r"1 link has no target.*for example .*gone -> /unm"):
         names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]

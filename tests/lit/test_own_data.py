@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 
 import lightning.pytorch as pl
@@ -215,6 +216,16 @@ def test_pairs_of_dicts_keep_the_tokenizer_and_the_end_token_of_their_dataset():
     dicts.tokenizer, dicts.end_id = ByteTokenizer(), 255
     pairs = as_pairs(dicts, "data.train")
     assert pairs is not dicts and (pairs.tokenizer, pairs.end_id) == (dicts.tokenizer, 255)
+
+
+def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
+    good = {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no key is left out
+        pairs = as_pairs([good] * 5 + [good | {"labels": [2, 1]}], "data.val")
+    assert [targets.tolist() for _, targets in pairs.__getitems__([4, 2])] == [[-100, -100]] * 2
+    with pytest.raises(DataError, match=r"^data\.val: sample 5: labels\[0\]=2, input_ids\[0\]=1"):
+        pairs.__getitems__([4, 5])
 
 
 FORMS = {
