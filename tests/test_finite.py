@@ -65,10 +65,12 @@ def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poi
         drawn_from.append(torch.get_rng_state().numpy().tobytes())
         return result
 
-    norms, clip = [], LightningStrategy.clip
+    norms, updating, clip = [], [], LightningStrategy.clip
 
     def clipped(self, optimizer, max_norm):
+        updating.append(self.is_updating)
         clip(self, optimizer, max_norm)
+        updating.append(self.is_updating)  # an error from here to the end of the step saves nothing
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         norms.append((float(get_total_norm(gradients)), self.grad_norm.clamp(max=max_norm)))
 
@@ -82,6 +84,7 @@ def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poi
     # drawn once, its values are logged once, and the gradients of the next step stay.
     assert "first not finite in the loss" in run.out + run.err
     assert len(set(drawn_from)) == 5 and run.metrics["n_micro_steps"] == 5
+    assert updating == [False, True] * 5
     del norms[BAD_STEP]
     assert all(seen == pytest.approx(float(norm), rel=1e-4) for seen, norm in norms)
     states = run.state(5)["optimizer_states"][0]["state"].values()

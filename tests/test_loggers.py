@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +19,7 @@ from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
 from gptrain.lit.loggers.csv import read_table
+from gptrain.lit.loggers.notes import discard_after, log_note
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -89,6 +91,22 @@ def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(tr
     again = train(*options, "ckpt_path=last")
     assert again.code == 0, again.err
     assert curves(run.folder) == whole
+
+
+def test_every_logger_that_can_discards_points_and_takes_notes():
+    """A resumed run logs the same values again, so that its curves do not show a kept row."""
+    calls = []
+    able = [
+        SimpleNamespace(
+            discard_after=lambda step, n=n: calls.append((n, step)),
+            log_note=lambda *note, n=n: calls.append((n, *note)),
+        )
+        for n in (0, 1)
+    ]
+    trainer = SimpleNamespace(loggers=[able[0], object(), able[1]], global_step=7)
+    discard_after(cast(Any, trainer), 4)
+    log_note(cast(Any, trainer), "sample", "to be")
+    assert calls == [(0, 4), (1, 4), (0, "sample", "to be", 7), (1, "sample", "to be", 7)]
 
 
 def test_a_saved_step_has_a_row_if_the_run_fails_before_lightning_logs_it(train, monkeypatch):

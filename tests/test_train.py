@@ -251,6 +251,11 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     step = re.search(r"the loss of rank 0 at step (\d+) is not finite; samples: \d", run.err)[1]
     assert run.code == 79 and status["step"] == int(step) > 0
     assert status["resume"].endswith(f"run_dir={run.folder} ckpt_path=last")
+    noted = EventAccumulator(str(run.folder))
+    noted.Reload()
+    (note,) = noted.Tensors("run/ended/text_summary")
+    assert b"NonFiniteError: the loss of rank 0 at step" in note.tensor_proto.string_val[0]
+    assert note.step == status["step"]
     assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
     assert read_status(run.folder)["cause"] == "done"
     starts = json.loads((run.folder / ".restarts").read_text())["starts"]

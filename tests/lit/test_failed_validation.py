@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -67,7 +68,12 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
     The clock moves by 100 seconds whenever it is read, which is at most three times in a step.
     """
     words = (f"+callbacks.clock._target_={CALLBACKS}.Clock", "strategy.timeout_s=30", *ranks)
-    run = fit(*words, "checkpoint.every_minutes=1.6", "checkpoint.keep=9", "data.num_samples=64")
+    saves = f"+callbacks.beats._target_={CALLBACKS}.NotesHeartbeat"
+    minutes = ("checkpoint.every_minutes=1.6", "checkpoint.keep=9", "data.num_samples=64")
+    run = fit(*words, *minutes, saves)
+    beats = [json.loads((run.folder / f"save-{n}.json").read_text()) for n in range(first)]
+    assert beats[0][0] != "save"
+    assert beats[1:] == [["save", 3600.0]] * (first - 1)  # waits for the files of the first rank
     # Several ranks learn rank 0's decision one step later. The last step is always saved.
     assert run.steps() == list(range(first, 7))
     words = (*words, "checkpoint.every_minutes=3.3", "checkpoint.every_n_steps=4")

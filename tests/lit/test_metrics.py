@@ -28,6 +28,7 @@ from gptrain.lit.callbacks.monitored import monitored_names
 from gptrain.lit.metrics import MAX_SCALARS, named_scalars, try_metric
 from gptrain.models import SimpleGPT
 from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime.watchdog import Heartbeat
 from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN
 from tests.lit.own.metrics import Nats
@@ -55,7 +56,16 @@ def test_a_metric_equals_torchmetrics_over_all_logits(fit):
     assert run.metrics["val/top5"] == pytest.approx(expected["val"], abs=1e-6)
     assert run.column("val/top5")[-1] == run.metrics["val/top5"]
     assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
-    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    phases, beat = [], Heartbeat.beat
+
+    def note(heart, step=None, phase=None, allow_s=0.0):
+        phases.append(phase)
+        beat(heart, step, phase, allow_s)
+
+    with patch.object(Heartbeat, "beat", note):
+        tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    # The watchdog names the phase if a batch of the test hangs.
+    assert [phase for phase in phases if phase][-2:] == ["test", "test"]
     assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
 
 
@@ -222,7 +232,9 @@ def test_what_a_callback_of_the_users_code_monitors_is_named_with_the_logged_nam
 
 
 def test_training_metrics_may_be_monitored(fit):
-    run = fit("checkpoint.monitor=train/loss", "trainer.val_check_interval=2")
+    words = ("checkpoint.monitor=train/loss", "objective=perf/step_s")
+    run = fit(*words, "trainer.val_check_interval=2")
+    assert "warning" not in run.out  # a measured time is no reproducible metric, but it is logged
     best = min((2, 4, 6), key=lambda step: run.column("train/loss")[step - 1])
     assert best in run.steps()
 

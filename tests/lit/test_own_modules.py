@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
+from gptrain.lit.strategies import saving
 from gptrain.lit.strategies.base import StrategyInfo
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
@@ -85,8 +90,61 @@ def test_frozen_weights_of_a_base_are_in_no_save():
         strategy.saves_to_store = True
         assert sorted(strategy.lightning_module_state_dict()) == of_state_file
         assert list(strategy.own_state().get("net", [])) == of_shards
+        assert not strategy.is_unchanged_since_save()  # nothing was saved yet
+        strategy.take_fingerprints({"state_dict": {}})
+        assert strategy.is_unchanged_since_save()
+        module.net.bias.data.add_(1.0)  # only shards are compared: rank 0 compares the state file
+        assert strategy.is_unchanged_since_save() != is_partitioned
         strategy.saves_to_store = False  # a file of a callback has all weights
         assert {"net.weight", "net.bias", "gain"} == {*strategy.lightning_module_state_dict()}
+
+
+def test_schedules_get_the_rates_of_the_groups_that_a_pipeline_stage_has(monkeypatch):
+    """A checkpoint has all groups of the net. The options of the config are kept for a resume."""
+    monkeypatch.setattr(saving.states, "load_optimizer_state", replace_rates)
+    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy.connect(nn.Linear(3, 2))
+    weight, bias = strategy.lightning_module.parameters()
+    groups = [{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2, "momentum": 0.9}]
+    strategy.optimizers = [torch.optim.SGD(groups)]
+    strategy._loaded = Path("of-another-run")
+    of_three = {"base_lrs": [1.0, 2.0, 3.0], "_last_lr": [4.0, 5.0, 6.0], "lr_lambdas": [{}] * 3}
+    of_two = {"base_lrs": [1.0, 2.0], "_last_lr": [4.0, 5.0]}
+    checkpoint = {
+        "optimizer_states": [{"state": {}, "param_groups": []}],
+        "lr_schedulers": [dict(of_three), dict(of_two), {"step_size": 2}],
+    }
+    strategy.load_optimizer_state_dict(checkpoint)
+    assert checkpoint["lr_schedulers"] == [
+        {"base_lrs": [7.0, 8.0], "_last_lr": [0.7, 0.8], "lr_lambdas": []}, of_two,
+        {"step_size": 2},
+    ]  # fmt: skip
+    assert [options["lr"] for options in strategy.fresh_options] == [0.1, 0.2]
+    assert [options["momentum"] for options in strategy.fresh_options] == [0, 0.9]
+
+
+def replace_rates(parameters, optimizer, *_):
+    """Set the rates of a checkpoint, as loading it does."""
+    for group, rate in zip(optimizer.param_groups, (7.0, 8.0), strict=True):
+        group |= {"lr": rate / 10, "initial_lr": rate}
+
+
+@pytest.mark.parametrize(
+    ("device", "is_partitioned", "is_moved"),
+    [("cpu", False, True), ("cpu", True, False), ("cuda", False, False), ("cuda", True, False)],
+)
+def test_only_a_full_net_on_the_cpu_is_torn_down_as_lightning_does(
+    device, is_partitioned, is_moved, monkeypatch
+):
+    """Lightning would copy weights and optimizer states from the GPU into the host memory."""
+    moved, torn_down = [], []
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda _: moved.append(1))
+    strategy = LightningSingleDevice(ParallelStrategy(device=torch.device(device)))
+    strategy.parallel.is_partitioned = is_partitioned
+    part = SimpleNamespace(teardown=lambda: torn_down.append(part))
+    strategy.accelerator = strategy.precision_plugin = part
+    strategy.teardown()
+    assert (len(moved), len(torn_down)) == (is_moved, 2 * (not is_moved))
 
 
 def test_a_name_in_a_checkpoint_loses_only_the_prefix_of_the_net():

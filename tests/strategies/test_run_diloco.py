@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.lit.strategies import build_strategy
+from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.parallel.diloco import DiLoCo
 
 TWO = (
@@ -106,10 +107,13 @@ def test_on_several_nodes_each_is_a_replica():
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
     try:
         options, dims = default_options("diloco"), ParallelDims(data=4)
-        outer = build_strategy(make_net, options, dims, CPU, n_nodes=2)[1].parallel
+        strategy = build_strategy(make_net, options, dims, CPU, n_nodes=2)[1]
+        outer = strategy.parallel
         assert dist.get_process_group_ranks(outer.step_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.data_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.sync_group) == [1, 3]
+        # This rank holds the first replica together with another one, which saves it.
+        assert strategy.own_state() == {}
         assert outer.ddp_arguments["process_group"] is outer.replica_group
         assert outer.replicas is not None and outer.replicas.size() == 2  # Muon divides its updates
         net = make_net()
@@ -120,7 +124,7 @@ def test_on_several_nodes_each_is_a_replica():
 
 
 def test_a_synchronization_is_done_once_after_a_step_and_after_its_decision(one_rank, monkeypatch):
-    """It is due after every third step, after the last step, and before a validation of a fit."""
+    """Replicas synchronize after every third and the last step, and before a validation."""
     options = default_options("diloco").model_copy(update={"sync_every": 3})
     net, strategy = build_strategy(make_net, options, ParallelDims(), CPU)
     trainer = SimpleNamespace(max_steps=7, sanity_checking=False, state=SimpleNamespace(fn="fit"))
@@ -135,6 +139,7 @@ def test_a_synchronization_is_done_once_after_a_step_and_after_its_decision(one_
 
     monkeypatch.setattr(DDPStrategy, "optimizer_step", lambda *_: done.append("update"))
     monkeypatch.setattr(strategy.parallel, "sync", sync)
+    monkeypatch.setattr(strategy, "synchronize_buffers", done.append)
     strategy.conclude_step = lambda: done.append("decision")
     for step in range(7):
         trainer.global_step = step  # Lightning increases it after the optimizer's step
@@ -142,15 +147,17 @@ def test_a_synchronization_is_done_once_after_a_step_and_after_its_decision(one_
         trainer.global_step = step + 1
         if step + 1 in (2, 6):
             strategy.on_validation_start()
-    of_steps = [[], [2], ["decision", 3], [], [], ["decision", 6], ["decision", 7]]
+    replicas = strategy.parallel.sync_group  # the buffers of the replicas follow their weights
+    at = {2: [2, replicas]} | {step: ["decision", step, replicas] for step in (3, 6, 7)}
+    of_steps = [at.get(step, []) for step in range(1, 8)]
     assert done == [entry for of_step in of_steps for entry in ("update", *of_step)]
     for fn, is_sanity_check in (("validate", False), ("fit", True)):
         trainer.global_step, trainer.state.fn, trainer.sanity_checking = 9, fn, is_sanity_check
         strategy.on_validation_start()
-    assert done[-1] == 7
+    assert done[-2:] == [7, replicas]
 
 
-def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog):
+def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog, monkeypatch):
     first = {"state_dict": {"w": 0.0}, "optimizer_states": [{"state": {"w": {"sum": 10.0}}}]}
     second = {"state_dict": {"w": 1.0}, "optimizer": {"w": {"sum": 11.0}}}
     store = CheckpointStore(tmp_path, "a" * 32)
@@ -158,6 +165,7 @@ def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog
         for name, state in (("state", first), ("replica-0001", second)):
             with draft.open(f"{name}.ckpt") as file:
                 torch.save(state | {"replicas": {"number": 2}}, file)
+    monkeypatch.setattr(SavingStrategy, "load_optimizer_state_dict", lambda *_: None)
     module = LightningModule()
     module.trainer = trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
     for n_ranks, fn, expected in ((2, "fit", 1), (2, "validate", 0), (3, "fit", 0)):
@@ -168,12 +176,38 @@ def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog
             strategy.connect(module)
             trainer.state.fn = fn
             loaded = strategy.load_checkpoint(store.newest())
+            outer = []
+            monkeypatch.setattr(strategy.parallel, "load", outer.append)
+            strategy.load_optimizer_state_dict(loaded)
+            assert [state["number"] for state in outer] == [2]
         finally:
             dist.destroy_process_group()
         assert loaded["state_dict"] == {"net.w": expected}
         assert loaded["optimizer_states"][0]["state"] == {"w": {"sum": 10.0 + expected}}
     (message,) = caplog.messages  # three ranks cannot resume two replicas
     assert message.startswith("warning: the checkpoint has 2 replicas; all replicas of this run")
+
+
+def test_the_file_of_a_replica_has_the_weights_that_a_callback_has_put_into_the_save(tmp_path):
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        options, dims = default_options("diloco"), ParallelDims(data=2)
+        net, strategy = build_strategy(make_net, options, dims, CPU)
+        module = LightningModule()
+        module.net = net
+        strategy.connect(module)
+        strategy.optimizers = [torch.optim.SGD(net.parameters(), momentum=0.9)]
+        strategy.parallel.prepare(module, strategy.optimizers[0])
+        strategy.saves_to_store = True
+        store = CheckpointStore(tmp_path, "a" * 32)
+        averaged = {"state_dict": {"net.w": 0.5}, "validated": True}
+        with store.writing(1) as draft:
+            strategy.save_checkpoint(averaged, None, draft)
+        saved = torch.load(store.newest() / "replica-0001.ckpt", weights_only=True)
+        assert saved["state_dict"] == {"w": 0.5} and averaged["replicas"]["number"] == 2
+        assert saved["optimizer"].keys() == strategy.saved_parameters().keys()
+    finally:
+        dist.destroy_process_group()
 
 
 ONLY_FORWARD = (

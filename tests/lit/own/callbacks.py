@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from gptrain.lit import report
 from gptrain.lit.callbacks import checkpoints
+from gptrain.lit.callbacks.monitor import TrainingMonitor
 
 SEEN = "seen.jsonl"
 
@@ -167,6 +168,17 @@ class Signals(Callback):
         if trainer.global_step == self.step and not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class NotesHeartbeat(Callback):
+    """Writes the phase and the allowed time of each rank's heartbeat during the first save."""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        monitor = next(part for part in trainer.callbacks if isinstance(part, TrainingMonitor))
+        last = monitor.guard.heartbeat.progress
+        path = Path(trainer.default_root_dir) / f"save-{trainer.global_rank}.json"
+        if not path.exists():
+            path.write_text(json.dumps([last.phase, last.allow_s]))
 
 
 class Fails(Callback):
