@@ -107,13 +107,10 @@ def test_on_several_nodes_each_is_a_replica():
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
     try:
         options, dims = default_options("diloco"), ParallelDims(data=4)
-        strategy = build_strategy(make_net, options, dims, CPU, n_nodes=2)[1]
-        outer = strategy.parallel
+        outer = build_strategy(make_net, options, dims, CPU, n_nodes=2)[1].parallel
         assert dist.get_process_group_ranks(outer.step_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.data_group) == [0, 1]
         assert dist.get_process_group_ranks(outer.sync_group) == [1, 3]
-        # This rank holds the first replica together with another one, which saves it.
-        assert strategy.own_state() == {}
         assert outer.ddp_arguments["process_group"] is outer.replica_group
         assert outer.replicas is not None and outer.replicas.size() == 2  # Muon divides its updates
         net = make_net()
@@ -188,11 +185,15 @@ def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog
     assert message.startswith("warning: the checkpoint has 2 replicas; all replicas of this run")
 
 
-def test_the_file_of_a_replica_has_the_weights_that_a_callback_has_put_into_the_save(tmp_path):
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+@pytest.mark.parametrize(("rank", "n_files"), [(1, 0), (2, 1), (3, 0)])
+def test_the_first_rank_of_a_further_replica_writes_the_weights_that_a_callback_has_put_into_a_save(
+    tmp_path, rank, n_files
+):
+    """Two replicas of two ranks: the state file of the run has the first replica."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=4)
     try:
-        options, dims = default_options("diloco"), ParallelDims(data=2)
-        net, strategy = build_strategy(make_net, options, dims, CPU)
+        options, dims = default_options("diloco"), ParallelDims(data=4)
+        net, strategy = build_strategy(make_net, options, dims, CPU, n_nodes=2)
         module = LightningModule()
         module.net = net
         strategy.connect(module)
@@ -203,11 +204,15 @@ def test_the_file_of_a_replica_has_the_weights_that_a_callback_has_put_into_the_
         averaged = {"state_dict": {"net.w": 0.5}, "validated": True}
         with store.writing(1) as draft:
             strategy.save_checkpoint(averaged, None, draft)
-        saved = torch.load(store.newest() / "replica-0001.ckpt", weights_only=True)
-        assert saved["state_dict"] == {"w": 0.5} and averaged["replicas"]["number"] == 2
-        assert saved["optimizer"].keys() == strategy.saved_parameters().keys()
+        names = sorted(strategy.saved_parameters())
     finally:
         dist.destroy_process_group()
+    assert averaged["replicas"]["number"] == 2
+    files = [*store.newest().glob("replica-*")]
+    assert [path.name for path in files] == ["replica-0001.ckpt"] * n_files
+    for path in files:
+        saved = torch.load(path, weights_only=True)
+        assert saved["state_dict"] == {"w": 0.5} and sorted(saved["optimizer"]) == names
 
 
 ONLY_FORWARD = (
