@@ -171,7 +171,7 @@ def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     logger = TensorBoardLogger(str(tmp_path))
     logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
     logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
-    logger.discard_after(0)  # writes the configuration as a text
+    logger.discard_after(3)  # writes the configuration as a text
     logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5, "epoch": 1}, 7)
     logger.log_metrics({"test/loss": 1.5}, None)
     logger.log_note("sample", "# one\ntwo", 7)
@@ -196,7 +196,7 @@ def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
     columns = {info.name.tag for info in experiment.experiment.metric_infos}
     assert columns == {"val/top5", "loss/val", "loss/train", "perf/tokens_per_s"}
     for name, step, text in (
-        ("config", 0, b"    typed:\n      seed: 3\n    objective: val/top5\n"),
+        ("config", 3, b"    typed:\n      seed: 3\n    objective: val/top5\n"),
         ("sample", 7, b"    # one\n    two"),  # as it is, not as Markdown
     ):
         (event,) = accumulator.Tensors(f"run/{name}/text_summary")

@@ -403,6 +403,9 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkey
     noted.Reload()
     samples = noted.Tensors("run/sample/text_summary")
     assert [sample.step for sample in samples] == [2]  # the sanity check at step 0 writes no sample
+    (note,) = noted.Tensors("run/ended/text_summary")
+    assert note.step == 2
+    assert b"steps done, trainer.max_steps=2" in note.tensor_proto.string_val[0]
 
 
 def test_a_prompt_without_a_token_gives_no_sample_and_ends_no_run(train, tmp_path):

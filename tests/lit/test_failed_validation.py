@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import CheckpointWriter
+from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.callbacks.salvage import allow_amendment
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
@@ -83,6 +85,34 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 
+def test_rank_0_votes_only_for_a_step_that_is_not_saved_anyway(monkeypatch, tmp_path):
+    """With several ranks a vote takes effect one step later, and would save that step as well."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(checkpoints, "monotonic", lambda: clock.now_s)
+    for name in ("is_validated", "ends_epoch"):
+        monkeypatch.setattr(checkpoints, name, lambda trainer, *_, name=name: trainer.next == name)
+    options: Any = SimpleNamespace(every_minutes=2.0, every_n_steps=4, monitor=None)
+    store: Any = CheckpointStore(tmp_path, "a" * 32)
+    timeline: Any = None
+    part = checkpoints.Checkpoints(store, {}, options, 4, (), "", None, tmp_path, timeline)
+    step = {"global_step": 3, "next": "", "training": True, "is_global_zero": True}
+
+    def votes(**change):
+        return part.votes_to_save(SimpleNamespace(should_stop=False, **step | change))
+
+    clock.now_s = 119.0
+    assert not votes()
+    clock.now_s = 120.0
+    for change in (
+        {"next": "is_validated"}, {"next": "ends_epoch"}, {"global_step": 4},
+        {"training": False}, {"is_global_zero": False},
+    ):  # fmt: skip
+        assert not votes(**change), change
+    assert votes() and not votes()  # the interval starts again
+    clock.now_s = 240.0
+    assert votes()
+
+
 def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):
     written, draft_open = Counter(), CheckpointWriter.open
 
@@ -138,6 +168,8 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert failed.steps() == saved
     assert "ckpt_path=last" in failed.status["resume"]
     assert "RuntimeError: the callback is broken" in failed.status["traceback"]
+    is_saved_late = saved == [2, 3]  # other steps were saved before their validation
+    assert (f"step {step}, before the error" in failed.out) == is_saved_late
     if hook == "on_before_backward":  # two of the step's four samples, if there are two ranks
         samples = r"0: \d+, \d+\n|1: \d+, \d+\n" if ranks else r"0: (\d+, ){3}\d+\n"
         assert re.search(rf"at step 3, samples of rank ({samples})", failed.out), failed.out

@@ -402,12 +402,13 @@ def test_an_interrupted_last_validation_is_repeated(fit, every):
 @pytest.mark.parametrize(
     "task, hook",
     [("validate", "on_validation_batch_end"), ("test", "on_test_batch_end"),
-     ("fit", "on_train_batch_start")],
+     ("fit", "on_train_batch_start"), ("fit", "on_fit_start")],
 )  # fmt: skip
 def test_a_run_that_saves_no_checkpoint_stops_on_a_signal(fit, task, hook):
     kill = f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: 0, hook: {hook}}}"
     run = fit(f"task={task}", "checkpoint=none", kill, code=75)
     assert not (run.folder / "result.json").exists()
+    assert run.status["step"] <= (hook == "on_train_batch_start")
 
 
 # Loggers
