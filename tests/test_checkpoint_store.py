@@ -11,6 +11,7 @@ import random
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -452,13 +453,15 @@ def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
 def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, monkeypatch):
     save(store, 1)
 
-    def stale(*_):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    def refuse(number, *_):
+        raise OSError(number, os.strerror(number))
 
-    for module, name in ((manifest, "read_bytes"), (manifest, "open_regular"), (os, "listdir")):
+    numbers = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+    places = ((manifest, "read_bytes"), (manifest, "open_regular"), (os, "listdir"))
+    for number, place in product(numbers, places):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, stale)
-            with pytest.raises(OSError, match="Stale"):
+            patch.setattr(*place, partial(refuse, number))
+            with pytest.raises(OSError, match=os.strerror(number)):
                 store.newest_intact()  # returning None would start the run from the beginning
     assert store.newest_intact().step == 1
 

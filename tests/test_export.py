@@ -60,6 +60,9 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
         words = (f"from_run={saved_twice.folder}", f"format={form}", f"dtype={dtype}")
         name = f"of {form}, é=1"
         _, folder, output = export_run(*words, f"checkpoint.mode={mode}", name=name)
+        weights = saved_twice.folder / "checkpoints" / f"step-{step:08d}"
+        n_bytes = (folder / "model.safetensors").stat().st_size
+        assert f" {weights}, {dtype}, {n_bytes / 2**20:.1f} MiB\n" in output
         stored = load_file(folder / "model.safetensors")
         python, script, *pasted = shlex.split(output.rpartition("next ")[2])  # the last line
         assert python == "python" and Path(script).name == "train.py"
@@ -219,7 +222,9 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     (source / "config.json").write_text(json.dumps(model_ids))  # 50256: a default of GPT2Config
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
+    (folder / "tokenizer.json").write_text("of the export")
     copy_companion_files(run, folder)
+    assert (folder / "tokenizer.json").read_text() == "of the export"
     write_special_ids(folder, load_tokenizer(run), has_end=False)
     ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 3}
     assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 4, **ids}
@@ -264,8 +269,12 @@ def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
     write_special_ids(tmp_path, ByteTokenizer(), has_end=False)
     assert (tmp_path / "config.json").read_text() == '{"eos_token_id": null}'
     assert not (tmp_path / "generation_config.json").exists()
+    generation = {"pad_token_id": 256, "max_new_tokens": 7}  # bytes have no token 256
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
     write_special_ids(tmp_path, ByteTokenizer(), has_end=True)
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 255
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert written == {"max_new_tokens": 7, "eos_token_id": 255}
 
 
 def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):

@@ -6,6 +6,7 @@ Spawned ones, as a person's are, start in test_project.py and test_signals_run.p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
 from gptrain.assemble.run import build
@@ -42,18 +44,27 @@ def one_log_and_no_traces_of_other_ranks(folder):
     assert not [name for name in names if "rank" in name or "process" in name]
 
 
+class Warns(Callback):
+    """Logs a warning on each rank."""
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        logging.getLogger(__name__).warning("warning: of each rank")
+
+
 def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     """The tests in tests/strategies compare the training of two ranks with one rank."""
     log = "hydra.job_logging.formatters.file.format='[${name}] %(message)s'"  # a key of the run
-    two = train(*LOGGED, log, "trainer.devices=2", name="two words = ä")
+    warns = "+callbacks.warns._target_=tests.test_ranks.Warns"
+    two = train(*LOGGED, log, warns, "trainer.devices=2", name="two words = ä")
     assert two.code == 0, two.err
+    assert (two.out + two.err).count("warning: of each rank") == 1
     one_log_and_no_traces_of_other_ranks(two.folder)
     for row in map(json.loads, (two.folder / "metrics.jsonl").read_text().splitlines()):
         assert row["perf/slowest_rank"] in (0, 1) and row["perf/slowest_over_median"] >= 1
     labels = [line.split()[0] for line in two.out.splitlines()]
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     lines = (two.folder / "train.log").read_text().splitlines()
-    assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
+    assert len(lines) == len(labels) + 1 and all(line.startswith("[train] ") for line in lines)
     phases = [row.get("phase") for row in read_json_lines(two.folder / "timeline.jsonl")]
     assert phases.count("starting") == 1  # the first rank alone records its times
 

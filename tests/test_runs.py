@@ -157,6 +157,8 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     code, lines, err = show(four)
     assert code == 0 and [line.split()[0] for line in lines[1:]] == ["0"]
     assert len(err) == 3 and all(line.startswith(f"warning: {four}/") for line in err)
+    fifo = four / "sweep" / "10"
+    assert f"warning: {fifo}: {fifo}/result.json: not a regular file" in err
 
 
 def test_strange_values_are_no_figures_and_no_control_characters(tmp_path, show):
@@ -276,11 +278,14 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
         code, _, err = typed(main, "--prune", str(run.folder), "--yes")
         assert code == 73 and "is running" in err and (folder / names[1]).exists()
     manifest = read_manifest(folder / names[0])
-    manifest["config"]["base"] = {"path": str(folder / names[1]), "sha256": ""}
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    manifest["config"]["base"] = {"path": str(link / names[1]), "sha256": ""}
     user = run.folder.parent / "lora" / "checkpoints" / names[0]
     user.mkdir(parents=True)
     (user / "manifest.json").write_bytes(seal(manifest))
-    code, out, err = typed(main, "--prune", str(run.folder), "--yes")
+    first = make_run(tmp_path / "far" / "away")
+    code, out, err = typed(main, "--prune", str(first), str(run.folder), "--yes")
     assert code == 0 and "nothing to delete" in out, err
     assert f"keep      {folder / names[1]}: it has the frozen weights of {user.parents[1]}" in out
     deep = run.folder.parent / "a" / "b" / "c" / "lora"  # only found as the default folder's run

@@ -43,3 +43,7 @@ def test_outside_local_sweeps_all_visible_gpus_stay_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "900,901,902")
     reserve_gpus(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "900,901,902"
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "910,911")
+    reserve_gpus(3)  # does not wait for ever: the start of the run reports that one is missing
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "910,911"

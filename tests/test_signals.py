@@ -11,7 +11,7 @@ import pytest
 
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.runtime import signals
-from gptrain.runtime.signals import SAME_REQUEST_S, SIGNALS, StopFlag
+from gptrain.runtime.signals import SAME_REQUEST_S, SIGNALS, StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import Guard
 
 RUN = """
@@ -34,6 +34,8 @@ with StopFlag() as flag:
     rank = os.getpid()
     worker = os.fork()
     if worker == 0:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)  # as in a worker that was not forked
         ignore_in_worker(rank)
         os.write(1, b"ready")
         time.sleep(60)
@@ -132,6 +134,17 @@ def test_a_signal_sets_the_flag_and_previous_handlers_come_back(number):
         flag.set("time limit")
         assert flag.signal == number.name  # the first
     assert signal.getsignal(number) == before
+
+
+def test_a_rank_that_starts_with_blocked_signals_gets_them_once_it_has_its_handlers():
+    def blocked() -> set[int]:
+        return set(SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    with block_stop_signals():
+        assert blocked() == set(SIGNALS)
+        with StopFlag():
+            assert not blocked()
+    assert not blocked()
 
 
 class Flag(StopFlag):

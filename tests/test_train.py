@@ -142,10 +142,12 @@ def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
     assert not list(run.folder.glob("events*"))
 
 
-def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, plain):
+def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, plain, tmp_path):
     checkpoint = plain.folder / "checkpoints" / "step-00000004"
+    (tmp_path / "run").mkdir()
+    write_status(tmp_path / "run", cause="error", exit_code=70)  # of an evaluation that failed
     again = train("task=test", f"ckpt_path='{checkpoint}'", "trainer.limit_test_batches=2")
-    assert again.code == 0, again.err
+    assert again.code == read_status(again.folder)["exit_code"] == 0, again.err
     assert again.metrics["test/loss"] == pytest.approx(plain.metrics["val/loss"], rel=1e-6)
 
 

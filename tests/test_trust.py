@@ -156,10 +156,11 @@ def own_run(train, configuration, tmp_path_factory) -> Path:
     return run.folder
 
 
-def test_the_users_own_run_is_evaluated_without_repeating_its_paths(own_run, train):
+def test_the_users_own_run_is_evaluated_without_repeating_its_paths(own_run, train, monkeypatch):
     test = train(f"from_run={own_run}", "task=test", name="test", tiny=False)
     assert test.code == 0 and "test/loss" in test.metrics, test.err
-    again = train(f"from_run={own_run}", "seed=2", name="again", tiny=False)
+    monkeypatch.setenv("HOME", str(own_run.parent))
+    again = train(f"from_run='~/{own_run.name}'", "seed=2", name="again", tiny=False)
     assert again.code == 0 and read_signed_record(again.folder), (
         again.err
     )  # the new run is trusted, too

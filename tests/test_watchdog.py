@@ -207,6 +207,9 @@ def test_only_a_rank_without_heartbeats_and_announced_calls_is_reported_as_silen
     silent.beat()
     assert watch.silent_ranks() == []
     assert silent.progress == Progress(rank=1, n_beats=3, phase="backward", step=7)
+    assert compiling.progress.allow_s == 60.0
+    compiling.beat()
+    assert compiling.progress.allow_s == 0.0  # the longer time was for one call
 
 
 def test_a_hang_is_one_line_with_the_ranks_at_each_place_and_the_earliest_step_first():
@@ -238,10 +241,12 @@ def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code,
 
     monkeypatch.setattr(supervisor, "report_ending", report)
     cfg = OmegaConf.create({"launcher": {"timeout_s": 7.0}, "run_dir": str(tmp_path)})
-    ranks = 2 * [SimpleNamespace(is_alive=lambda: False, exitcode=code, pid=1)]
+    ends_of_ranks = [SimpleNamespace(exitcode=0, pid=1), SimpleNamespace(exitcode=code, pid=2)]
+    ranks = [SimpleNamespace(is_alive=lambda: False, **vars(end)) for end in ends_of_ranks]
     supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
-    assert (ending.cause, ending.code, which) == (cause, 70, 0)
+    assert (ending.cause, ending.code, which) == (cause, 70, 1)
+    assert ending.line.startswith(f"error: rank 1 {'(process 2)' if code < 0 else 'ended'} ")
     assert replaces == [code < 0]  # another rank may have reported that it lost the killed rank
     assert ("memory ran out" in ending.line) == (code == -9)  # the kernel kills with SIGKILL
     assert supervisor.job_code(cfg, ranks) == 70

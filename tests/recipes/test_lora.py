@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gptrain
+from gptrain.export.__main__ import main as export
 from gptrain.export.files import write_net
 from gptrain.models import Llama
 from gptrain.parallel.placement import make_net_on
@@ -80,12 +81,17 @@ def test_a_checkpoint_refers_to_the_base_and_a_resumed_run_has_the_same_bits(run
 
 def test_a_base_that_has_changed_is_one_line(run, tmp_path, monkeypatch):
     """A resume from another folder finds a base whose path was relative."""
+    pytest.importorskip("safetensors")
     torch.manual_seed(0)
     net = Llama(**SIZES, max_seq_len=256, qk_norm=True, rope_base=10000.0)
     file, lora = tmp_path / "base.pt", (*WORDS, "experiment=lora", f"run_dir={tmp_path}/a")
     torch.save(net.state_dict(), file)
     monkeypatch.chdir(tmp_path)
     run(train, *lora, "init_from=base.pt", "trainer.max_steps=1")
+    for form in ("hf", "peft"):  # neither holds the net with adapters, so neither has its record
+        out = run(export, f"from_run={tmp_path}/a", f"format={form}", f"run_dir={tmp_path}/{form}")
+        assert not (tmp_path / form / ".hydra").exists()
+        assert ("init_from=" in out) == (form == "hf")  # adapters alone are no start
     monkeypatch.chdir("/")
     torch.save({name: tensor + 1 for name, tensor in net.state_dict().items()}, file)
     out = run(train, *lora, "trainer.max_steps=2", "ckpt_path=last", code=65)
