@@ -9,12 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers.logger import DummyLogger
+from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
 from gptrain.assemble.load import build_net
 from gptrain.assemble.run import TrainingRun
-from gptrain.assemble.start_report import parameters_text, precision_text
+from gptrain.assemble.start_report import parameters_text, precision_text, typed_options
 from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.core.errors import ConfigError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
@@ -57,6 +59,7 @@ def built(build, tmp_path_factory) -> tuple[TrainingRun, int]:
     words = (
         "seed=5", "data=text", f"data.path={text}", "data.seq_len=16",
         "data.batch_size=2", "data.global_batch_size=8", "trainer.max_epochs=2",
+        "data.num_workers=3",
         "trainer.val_check_interval=3", "trainer.gradient_clip_val=0.5",
         "trainer.log_every_n_steps=4", "trainer.precision=bf16-mixed", "on_nonfinite=skip",
         "on_spike=skip", "spike.sigma=5",
@@ -124,7 +127,7 @@ def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(bu
     assert (data.batches.batch_size, data.batches.accumulate, data.batches.epoch_steps) == (
         2, 4, len(data.train) // 8,
     )  # fmt: skip
-    assert (data.vocab_size, data.num_workers, data.pin_memory) == (256, 0, False)
+    assert (data.vocab_size, data.num_workers, data.pin_memory) == (256, 3, False)
     assert data.equal_lengths == {"train", "val", "test"} and data.test is data.val
     assert (Path(training.cfg.run_dir) / "tokenizer.json").is_file()
 
@@ -154,6 +157,20 @@ def test_a_line_has_few_parameters_in_full_and_a_hint_where_a_precision_is_slow(
     assert precision_text("32-true", "bf16-mixed") == f"precision 32-true{hint}"
     for precision, native in (("32-true", "32-true"), ("16-mixed", "bf16-mixed")):
         assert precision_text(precision, native) == f"precision {precision}"
+
+
+def test_the_options_that_a_logger_compares_are_those_that_distinguish_the_run(monkeypatch):
+    """Folders are left out, and so are overrides that all jobs of a sweep share."""
+    shared = {"override_dirname": {"exclude_keys": ["trainer.max_steps"]}}
+    hydra = OmegaConf.create({"job": {"config": shared}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
+    words = ["model=gpt_nano", "seed=3", "optimizer.betas=[0.8,0.9]", "+trainer.min_epochs=2"]
+    cfg = compose_run(*words, "trainer.max_steps=5", "run_dir=a", "logger=csv")
+    typed = [*words, "trainer.max_steps=5", "run_dir=a", "logger=csv", "~callbacks.sample"]
+    assert typed_options(cfg, {"overrides": typed}) == {
+        "model": "gpt_nano", "seed": 3, "optimizer.betas": "[0.8,0.9]", "trainer.min_epochs": 2,
+    }  # fmt: skip
+    assert typed_options(cfg, {"overrides": []}) == {}
 
 
 def test_runs_of_other_kinds_leave_parts_out(build):

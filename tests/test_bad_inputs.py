@@ -256,6 +256,8 @@ def test_all_problems_are_reported_at_once():
         ["trainer.devices", "optimizer.lr", "model.dropout", "modell.x", "strategy", "model",
          "name", "data.global_batch_size"]
     )  # fmt: skip
+    lines = refused("modell.x=1", "data.train.seed=${nope}")
+    assert [line.split(": ")[1] for line in lines] == ["modell.x=1", "data.train.seed"]
 
 
 def test_a_wrong_word_does_not_make_words_that_need_a_later_one_wrong(tmp_path):
@@ -381,14 +383,15 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
     )  # ranks share a CPU's memory
 
 
-def test_files_that_are_not_there_are_not_found(tmp_path):
+def test_files_that_are_not_there_are_not_found(tmp_path, monkeypatch):
     (line,) = refused("data=text", "data.path=/x/y", *NANO, code=66)
     assert "data.path=/x/y: no such file or folder; try: data.path=<file or folder>" in line
     train_path = f"data.train_path={__file__}"
     (line,) = refused("data=tokens", train_path, "data.val_path=/x/y", *NANO, code=66)
     assert "data.val_path=/x/y: no such file" in line
     (tmp_path / "a.txt").write_text("a text")
-    assert accepted("data=text", f"data.path={tmp_path}/*.txt", *NANO) == []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert accepted("data=text", "data.path='~/*.txt'", *NANO) == []
     (line,) = refused("data=text", f"data.path={tmp_path}/*.md", *NANO, code=66)
     assert "*.md: no such file" in line
     (line,) = refused("data=text", "data.tokenizer=/x/t.json", *NANO, code=66)

@@ -240,6 +240,7 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
         ),
         (("model.compile=blocks",), "model.compile=blocks: .* without: none, model"),
         (("model.activation_checkpointing=full",), "activation_checkpointing=full: .* needs `bl"),
+        (("data=text", "data.documents=masked"), "documents=masked: needs an argument `layout` of"),
         (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),
     ],
 )

@@ -195,6 +195,8 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
         assert row["ended"].startswith("nonfinite: the loss of rank 0 at step")
         assert row["ended"] in sweep.out
     assert sweep.err.count("is not finite") == 2
+    assert table[4]["optimizer.lr"] == "-1"
+    assert table[4]["ended"].startswith("refused: optimizer.lr=-1: must be > 0")
 
 
 @pytest.mark.engine("optuna")
