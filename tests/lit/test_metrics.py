@@ -229,6 +229,14 @@ def test_what_a_callback_of_the_users_code_monitors_is_named_with_the_logged_nam
         "error: callbacks: no value is logged with the name val/x, which a callback monitors; "
         "allowed: val/a, val/b"
     ]
+    # The callback of the config is named, even if the checkpoints have the same monitor.
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}"
+    cfg = compose_run(f"+callbacks.stop={stop}", "checkpoint.monitor=val/x")
+    with (
+        pytest.raises(ConfigError, match=r"^error: callbacks\.stop\.monitor=val/x: no value"),
+        missing_monitor_as_config_error(cfg, cast(Any, trainer)),
+    ):
+        raise MisconfigurationException(message)
 
 
 def test_training_metrics_may_be_monitored(fit):
