@@ -10,7 +10,7 @@ import torch
 from gptrain.config.check import check_config, find_world_size
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
-from gptrain.config.preflight.devices import check_visible
+from gptrain.config.preflight.devices import check_memory, check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
 from gptrain.runtime.devices import accelerator_of
@@ -150,8 +150,8 @@ ONE_LINE = {
     "model=null": ["gpt_nano"],
     "data.train.seed=${nope}": ["data.train.seed", "nope"],
     "data.seq_len=${data.seq_len}": ["data.seq_len"],
-    "+callbacks.a={_target_:project.callback.MyCallback,path:'${ckpt_path}/x'}": [
-        "callbacks.a.path=${ckpt_path}/x: the run replaces", "trainer.ckpt_path in a hook",
+    "+callbacks.a={_target_:project.callback.MyCallback,path:'a/${ckpt_path}/x'}": [
+        "callbacks.a.path=a/${ckpt_path}/x: the run replaces", "trainer.ckpt_path in a hook",
     ],
     "~nothing": ["unknown key"],
     "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "'~callbacks.sample'"],
@@ -381,6 +381,8 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
     assert int(line.removeprefix(needed).split()[0]) == pytest.approx(
         2 * gib[1], rel=0.01
     )  # ranks share a CPU's memory
+    evaluation = resolved(compose_command([*words, "trainer=cpu", "task=test", "ckpt_path=best"]))
+    assert list(check_memory(check_config(evaluation), "cpu", n_local=1, world_size=1)) == []
 
 
 def test_files_that_are_not_there_are_not_found(tmp_path, monkeypatch):

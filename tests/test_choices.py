@@ -116,8 +116,10 @@ def test_both_datasets_of_a_group_get_the_options_of_the_group():
 def test_a_mixture_masks_documents_if_one_of_its_parts_does(masked):
     parts = [f"+data@data.parts.{name}=text" for name in "ab"]
     words = [f"data.parts.{name}.documents=masked" for name in masked]
-    data = compose_run("model=gpt_nano", "data=mixture", *parts, *words).data
+    data = compose_run("model=gpt_nano", "data=mixture", "data.seq_len=24", *parts, *words).data
     assert data.masks_documents == bool(masked)
+    for datasets in (data.train, data.val):
+        assert [part["seq_len"] for part in datasets.arguments["parts"].values()] == [24, 24]
 
 
 def test_recipes_begin_with_the_values_that_their_yaml_files_describe():

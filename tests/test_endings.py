@@ -107,6 +107,11 @@ def test_the_first_line_of_an_error_leaves_out_values_of_tensors_and_the_traceba
         assert first_line(ValueError(message)) == line
 
 
+def test_a_problem_that_was_found_twice_is_one_line():
+    gone, wrong = ConfigIssue("a", 1, "gone"), ConfigIssue("a", 1, "wrong")
+    assert ConfigError([gone, wrong, gone]).lines == ["error: a=1: gone", "error: a=1: wrong"]
+
+
 def test_a_value_is_shown_as_it_is_typed_and_a_long_one_is_cut():
     assert show([True, None, {"a": 1.5}]) == "[true,null,{a:1.5}]"
     assert [show("x" * n) for n in (200, 201)] == ["x" * 200, "x" * 200 + "..."]

@@ -218,8 +218,8 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
         library.save(str(place / "tokenizer.json"))
     names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
     (source / "special_tokens_map.json").write_text(json.dumps(names))
-    model_ids = {"eos_token_id": [2, 0], "bos_token_id": 50256, "pad_token_id": None}
-    (source / "config.json").write_text(json.dumps(model_ids))  # 50256: a default of GPT2Config
+    model_ids = {"eos_token_id": [2, 0], "bos_token_id": 4, "pad_token_id": None}
+    (source / "config.json").write_text(json.dumps(model_ids))  # 4: not in this vocabulary
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
     (folder / "tokenizer.json").write_text("of the export")
@@ -239,7 +239,7 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
         (place / "tokenizer.json").write_text('{"a": 0}')
         (place / "chat_template.jinja").write_text(template)
     (source / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 5}')
-    (source / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 3}')
     (other / "tokenizer.json").write_text('{"b": 0}')
     for place in (run, other):
         copy_tokenizer_files([tmp_path / "nothing.json", source, second, other], place)
@@ -250,7 +250,7 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
     for end_id, ends in ((None, 7), (9, [9, 7]), (7, [7, 9])):
         if end_id is not None:
             write_end_token(run, end_id)
-        ids = {"bos_token_id": 1, "eos_token_id": ends}
+        ids = {"bos_token_id": 1, "eos_token_id": ends, "top_k": 3}
         assert json.loads((run / "generation_config.json").read_text()) == ids
     assert not (other / "chat_template.jinja").exists()
     # The files of `data.tokenizer` precede those of `init_from`.

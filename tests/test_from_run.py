@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.config import compose_command
 from gptrain.core.errors import ConfigError
+from gptrain.core.labels import line
 
 
 @pytest.fixture
@@ -99,6 +100,7 @@ def test_evaluating_the_best_checkpoint_gives_the_same_value_in_a_new_folder(tra
         words = (f"task={task}", f"from_run='{run.folder}'")
         again = train(*words, tiny=False, name=f"{task} = again")
         assert again.code == 0, again.err
+        assert again.out.startswith(line(task, f"from step 2: {run.folder}/checkpoints/"))
         assert again.metrics[metric] == manifest["metrics"]["val/loss"] < run.metrics["val/loss"]
         last = train(*words, worse[task], tiny=False, name=f"{task} last")
         assert last.metrics[metric] == run.metrics["val/loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import math
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 
 from gptrain.assemble.lengths import plan_lengths
+from gptrain.assemble.optimizer import peak_lr
 from gptrain.assemble.schedule import build_schedule
+from gptrain.core.lengths import BatchPlan
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 
@@ -52,6 +55,12 @@ def test_the_learning_rate_grows_with_the_global_batch(train):
     groups = run.state(4)["optimizer_states"][0]["param_groups"]
     rates = {group["lr"] for group in groups}
     assert sorted(rates) == pytest.approx([lr * math.sqrt(2) for lr in (PEAK, 3e-3, 5e-3)])
+
+
+def test_the_default_of_the_optimizers_class_grows_with_the_batch_too():
+    words = ("optimizer.lr=null", "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=4")
+    default = inspect.signature(torch.optim.AdamW).parameters["lr"].default
+    assert peak_lr(compose_run(*words), BatchPlan(6, 1, 2)) == pytest.approx(3 * default)
 
 
 @pytest.mark.parametrize("warmup, steps", [("0.1", 30), ("null", 30), ("0.02", 6), ("300", 300)])
