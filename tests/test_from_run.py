@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.config import compose_command
+from gptrain.config.from_run import expand
 from gptrain.core.errors import ConfigError
 from gptrain.core.labels import line
 
@@ -40,7 +41,10 @@ def test_new_overrides_come_after_the_old_runs_overrides(old_run):
 
 
 def test_the_old_runs_folder_and_checkpoint_path_are_not_reused(old_run, tmp_path):
-    first = old_run("run_dir=/elsewhere", "ckpt_path=last", "allow_changes=[seed]", "seed=3")
+    first = old_run("run_dir=/elsewhere", "ckpt_path=last", "allow_changes=[seed]", "seed=3",
+                    "output_dir=/elsewhere", "logger=csv", "profiler=simple", "hydra.verbose=true",
+                    "allowed_targets=[mine]", "+data.train.cache_dir=/elsewhere")  # fmt: skip
+    assert expand([first]) == ["seed=3", first]
     cfg = compose_command([first])
     assert cfg.seed == 3 and cfg.ckpt_path is None and list(cfg.allow_changes) == []
     assert OmegaConf.to_container(cfg)["run_dir"] != "/elsewhere"

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.config.cli import main
 from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
@@ -92,6 +93,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
         pass
 
     def start_group(*place, **options):
+        assert isinstance(guard.stop.error, PreemptedError)  # a request to stop is raised here
         raise GroupMade(*place, options)
 
     calls = []
@@ -102,11 +104,17 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
     words.append(f"run_dir={tmp_path}")
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
         cfg = compose_run(*words, f"strategy.backend={asked}")
+        guard = unwatched(cfg)
         with pytest.raises(GroupMade) as made:
-            assemble.build(cfg, unwatched(cfg))
+            assemble.build(cfg, guard)
+        progress = guard.heartbeat.progress
+        assert (progress.phase, progress.allow_s) == ("connect", 5.0 + 60.0)
         options = {"timeout_s": 5.0, "store_path": None, "variables": ()}
         assert made.value.args == (backend, torch.device("cpu"), 0, 3, options)
     assert calls == [3, 3]
+    monkeypatch.setattr(assemble, "build_datasets", lambda cfg: guard.stop.error)
+    assert isinstance(assemble.prepare_data(cfg, 0, guard), PreemptedError)
+    assert guard.stop.error is None
 
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
