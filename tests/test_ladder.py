@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from gptrain.core.errors import ConfigError
+from gptrain.ladder import law as module
 from gptrain.ladder import report, runs
 from gptrain.ladder.__main__ import main
 from gptrain.ladder.law import (
@@ -61,8 +62,9 @@ def test_a_law_without_noise_is_found_again():
     assert law[0] == pytest.approx(TRUTH[0], rel=1e-3)
 
 
-def test_exponents_and_an_extrapolation_are_found_in_noise():
+def test_exponents_and_an_extrapolation_are_found_in_noise(monkeypatch):
     """Noise of 0.1 % of the loss, 60 runs: exponents to 0.05, four times the size to 0.5 %."""
+    monkeypatch.setattr(module, "N_BOOTSTRAP", 60)
     truth = np.array([0.8, 30.0, 0.25, 2000.0, 0.4])
     law = fit_law("all", *runs_of(truth, noise=1e-3, seeds=3))
     assert law.named.keys() == set(NAMES[5])
@@ -151,6 +153,7 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     facts = conclude(options, points, sizes, target, 4e8)
     assert facts["law"].count == "matrices"
     assert facts["target"]["loss"] == pytest.approx(7.0 * (1e7 * 4e8) ** -0.1)
+    assert facts["target"]["level"] == 0.95 and facts["points"] == points
     assert (facts["target"]["flops"], facts["target"]["hours"]) == (3 * 1e7 * 4e8, 0.4)
     best = facts["best"]
     # The target, which takes the fewest FLOPs for each parameter and token, is a known size, too.
@@ -185,6 +188,8 @@ def test_the_runs_of_a_size_share_a_stable_phase_with_a_checkpoint_before_each_d
         ([4, 6], {}, Phases(40, 160, [320, 480], [400, 600])),
         ([4, 6], {"decay_steps": 0.5}, Phases(40, 100, [200, 300], [400, 600])),
         ([4, 6], {"decay_steps": 30}, Phases(40, 160, [320, 480], [400, 600])),
+        ([4, 6], {"decay_steps": 1}, Phases(40, 160, [320, 480], [400, 600])),
+        ([0.02, 0.04], {}, Phases(0, 2, [2, 4], [4, 6])),  # a step of decay, and one at its end
         ([4, 6], {"warmup_tokens": 300}, Phases(30, 160, [320, 480], [400, 600])),
     ):
         changed = cfg.changed({f"scheduler.{key}": value for key, value in keys.items()})
@@ -306,12 +311,16 @@ def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_pat
     assert error.value.code == 65
 
 
-def test_too_few_runs_give_a_straight_line():
+def test_too_few_runs_give_a_straight_line(monkeypatch):
     n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
     assert count_constants(n, d) == 2 and count_constants(*runs_of(TRUTH)[:2]) == 5
     law = fit_law("all", n, d, 7.0 * (n * d) ** -0.1)
     assert law.named == pytest.approx({"A": 7.0, "a": 0.1})
     assert law.interval(1e9, 1e10) == pytest.approx([7.0 * 1e19**-0.1] * 2)
+    # Of nine runs, a sample often has too few different ones for five constants.
+    monkeypatch.setattr(module, "N_BOOTSTRAP", 20)
+    law = fit_law("all", *runs_of(TRUTH, noise=1e-3, sizes=SIZES[:3], each=EACH[:3]))
+    assert np.shape(law.samples) == (20, 5)
 
 
 def test_the_largest_size_is_predicted_without_it():
@@ -345,6 +354,8 @@ def test_what_counts_as_a_parameter():
     assert count_parameters(net, 10) == {"all": 60, "matrices": 60, "blocks": 20}
 
 
+# Beginnings of words for the sweep alone, not for its runs.
+OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 SMALL = [*TINY, "data=text", f"data.path={ROOT / 'src' / 'gptrain' / 'runs'}", "data.batch_size=1",
          "scheduler.warmup_steps=5", "model.n_heads=4", "ladder.sizes=[0.25,0.5,0.75]",
          "callbacks=none", "logger=none", "ladder.tokens_per_parameter=[0.1,0.2]"]  # fmt: skip
@@ -363,9 +374,11 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
     def train_size(folder, script, typed, objective, size, phases, seed, counts):
         folder.mkdir(exist_ok=True)
         steps.extend(phases.total)
-        assert script == ROOT / "train.py" and not any(word.startswith("ladder") for word in typed)
+        assert script == ROOT / "train.py" and not any(word.startswith(OWN) for word in typed)
         called.append((objective, seed, counts))
         tokens = [total * size.step_tokens for total in phases.total]
+        n_parameters = size.counts["all"]
+        assert tokens == pytest.approx([n * n_parameters for n in counts], rel=0.1)
         return [
             {"parameters": size.counts, "tokens": n_tokens, "seed": seed, "run": "run",
              "tokens_per_parameter": count, "loss": 7 * (size.counts["all"] * n_tokens) ** -0.1}
@@ -374,12 +387,13 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
 
     monkeypatch.setattr(runs, "train_size", train_size)
     words = ("ladder.budget=1e12", "ladder.seeds=[3,5]",
-             "ladder.target='model=llama_nano optimizer.lr=0.002'")  # fmt: skip
+             "ladder.target='model=llama_nano optimizer.lr=0.002 scheduler=warmup_cosine'",
+             "name=mine", f"run_dir={tmp_path}/sweep")  # fmt: skip
     code, out, err = ladder(*words, "trainer.devices=2", "ladder.count=all")
     assert code == 0, err
     assert called == [("val/loss", seed, [0.1, 0.2]) for _ in range(3) for seed in (3, 5)]
     assert f"the smallest net has {min(steps)} steps: too few for a law" in err
-    folder = tmp_path / "ladder"
+    folder = tmp_path / "sweep"
     facts = json.loads((folder / "ladder.json").read_text())
     assert len(facts["points"]) == 12 and facts["law"]["count"] == "all"
     assert facts["constants"].keys() == {*NAMES[len(facts["law"]["constants"])]}
@@ -394,7 +408,8 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
     typed = {*shlex.split(target["command"])}
     assert {"scheduler=warmup_stable_decay", "trainer.max_steps=-1", "optimizer.lr=0.002",
             f"max_tokens={target['tokens']:.0f}", "model.d_model=32"} < typed  # fmt: skip
-    assert not any(word.startswith("ladder") for word in typed)
+    assert not any(word.startswith(OWN) for word in typed)
+    assert sum(word.startswith("scheduler=") for word in typed) == 1
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
     *_, files, following = out.splitlines()
     assert files == f"files     {folder}/ladder.json · {folder}/ladder.png"
@@ -405,7 +420,7 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
 def test_the_target_alone_is_on_the_typed_hardware_and_a_run_that_fails_ends_the_sweep(
     ladder, monkeypatch
 ):
-    """The width of the smaller nets is 8, 16 and 24, the learning rate 3e-4 belongs to 128."""
+    """The width of the smaller nets is 16, 32 and 48. The learning rate 3e-4 belongs to 128."""
     begun = []
 
     def train_size(folder, script, typed, objective, size, phases, seed, counts):
@@ -414,6 +429,7 @@ def test_the_target_alone_is_on_the_typed_hardware_and_a_run_that_fails_ends_the
 
     monkeypatch.setattr(runs, "train_size", train_size)
     words = ["ladder.sizes=[0.5,0.25,0.75]", "ladder.lr_width=128", "trainer.devices=4", "seed=7",
+             "model.n_heads=8", "model.d_model=64", "strategy=fsdp_tensor_parallel",
              "ladder.target='max_tokens=7e6 trainer.max_steps=-1'"]  # fmt: skip
     pairs = ROOT / "tests" / "topologies" / "pairs.txt"
     outs = []
@@ -422,12 +438,15 @@ def test_the_target_alone_is_on_the_typed_hardware_and_a_run_that_fails_ends_the
         assert code == 75, err
         outs.append(out.splitlines())
     assert [seed for _, seed in begun] == [7, 7]
-    assert begun[0][0].row == begun[1][0].row  # the smaller nets train on this machine
+    size = begun[0][0]
+    assert size.row == begun[1][0].row  # the smaller nets train on this machine
+    n_bytes = sum(path.stat().st_size for path in (ROOT / "src/gptrain/runs").glob("*.*"))
+    assert size.epoch_tokens == pytest.approx(0.95 * n_bytes, rel=0.05)  # the rest is validated
+    assert size.step_tokens == 2 * 17  # four ranks are two groups that share their layers
     header, *table, total, _ = outs[0]
     assert outs[1][:-1] == [header, *table, total] and total.endswith(" on 4 x this machine")
-    for row, width, lr in zip(
-        table, (8, 16, 24), ("0.0012", "0.000848528", "0.00069282"), strict=True
-    ):
+    rates = ("0.000848528", "0.0006", "0.000489898")
+    for row, width, lr in zip(table, (16, 32, 48), rates, strict=True):
         assert f"model.d_model={width} " in row and row.endswith(f" optimizer.lr={lr}")
     for lines, place in zip(outs, ("this machine", "h100_sxm"), strict=True):
         assert " parameters, 7e+06 tokens, " in lines[-1] and lines[-1].endswith(f" on 4 x {place}")

@@ -111,7 +111,7 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
         )
     ]
     schedule = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
-    words = replace_overrides(typed, [*target.words, *schedule])
+    words = replace_overrides(replace_overrides(typed, target.words), schedule)
     facts = report.conclude(options, points, sizes, target, tokens)
     facts["target"] |= {"place": place, "command": shell.train_command(*words)}
     report.write(folder, facts)
