@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gptrain.adopt import __main__ as command
 from gptrain.adopt.__main__ import main
 from gptrain.adopt.library import check_paths, copy_library
 from gptrain.adopt.project import TEMPLATE, fill_readme
@@ -191,6 +192,7 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     assert (to / "src" / "other" / "words.bin").read_bytes() == b"\0\xff"
     assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"
     assert '"other.more.Net"' in (to / "conf" / "model" / "more.yaml").read_text()
+    assert "`chat.py`" in (to / "README.md").read_text()
     assert not (to / "conf" / "local").exists()
     # `docstrings` also needs recipes that were not chosen.
     assert not (to / "conf" / "experiment" / "docstrings.yaml").exists()
@@ -199,7 +201,12 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
     done = inside(to, sys.executable, "-m", "gptrain.adopt", "--check")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     library = "library=git+https://example.org/gptrain"
-    _, lines = run("thin", library, "--to", f"{tmp_path}/thin", cwd=project)
+    for name in ("src/recipes/mine.py", "tests/recipes/test_mine.py"):
+        (project / name).parent.mkdir()
+        (project / name).touch()
+    thin = ("thin", library, "recipes=[mine]", "--to", f"{tmp_path}/thin")
+    _, lines = run(*thin, cwd=project)
+    assert (tmp_path / "thin" / "src" / "thin" / "mine.py").exists()
     assert "left      src/gptrain/__init__.py" in lines  # your copy may have changes
     assert not (tmp_path / "thin" / "requirements.txt").exists()  # only a vendored library reads it
     code, (line,) = run("again", "recipes=[chat]", "--to", f"{tmp_path}/e", cwd=to)
@@ -249,6 +256,9 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     script.write_text(script.read_text().replace("adopt/files/constraints", "constraints"))
     (line,) = check_paths(project)
     assert line.startswith(".ci/run: error: src/gptrain/constraints.txt: no such file")
+    monkeypatch.setattr(command, "find_problems", lambda *_: [])  # conf/ has no mistake
+    code, out, _ = typed(main, "--check", "--to", str(project))
+    assert (code, out) == (2, f"{line}\n")
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 
@@ -349,12 +359,14 @@ def test_a_project_that_cannot_be_created_is_one_line(words, message, run, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_project_is_not_made_inside_another(run):
+def test_a_project_is_not_made_inside_another(run, tmp_path):
     before = sorted(ROOT.iterdir())
     code, (line,) = run("another", "--to", "src/new", cwd=ROOT)
     assert code == 2
     assert line == "error: --to=src/new: lies inside this project; try: ../my_project"
     assert sorted(ROOT.iterdir()) == before and not (ROOT / "src" / "new").exists()
+    # The name of the project itself is free, although its package can be imported.
+    assert run("project", "--to", f"{tmp_path}/same", cwd=ROOT)[0] == 0
 
 
 def test_the_template_leads_to_the_files_of_this_checkout():

@@ -65,7 +65,10 @@ def test_a_sound_machine_has_no_findings(findings):
     assert findings(n_local=None, accelerator="auto") == []
     assert findings(smi=gpus(H100, H100, caps="[N/A], [N/A], [N/A], [N/A]")) == []
     assert findings(address="127.0.1.1") == []  # harms several nodes
+    assert findings(smi=gpus(H100, mig="Enabled"), n_local=1) == []
     assert findings(environment={"OMP_NUM_THREADS": "1"}) == []  # a GPU computes
+    for shown, n_local in (("1", None), ("GPU-8f2a,MIG-3c1e", 2)):
+        assert findings(environment={"CUDA_VISIBLE_DEVICES": shown}, n_local=n_local) == []
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,8 @@ def test_a_sound_machine_has_no_findings(findings):
         ({"address": None}, "no address.*/etc/hosts"),
         ({"smi": TWO_H100.replace("700.00,", "400.00,", 1)},
          "GPU 0: power capped at 400 W of 700; .*-i 0 -pl 700"),
-        ({"smi": gpus(H100) + gpus(H100, caps="[N/A], [N/A], 1200, 1980").replace("0,", "1,", 1)},
-         "GPU 1: clock capped at 1200 MHz of 1980; .*-i 1 -rac"),
+        ({"smi": gpus(H100) + gpus(H100, caps="[N/A], [N/A], 1200, 1980").replace("0,", "5,", 1)},
+         "GPU 5: clock capped at 1200 MHz of 1980; .*-i 5 -rac"),
         ({"smi": "", "accelerator": "cpu"}, "a driver is loaded, but nvidia-smi fails"),
         ({"backend": "gloo"}, "strategy.backend=gloo on gpu; try: strategy.backend=nccl"),
         ({"backend": "nccl", "accelerator": "cpu"}, "; try: strategy.backend=gloo"),

@@ -397,6 +397,8 @@ def test_a_sequence_that_nearly_fills_a_device_is_divided():
         best[factor] = result["best"]
         speeds = {name: row["tokens_per_s"] for name, row in result["strategies"].items()}
     assert best[1.05] == "context_parallel" != best[1.2]
+    # FSDP of divided layers fits as well, and is as fast.
+    assert compare(run, 2**17, replace(machine, n_local=4), 1)["best"] == "context_parallel"
     # Of strategies that all fit, ddp is the simplest, and less than 2 % slower than the fastest.
     assert best[100.0] == "ddp" and speeds["ddp"] < max(speeds.values())
 

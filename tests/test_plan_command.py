@@ -192,6 +192,8 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = answer(plan, "model=gpt2", "trainer.devices=auto")
     assert found["strategies"] == report["strategies"] and found["machine"] == report["machine"]
+    of_two = answer(plan, "model=gpt2", "trainer.devices=2")["strategies"]["ddp"]
+    assert of_two["wire_bytes_per_step"] == 4 * 124_439_808  # two of the four GPUs
     on_cpu = answer(plan, "model=gpt_nano", "trainer=cpu", "trainer.devices=2")
     assert on_cpu["machine"]["name"] == f"{machine.count_cores()} cores"
 

@@ -35,11 +35,12 @@ HALF, FULL = "trainer.precision=bf16-mixed", "model.activation_checkpointing=ful
 SELECTIVE = "model.activation_checkpointing=selective"
 COPIES = "strategy=context_parallel strategy.shard=false"
 GROUPS = "strategy=context_parallel model.n_kv_heads=1"  # fewer than the ranks of a context group
+HOOK = "strategy=ddp strategy.comm_hook=bf16"
 ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
 # Strategy, ranks, words; those of each commit have two layers.
 FEW = [
-    ("single", 1, GPT),
-    ("ddp", 8, f"{LLAMA} optimizer=muon data.global_batch_size=128"),
+    ("single", 1, f"{GPT} {FULL} {ACCUMULATE}"),
+    ("ddp", 8, f"{LLAMA} optimizer=muon data.global_batch_size=128 {HOOK}"),
     ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16"),  # short for bf16-mixed
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
