@@ -15,7 +15,13 @@ from forked import forked_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptrain.collectives import operations
-from gptrain.collectives.command import DEFAULTS, CollectivesRun, default_devices, main
+from gptrain.collectives.command import (
+    DEFAULTS,
+    CollectivesRun,
+    default_devices,
+    main,
+    run_rank,
+)
 from gptrain.config.cli import run_command
 from gptrain.plan import measure as measurement
 from gptrain.plan.__main__ import measure
@@ -107,6 +113,28 @@ def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp
     assert default_devices() == "trainer.devices=2"
     monkeypatch.setenv("RANK", "0")
     assert default_devices() == "trainer.devices=auto"
+
+
+def test_the_command_names_its_phases_and_a_wrong_all_reduce(monkeypatch):
+    phases, explained, compared = [], [], []
+    guard = SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda phase: phases.append(phase)))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(operations, "process_group", lambda cfg: nullcontext(cpu))
+    monkeypatch.setattr(operations, "explain", lambda *words: explained.append(words))
+    compare_all_reduces = operations.compare_all_reduces
+    monkeypatch.setattr(operations, "compare_all_reduces", lambda *words: compared.append(words))
+    assert run_rank(SimpleNamespace(max_bytes=65537), guard) == {}
+    assert phases == [*operations.COLLECTIVES] and compared == [(cpu, 65537)]
+    assert explained == [(name, cpu) for name in phases]
+    monkeypatch.setattr(operations, "gather", lambda value: [value])
+    monkeypatch.setattr(operations, "all_reduce_by_center", lambda buffer: 0)
+    monkeypatch.setattr(operations, "all_reduce_by_ring", lambda buffer: int(buffer.add_(1)[0, 0]))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        with pytest.raises(RuntimeError, match=r"around a ring differs .* on rank 1$"):
+            compare_all_reduces(cpu, 65536)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_time_of_a_call_is_the_median_of_the_slowest_rank_without_the_first_batch(monkeypatch):

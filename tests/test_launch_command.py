@@ -111,6 +111,9 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
         ended = subprocess.run(["bash", "-c", fake + script], env=environment | PATH)
         assert ended.returncode == code
     (log,) = tmp_path.glob("*/slurm-7.log")
+    # A log that cannot be written ends the job before the run starts.
+    ended = subprocess.run(["bash", "-c", fake + script.replace('log="', 'log="/dev/null')])
+    assert ended.returncode == 73
     # The run writes into the folder that was typed, also when the job is requeued.
     assert log.read_text() == 2 * (f"run_dir='{folder}'\n" + ("requeue 7\n" if goes_on else ""))
 

@@ -158,6 +158,15 @@ class ReadsValues(OwnNet):
         self.factor = self.embedding.weight.sum().item()
 
 
+class OnlyFloat32(HalfLogits):
+    """A net that cannot compute in float64."""
+
+    def forward(self, tokens):
+        if self.norm.weight.dtype == torch.float64:
+            raise TypeError("the kernel takes float32")
+        return super().forward(tokens)
+
+
 class SoftCapped(OnlyChain):
     def forward(self, tokens):
         return 3 * torch.tanh(super().forward(tokens) / 3)

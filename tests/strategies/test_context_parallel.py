@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import kinds
 import own_nets
+import pytest
 import torch.nn.functional as F
 from kinds import (
     GRADIENT_RTOL,
@@ -63,6 +64,8 @@ def test_forward_returns_full_logits_with_the_gradients_of_plain_cross_entropy()
         kind = Parallel("context_parallel", shard=shard)
         logits = kind.net(tokens)
         close(logits, expected, GRADIENT_RTOL)
+        with pytest.raises(ValueError, match="strategy=context_parallel has no cache"):
+            kind.net(tokens, object())
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
         kind.parallel.finish_gradients()
         for name, gradient in kind.gradients().items():

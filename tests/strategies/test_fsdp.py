@@ -1,22 +1,27 @@
 """Fully sharded data parallelism: compiled, offloaded, and the ranks that share a copy."""
 
+import os
 import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from kinds import CPU, Parallel, check_equals_one_process
+from kinds import CPU, Parallel, check_equals_one_process, make_batch
 from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from gptrain.core.strategies import ParallelDims
 from gptrain.lit import strategies
+from gptrain.parallel import clock
 from gptrain.parallel import mesh as mesh_module
 from gptrain.parallel.mesh import (
     after_rank_0,
+    build_context_mesh,
     build_mesh,
     build_shard_mesh,
     start_group,
@@ -35,16 +40,44 @@ def test_compiled_blocks_equal_one_process():
             check_equals_one_process(Parallel(name, compile="blocks"), packs)
 
 
+def check_clock(kind):
+    """Check that the wait for gathered weights does not count as computing.
+
+    Each wait takes 100 s and each block 1 s.
+    """
+    now_s, wait_for_unshard = [0.0], FSDPParamGroup.wait_for_unshard
+
+    def advance(by_s):
+        now_s[0] += by_s
+
+    def wait(self):
+        advance(100.0)
+        wait_for_unshard(self)
+
+    for block in kind.net.blocks:
+        block.norm_1.register_forward_hook(lambda *_: advance(1.0))
+    with (
+        patch.object(FSDPParamGroup, "wait_for_unshard", wait),
+        patch.object(clock, "time", SimpleNamespace(perf_counter=lambda: now_s[0])),
+    ):
+        kind.parallel.clock.start_step()
+        advance(0.5)  # before the forward pass
+        kind.module(*make_batch(0, 0))
+        assert kind.parallel.clock.read() == 4 + 0.5
+    assert now_s[0] >= 504.5  # four blocks and the rest of the net
+
+
 @on_ranks(2)
 def test_offloaded_shards_live_in_host_memory():
     for offloads, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
         make = strategies.make_net_on
         with patch.object(strategies, "make_net_on", side_effect=make) as made:
-            blocks = Parallel("fsdp", cpu_offload=offloads).net.blocks
+            kind = Parallel("fsdp", cpu_offload=offloads)
         # Offloaded weights are made on the CPU, others on the device of the rank.
         assert (made.call_args.args[0] is CPU) != offloads
-        groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+        groups = [block._get_fsdp_state()._fsdp_param_group for block in kind.net.blocks]
         assert [type(group.offload_policy) for group in groups] == 4 * [policy]
+    check_clock(kind)
 
 
 @on_ranks(2)
@@ -84,21 +117,46 @@ def test_each_copy_of_the_net_is_sharded_over_neighbouring_ranks():
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_the_ranks_that_communicate_most_are_neighbours():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=2, world_size=12)
+    try:
+        dims = ParallelDims(pipeline=2, data=3, tensor=2)
+        mesh = build_mesh("cpu", dims)
+        groups = [mesh[axis].mesh.tolist() for axis in ("tensor", "data", "pipeline")]
+        dims = ParallelDims(data=3, context=4)
+        mesh = build_context_mesh("cpu", dims)
+        groups += [mesh[axis].mesh.tolist() for axis in ("context", "data")]
+        groups.append(build_shard_mesh(mesh, dims).mesh.tolist())
+    finally:
+        dist.destroy_process_group()
+    assert groups[:3] == [[2, 3], [0, 2, 4], [2, 8]]
+    assert groups[3:] == [[0, 1, 2, 3], [2, 6, 10], [*range(12)]]
+
+
 def test_nccl_waits_longer_than_the_watchdog_and_gets_the_gpu_of_the_rank():
-    """The watchdog allows an hour for compiling and saving; a rank alone needs no store."""
-    device, calls = torch.device("cpu", 1), []
+    """The watchdog allows an hour for compiling and saving; a rank alone needs no store.
+
+    Ranks of one node use the loopback interface, unless the user has chosen another one.
+    """
+    device, calls, interfaces = torch.device("cpu", 1), [], []
     with (
         patch.object(dist, "init_process_group", lambda *args, **kwargs: calls.append(kwargs)),
         patch.object(mesh_module, "open_store", lambda *args: args),
         patch("atexit.register"),
+        patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth7"),
     ):
+        os.environ.pop("NCCL_SOCKET_IFNAME", None)
         for backend, world_size, timeout_s in (
             ("nccl", 3, 9000.0), ("nccl", 3, 20.0), ("cpu:gloo,cuda:nccl", 3, 20.0),
             ("gloo", 1, 20.0),
         ):  # fmt: skip
             start_group(backend, device, 2, world_size, timeout_s, None, ("RANK",))
-    assert [call["timeout"].total_seconds() for call in calls] == [9060, 3660, 3660, 20]
-    assert [call["device_id"] for call in calls] == [device, device, None, None]
+        for store_path in (None, "file"):
+            start_group("gloo", device, 0, 1, 20.0, store_path)
+            interfaces += [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("NCCL", "GLOO")]
+    assert interfaces == [None, "eth7", "lo", "eth7"]
+    assert [call["timeout"].total_seconds() for call in calls] == [9060, 3660, 3660, 20, 20, 20]
+    assert [call["device_id"] for call in calls] == [device, device] + 4 * [None]
     assert calls[0]["store"] == (2, 3, 9000.0, None, ("RANK",))
     assert isinstance(calls[3]["store"], dist.HashStore)
 

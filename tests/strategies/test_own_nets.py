@@ -100,6 +100,12 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
     llama.head = torch.nn.Linear(32, 61)
     with pytest.raises(IncompatibleModelError, match="head is a Linear; allowed: Linear without b"):
         check_fit(llama, options, parallel_dims(options, 2), **modes)
+    llama.head = torch.nn.Linear(32, 61, bias=False)
+    check_fit(llama, options, parallel_dims(options, 2), **modes)
+    own_linear = type("OwnLinear", (torch.nn.Linear,), {})(32, 32, bias=False)
+    llama.blocks[0].attention.out_proj = own_linear  # its own forward would be replaced
+    with pytest.raises(IncompatibleModelError, match=r"out_proj is a OwnLinear; allowed: Linear$"):
+        check_fit(llama, options, parallel_dims(options, 2), **modes)
 
 
 def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_and_head():
@@ -282,7 +288,7 @@ def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
     """The loss is computed from `hidden` and `head`, also for a subclass of SimpleGPT."""
     build("single", own_nets.OwnNet)
     build("single", own_nets.SoftCapped)
-    for net_class in (own_nets.HalfLogits, small_capped_gpt):
+    for net_class in (own_nets.HalfLogits, own_nets.OnlyFloat32, small_capped_gpt):
         with pytest.raises(
             IncompatibleModelError, match=r"all modules agree, and \w+.forward does not"
         ) as error:
@@ -328,12 +334,17 @@ def test_the_comparison_does_not_change_weights_or_random_generators():
         return net
 
     states = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     for sample in (None, SAMPLE):
         random.seed(3)
         numpy.random.seed(4)
         net, _ = build("single", make, sample)
         numbers = torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
         states.append(net.state_dict() | {"numbers": numbers})
+    after = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    torch.set_float32_matmul_precision(before)
+    assert after == ("high", torch.float32)
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert net.training

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import runs as helpers
@@ -15,6 +16,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.lit.strategies import build_strategy
 from gptrain.lit.strategies.saving import SavingStrategy
+from gptrain.parallel import diloco
 from gptrain.parallel.diloco import DiLoCo
 
 TWO = (
@@ -116,6 +118,15 @@ def test_on_several_nodes_each_is_a_replica():
         net = make_net()
         outer.prepare(net, torch.optim.SGD(net.parameters()))
         assert outer.state()["number"] == 2
+        sources, averaged = [], []
+        with (
+            patch.object(dist, "broadcast", lambda *_, group_src, **__: sources.append(group_src)),
+            patch.object(diloco, "sum_gradients", lambda part, *_, **__: averaged.extend(part)),
+        ):
+            outer.sync(1)
+        anchors = list(outer.anchors.values())
+        assert sources == [index % 2 for index in range(len(anchors))]
+        assert all(a is b for a, b in zip(averaged, anchors[1::2], strict=True))
     finally:
         dist.destroy_process_group()
 

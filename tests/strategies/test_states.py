@@ -22,7 +22,7 @@ from ranks import on_ranks
 from torch import nn
 
 from gptrain.parallel import state as states
-from gptrain.parallel.placement import full_tensor
+from gptrain.parallel.placement import copy_from_full, full_tensor
 
 
 class CountsSteps(torch.optim.Optimizer):
@@ -216,6 +216,15 @@ def test_an_unknown_parameter_and_an_invalid_option_are_named():
     optimizer.param_groups[0]["momentum"] = abs
     with pytest.raises(ValueError, match="option momentum of the optimizer is a builtin"):
         states.named_groups(parameters, optimizer)
+    optimizer.state[stray]["rows"] = [1]
+    with pytest.raises(ValueError, match=r"optimizer state module\.stray\.rows is a list; allowed"):
+        states.sharded_state(net, parameters, optimizer)
+    lr = torch.tensor(0.5)
+    adam = torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.8, 0.7))
+    (group,) = states.named_groups(parameters, adam)
+    assert group["betas"] == (0.8, 0.7) and type(group["lr"]) is float
+    with pytest.raises(ValueError, match=r"of shape \(2,\); allowed: .*, \(3, 4\)$"):
+        copy_from_full(stray, torch.ones(2))
     one_group = torch.optim.SGD([*net.parameters(), stray], 0.1)
     states.load_optimizer_state(
         parameters, one_group, state["state"], state["param_groups"]

@@ -26,6 +26,7 @@ from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.placement import full_tensor
 from gptrain.parallel.tensor import vocab_parallel_loss
+from gptrain.plan.counters import Sent
 
 
 @on_ranks(2)
@@ -48,7 +49,11 @@ def test_forward_and_head_return_full_logits_with_the_gradients_of_plain_cross_e
     for name, gradient in kind.gradients().items():
         if NOISE not in name:
             close(gradient, truth.gradients()[name], GRADIENT_RTOL)
-    hidden = kind.net.hidden(tokens)
+    with Sent() as in_fp32:
+        hidden = kind.net.hidden(tokens)
+    with Sent() as in_bf16, torch.autocast("cpu", torch.bfloat16):
+        kind.net.hidden(tokens)
+    assert in_bf16.n_bytes["allgather"] == in_fp32.n_bytes["allgather"] / 2 > 0
     chunks = list(logits_in_chunks(hidden, kind.net.head, targets, chunk_tokens=4))
     counts = targets != -100
     close(torch.cat([some for some, _ in chunks]), expected[counts], GRADIENT_RTOL)
