@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from gptrain.core.strategies import ParallelDims
 from gptrain.data import SampleOrder
 from gptrain.lit import LanguageModel
+from gptrain.lit.decisions import skips_on_device
 from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies import LightningStrategy
 
@@ -193,20 +194,29 @@ def test_a_layer_of_a_later_stage_comes_before_the_loss_of_the_first_rank(train)
 
 
 @pytest.mark.parametrize(
-    "at, named",
-    [("weight", "not finite in the parameter blocks.1.mlp.down_proj.weight"),
-     ("gradient", "the gradient is first not finite in blocks.1.mlp.down_proj")],
+    "at, named, words",
+    [("weight", "not finite in the parameter blocks.1.mlp.down_proj.weight",
+      ["model.activation_checkpointing=full"]),
+     ("gradient", "the gradient is first not finite in blocks.1.mlp.down_proj",
+      ["module._target_=tests.lit.own.modules.Returns", "+module.kind=dict"])],
 )  # fmt: skip
-def test_a_parameter_or_a_gradient_is_named_where_that_is_first(train, at, named):
-    run = train("trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", at))
+def test_a_parameter_or_a_gradient_is_named_where_that_is_first(train, at, named, words):
+    run = train("trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", at), *words)
     assert run.code == 79 and named in run.err, run.err
 
 
 @pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "gptrain.optim.Muon"])
 def test_an_optimizer_that_is_told_to_skip_changes_no_weight_and_no_state(optimizer):
     net = torch.nn.Linear(4, 6)
-    names = [{"params": [net.weight], "use_muon": True}, {"params": [net.bias]}]
-    update = get_method(optimizer)(names if "Muon" in optimizer else net.parameters(), fused=True)
+
+    def build(fused: bool) -> torch.optim.Optimizer:
+        names = [{"params": [net.weight], "use_muon": True}, {"params": [net.bias]}]
+        return get_method(optimizer)(
+            names if "Muon" in optimizer else net.parameters(), fused=fused
+        )
+
+    update, asks_nothing = build(fused=True), build(fused=False)
+    assert skips_on_device(update) and not skips_on_device(asks_nothing)
 
     def values() -> list[torch.Tensor]:
         states = [update.state[p] for p in net.parameters()]
@@ -257,6 +267,16 @@ def logged(run) -> list[dict]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def measured(step: int, loss: torch.Tensor, norm: torch.Tensor) -> Any:
+    """Return what a SpikeRule reads of the strategy of a run in a step."""
+    return SimpleNamespace(
+        grad_norm=norm.float(),
+        step_mean=SimpleNamespace(loss=loss),
+        parallel=SimpleNamespace(dims=ParallelDims()),
+        module=SimpleNamespace(trainer=SimpleNamespace(global_step=step)),
+    )
+
+
 def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
     """The expected flags use the standard library's mean and standard deviation."""
     generator = torch.Generator().manual_seed(0)
@@ -268,12 +288,7 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
     rule, repeated = (SpikeRule("skip", 3.0, 16) for _ in range(2))
     flags, expected = [], []
     for step, (loss, norm) in enumerate(values):
-        strategy: Any = SimpleNamespace(
-            grad_norm=norm.float(),
-            step_mean=SimpleNamespace(loss=loss),
-            parallel=SimpleNamespace(dims=ParallelDims()),
-            module=SimpleNamespace(trainer=SimpleNamespace(global_step=step)),
-        )
+        strategy = measured(step, loss, norm)
         if rule.history is not None:
             repeated.history = rule.history.clone()  # equals a resume at each step
         flags.append(bool(rule.flag(strategy)))
@@ -287,6 +302,20 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
         expected.append(is_spike)
     assert flags == expected and not flags[7] and not flags[30]
     assert flags[8] and flags[27] and flags[40]
+    nothing, high = torch.tensor(float("nan")), torch.tensor(25.0)
+    assert bool(rule.flag(measured(60, nothing, high)))  # another rule reports the loss
+    (message,) = rule.describe(SimpleNamespace(), SimpleNamespace(step=60)).args
+    assert message.startswith("the gradient norm at step 60 is 25, ")
+    wider = SpikeRule("skip", 3.0, 40)  # a window of another size begins with no known step
+    wider.history = rule.history
+    assert not bool(wider.flag(measured(60, high, high)))
+
+
+def test_a_rounding_error_of_equal_losses_is_no_spike():
+    rule, loss = SpikeRule("skip", 3.0, 16), torch.tensor(5.0)
+    assert not any(bool(rule.flag(measured(step, loss, loss))) for step in range(16))
+    assert not bool(rule.flag(measured(16, loss * (1 + 2e-6), loss)))
+    assert bool(rule.flag(measured(16, loss * (1 + 4e-6), loss)))
 
 
 def n_skipped(state: dict) -> int:

@@ -156,9 +156,11 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         )  # fmt: skip
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,
                              enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
-        trainer.validate(module, DataLoader(data, batch_size=4, collate_fn=collate), verbose=False)
-        metrics = trainer.callback_metrics
+        loader = DataLoader(data, batch_size=4, collate_fn=collate)
+        (tested,) = trainer.test(module, loader, verbose=False)
+        (metrics,) = trainer.validate(module, loader, verbose=False)
         assert metrics["val/loss"] == pytest.approx(width * math.log(256), rel=1e-6)
+        assert [*tested] == ["test/loss", "test/perplexity", "test/bits_per_byte"]
         measured.append(float(metrics["val/bits_per_byte"]))
     assert measured == pytest.approx([8.0, 8.0], rel=1e-6)
 

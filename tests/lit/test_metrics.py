@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
@@ -85,6 +85,8 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
                 logits = net(tokens[row : row + 1, start:end])[0]
             own = targets[row, start:end]
             nats += F.cross_entropy(logits, own, reduction="sum").item()
+    logits = module(tokens, documents)
+    assert F.cross_entropy(logits.mT, targets, reduction="sum").item() == pytest.approx(nats)
     counted = targets[targets != -100]
     n_bytes = int((counted + 2).sum())
     assert module.eval_sums.tolist() == pytest.approx([nats, len(counted), n_bytes])
@@ -336,9 +338,11 @@ def test_a_metric_is_tried_where_the_process_group_has_no_backend_for_the_cpu():
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         metric, rng_state = DrawsLots(10), torch.get_rng_state()
-        try_metric("module.metrics.a", "torchmetrics.classification.A", metric, vocab_size=10)
-        assert metric.distributed_available_fn() and metric.update_count == 0
-        assert torch.equal(torch.get_rng_state(), rng_state)  # the training draws from this state
+        for tried in (metric, MinMaxMetric(metric)):
+            try_metric("module.metrics.a", "torchmetrics.classification.A", tried, vocab_size=10)
+            assert metric.distributed_available_fn() and metric.update_count == 0
+            # The training draws from this state.
+            assert torch.equal(torch.get_rng_state(), rng_state)
     finally:
         dist.destroy_process_group()
 

@@ -365,6 +365,7 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert read["val"] == sorted(random_split(range(44), [35, 9])[1].indices)
     assert sorted(read["seen"][:35]) == sorted(read["seen"][35:]) == epoch
     assert len(run.column("train/loss")) == 18 and len(run.column("val/loss")) == 2
+    assert run.column("tokens")[-1] == 18 * 64
     assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
     assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
     assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
@@ -398,6 +399,7 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
         for given in (loader, divided):  # a loader may be divided by the user already
             counted = UserData(DataModule(35), given, "data._target_", n_ranks)
             assert counted.epoch_batches == len(divided)
+            assert len(counted) == len(divided) * 4 * n_ranks
     several = {"short": DataLoader(samples, 9), "long": loader}  # the short one is repeated
     counted = UserData(DataModule(35), several, "data._target_", 1)
     assert (counted.epoch_batches, counted.batch_size) == (len(loader), 9)
@@ -507,6 +509,8 @@ def test_options_that_a_modules_optimizer_ignores_are_one_warning(fit, module):
         reason = f"{module}.configure_optimizers does not use the {groups} group"
         expected = [f"warning: {words}: no effect; {reason}"]
     assert lines == expected
+    if module == "HalfRates":  # the rates of both groups
+        assert "AdamW · lr 0.25, 0.5 · from" in line_of(run, "optimizer")
     if module == "OwnGroups":  # the peak rate; the first step of a warm-up has a lower one
         assert "AdamW · lr 0.5 · from" in line_of(run, "optimizer")
 
