@@ -87,14 +87,21 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
 
     It advances by 0.25 s while a batch is read.
     """
-    clock = SimpleNamespace(now_s=0.0)
+    now, computing_s = SimpleNamespace(s=0.0), []
 
     def slowed(method, seconds):
         def slow(self, *args, **options):
-            clock.now_s += seconds
+            now.s += seconds
             return method(self, *args, **options)
 
         return slow
+
+    def start_step(computing):
+        computing_s.append(computing.read())
+        start(computing)
+
+    start = clock.ComputeClock.start_step
+    monkeypatch.setattr(clock.ComputeClock, "start_step", start_step)
 
     for owner, name, seconds in (
         (LanguageModel, "training_step", 1.0),
@@ -103,8 +110,8 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
         (BatchReader, "__getitems__", 0.25),
     ):
         monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
-    for module in (perf, datamodule):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    for module in (perf, datamodule, clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now.s))
     monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # measuring takes time
     words = (
         f"trainer.log_every_n_steps={LOGGED_EVERY}",
@@ -127,6 +134,10 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
             # TINY has 4 sequences of 16 positions.
             assert float(row["perf/tokens_per_s"]) == pytest.approx(4 * ACCUMULATED * 16 / step_s)
         assert any(float(row["perf/data_wait_s"]) > 0 for row in rows)
+    # Ranks are compared by their computing time, which has neither validations nor saves.
+    steps_s = [seconds for seconds in computing_s if seconds]  # a start begins with 0
+    assert len(steps_s) == 5 + (N_STEPS - 5) + 5
+    assert ACCUMULATED <= min(steps_s) <= max(steps_s) <= 1.25 * ACCUMULATED
 
 
 class Cycle:

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,16 +85,41 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 
+def make_callback(folder) -> checkpoints.Checkpoints:
+    options: Any = SimpleNamespace(every_minutes=2.0, every_n_steps=4, monitor=None)
+    store, timeline = CheckpointStore(folder, "a" * 32), cast(Any, None)
+    return checkpoints.Checkpoints(store, {}, options, 4, (), "", None, folder, timeline)
+
+
+@pytest.mark.parametrize(
+    ("n_saved", "validated", "amended"),
+    [(2, False, ["step-00000003"]), (2, True, []), (1, False, []), (3, False, [])],
+)
+def test_a_repeated_validation_amends_a_checkpoint_of_the_same_number_of_ranks(
+    monkeypatch, tmp_path, n_saved, validated, amended
+):
+    """A checkpoint that is not amended is saved again, with a random state of each rank."""
+    paths, loaded = [], {"global_step": 3, "validated": validated, "rng": [{}] * n_saved}
+    for name in ("loop_state_after", "resume_run"):
+        monkeypatch.setattr(checkpoints, name, lambda *_: {})
+    monkeypatch.setattr(checkpoints, "allow_amendment", lambda _, path: paths.append(path))
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_step=3, max_steps=9, state=SimpleNamespace(fn="fit")
+    )
+    module, part = cast(Any, None), make_callback(tmp_path)
+    part.on_load_checkpoint(trainer, module, loaded | {"threads": 1, "logged": {}})
+    assert part.saved == (3, validated)
+    part.on_train_start(trainer, module)
+    assert [path.name for path in paths] == amended and {tmp_path} >= {p.parent for p in paths}
+
+
 def test_rank_0_votes_only_for_a_step_that_is_not_saved_anyway(monkeypatch, tmp_path):
     """With several ranks a vote takes effect one step later, and would save that step as well."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(checkpoints, "monotonic", lambda: clock.now_s)
     for name in ("is_validated", "ends_epoch"):
         monkeypatch.setattr(checkpoints, name, lambda trainer, *_, name=name: trainer.next == name)
-    options: Any = SimpleNamespace(every_minutes=2.0, every_n_steps=4, monitor=None)
-    store: Any = CheckpointStore(tmp_path, "a" * 32)
-    timeline: Any = None
-    part = checkpoints.Checkpoints(store, {}, options, 4, (), "", None, tmp_path, timeline)
+    part = make_callback(tmp_path)
     step = {"global_step": 3, "next": "", "training": True, "is_global_zero": True}
 
     def votes(**change):
