@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
@@ -15,7 +17,7 @@ from gptrain.lit.strategies.base import StrategyInfo
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.lit.strategies.saving import BaseWeights
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.strategy import ParallelStrategy, StepMean
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
 
@@ -70,11 +72,12 @@ def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the
     assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
 
 
-def test_frozen_weights_of_a_base_are_in_no_save():
+def test_frozen_weights_of_a_base_are_in_no_save_and_none_is_missed(tmp_path):
     """A sharded save writes them neither to the state file nor to its shards."""
     module = nn.Module()
     module.net, module.gain = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
     module.net.weight.requires_grad_(False)
+    saved = {"bias": torch.tensor([5.0, 6.0]), "module.gain": torch.tensor([7.0])}
     for is_partitioned, of_state_file, of_shards in (
         (False, ["gain", "net.bias"], []), (True, ["gain"], ["bias"])
     ):  # fmt: skip
@@ -95,6 +98,10 @@ def test_frozen_weights_of_a_base_are_in_no_save():
         assert strategy.is_unchanged_since_save()
         module.net.bias.data.add_(1.0)  # only shards are compared: rank 0 compares the state file
         assert strategy.is_unchanged_since_save() != is_partitioned
+        torch.save({"state_dict": saved}, tmp_path / "state.ckpt")
+        strategy.load_model_state_dict(strategy.load_checkpoint(tmp_path / "state.ckpt"))
+        assert (module.net.bias.tolist(), module.gain.tolist()) == ([5.0, 6.0], [7.0])
+        module.net.bias.data.zero_()
         strategy.saves_to_store = False  # a file of a callback has all weights
         assert {"net.weight", "net.bias", "gain"} == {*strategy.lightning_module_state_dict()}
 
@@ -127,6 +134,41 @@ def replace_rates(parameters, optimizer, *_):
     """Set the rates of a checkpoint, as loading it does."""
     for group, rate in zip(optimizer.param_groups, (7.0, 8.0), strict=True):
         group |= {"lr": rate / 10, "initial_lr": rate}
+
+
+class AsksForDivisor(LightningModule):
+    """Notes in training_step by which object a loss is divided, and whether gradients are kept."""
+
+    def __init__(self, parallel):
+        super().__init__()
+        self.weight, self.parallel, self.seen = nn.Parameter(torch.ones(1)), parallel, []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.parallel.step_mean, self.weight.grad is not None))
+        if batch == "broken":
+            raise ValueError("broken")
+
+
+def test_only_a_loss_in_training_step_is_divided_by_the_targets_of_the_step():
+    """A loss that a callback computes between two steps is the mean of its own batch."""
+    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy.connect(module := AsksForDivisor(strategy.parallel))
+    module.trainer = trainer = SimpleNamespace(accumulate_grad_batches=2)
+    strategy.optimizers = [torch.optim.SGD(module.parameters())]
+    strategy.step_mean = mean = StepMean(None, torch.device("cpu"))
+    n_micro_steps = []
+    for index, batch in enumerate(("a", "b", "c", "broken")):
+        trainer.fit_loop = SimpleNamespace(batch_idx=index)
+        module.weight.grad = torch.ones(1)
+        with pytest.raises(ValueError, match="broken") if batch == "broken" else nullcontext():
+            strategy.training_step(batch, batch_idx=index)
+        assert strategy.parallel.step_mean is None
+        n_micro_steps.append(len(strategy.micro_steps))
+    # The first micro-batch of a step frees the gradients of the step before.
+    assert module.seen == [(mean, False), (mean, True)] * 2
+    assert n_micro_steps == [1, 2, 1, 2]
+    arguments, options, _ = strategy.micro_steps[0]
+    assert (arguments, options) == (("c",), {"batch_idx": 2})
 
 
 @pytest.mark.parametrize(
