@@ -66,6 +66,28 @@ class ResumablePasses(Passes, Resumable):
     """Numbers to which each pass adds another hundred; the position is saved."""
 
 
+class Divided(ResumablePasses):
+    """Passes that divide themselves: a part has a row of the numbers. Their state is not copied."""
+
+    first = 0
+
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.state = {"position": 0}
+
+    def split_by_rank(self, rank, world_size):
+        part = Divided(self.n // world_size)
+        part.first = rank * part.n
+        return part
+
+    def __iter__(self):
+        return (self.first + number for number in super().__iter__())
+
+    def state_dict(self):
+        self.state["position"] = self.position
+        return self.state
+
+
 class Counted:
     """A stream with the methods of litdata's StreamingDataset: a rank has a row of its samples."""
 
@@ -140,7 +162,7 @@ def hugging_face(folder, n_files: int):
 @pytest.mark.parametrize("n_parts", [1, 2])
 @pytest.mark.parametrize(
     "kind",
-    [Resumable, Numbers, Counted, pytest.param(1, marks=pytest.mark.engine("datasets")),
+    [Resumable, Numbers, Counted, Divided, pytest.param(1, marks=pytest.mark.engine("datasets")),
      pytest.param(2, marks=pytest.mark.engine("datasets"))],
 )  # fmt: skip
 def test_no_sample_is_repeated_or_left_out_across_a_stop(n_parts, kind, tmp_path):
@@ -166,6 +188,13 @@ def test_a_stop_in_a_later_pass_continues_in_that_pass(kind, step):
     states = [part.state_after(6)]
     expected = [*range(step + 4, step + 8), *range(2 * step, 2 * step + 4)]
     assert read(parts(lambda: kind(8), 1, states), 4) == expected
+
+
+def test_each_part_of_a_divided_stream_has_its_own_position_in_its_own_pass():
+    two = parts(lambda: Divided(8), 2)
+    assert read(two, 3) == [0, 1, 2, 3, 100, 101, 4, 5, 6, 7, 104, 105]
+    states = [part.state_after(3) for part in two]
+    assert read(parts(lambda: Divided(8), 2, states), 1) == [102, 103, 106, 107]
 
 
 def test_the_positions_of_a_rank_are_those_of_its_own_workers_after_complete_steps():

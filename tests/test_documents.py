@@ -112,6 +112,9 @@ def test_the_share_of_validation_holds_over_many_files_of_few_records(tmp_path):
     dataset = read(tmp_path / "many")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 40
     assert 3 <= len(documents_of(dataset, "val")) <= 5  # a tenth of 40
+    dataset = read(write_records(tmp_path / "empty.jsonl", ["", *TEXTS[:20], "", ""]))
+    texts = documents_of(dataset, "train") + documents_of(dataset, "val")
+    assert sorted(texts) == sorted(f"{text}\n" for text in TEXTS[:20])  # no empty documents
 
 
 def test_a_record_above_one_mebibyte_is_one_document_of_one_split(tmp_path):
@@ -462,6 +465,7 @@ def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):
 def test_bytes_end_documents_where_asked(jsonl):
     plain, ended = read(jsonl), read(jsonl, end_of_document=True)
     assert 255 not in stream(plain, "train") and plain.folder != ended.folder
+    assert (plain.end_id, ended.end_id) == (None, 255)  # generation stops at it
     assert (stream(ended, "train") == 255).sum() == 181
     assert ended.token_bytes[255] == 0 and ended.vocab_size == 256
     assert documents_of(ended, "val") == [text[:-1] for text in documents_of(plain, "val")]

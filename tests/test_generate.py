@@ -208,6 +208,8 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
     assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
     assert write(speaker, "prompt=ab", "temperature=0", f"stop={made[3:5]}")[1] == stopped
+    # A text ends at the full stop text only, not at one of its characters.
+    assert write(speaker, "prompt=ab", "temperature=0", f"stop={made[0]}{made}")[1] == alone
     texts = [write(speaker, "prompt=ab", "temperature=2", f"seed={n}")[1] for n in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
