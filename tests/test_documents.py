@@ -4,6 +4,7 @@ import codecs
 import gzip
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -471,7 +472,7 @@ def test_bytes_end_documents_where_asked(jsonl):
     assert documents_of(ended, "val") == [text[:-1] for text in documents_of(plain, "val")]
 
 
-def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_path):
+def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, jsonl, tmp_path):
     library = pytest.importorskip("tokenizers")
     inner = library.Tokenizer.from_file(str(bpe.folder / "tokenizer.json"))
     inner.add_special_tokens(["<stop>"])
@@ -485,6 +486,15 @@ def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_pa
     (tmp_path / "kept").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "kept")
     assert load_tokenizer(tmp_path / "kept").end_token == "<stop>"
+    # The prepared tokens keep the end token, and those with another end token are no answer.
+    (tmp_path / "docs.jsonl").write_bytes(jsonl.read_bytes())
+    options = {"tokenizer": str(tmp_path), "vocab_size": 401}
+    assert read(tmp_path / "docs.jsonl", **options).end_id == 400
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert read(tmp_path / "docs.jsonl", **options).end_id == 399
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<stop>"}')
+    shutil.rmtree(tmp_path / "cache")
+    assert read(tmp_path / "docs.jsonl", **options).end_id == 400
     words = library.Tokenizer(library.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.save(str(tmp_path / "words.json"))
     (tmp_path / "text").write_text("a a\n" * 500)

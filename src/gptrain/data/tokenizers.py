@@ -174,7 +174,6 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
-        self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
         vocabulary = self._tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         model = content["model"]
@@ -182,17 +181,20 @@ class JsonTokenizer:
         has_bytes = vocabulary.keys() >= {*library.pre_tokenizers.ByteLevel.alphabet()}
         # Such a tokenizer leaves out the characters that it has no token for.
         self._may_drop = "merges" in model and not has_unknown and not has_bytes
-        self._config = _read_companion(Path(path).with_name(CONFIG_NAME))
-        named = _read_companion(Path(path).with_name(MAP_NAME)) | self._config
-        self.special_tokens = self._find_special(named)
+        folder = Path(path).parent
+        self._config = _read_companion(folder / MAP_NAME) | _read_companion(folder / CONFIG_NAME)
+        self.special_tokens = self._find_special()
         self.stop_ids: Sequence[int] = ()
-        self.chat_template = read_chat_template(Path(path).parent)
+        self.chat_template = read_chat_template(folder)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.control_tokens = {token.content: i for i, token in added if token.special}
         self.end_token = self._find_end()
         self.end_id = self.end_token and self._tokenizer.token_to_id(self.end_token)
         if self.end_token:
             self.special_tokens.setdefault("eos_token", self.end_token)
+        # Two folders with the same tokenizer.json may name different end tokens.
+        named_end = "" if self.end_token in (None, *END_TOKENS) else f" {self.end_token}"
+        self.identity = f"json:{hashlib.sha256(self._json).hexdigest()}{named_end}"
 
     @property
     def token_bytes(self) -> np.ndarray | None:
@@ -335,8 +337,9 @@ class JsonTokenizer:
         """Write a copy of the tokenizer.json that was read, and return the path of the copy.
 
         Args:
-            folder: Existing folder. The tokenizer_config.json and the chat template, if any, are
-                written to the same folder. Files of these names are replaced.
+            folder: Existing folder. A tokenizer_config.json, also with the content of an older
+                special_tokens_map.json, and the chat template, if any, are written to the same
+                folder. Files of these names are replaced.
         """
         if self._config:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
@@ -351,20 +354,16 @@ class JsonTokenizer:
         tokens = self.special_tokens.items()
         return {f"{name}_id": self._tokenizer.token_to_id(token) for name, token in tokens}
 
-    def _find_special(self, named: dict) -> dict[str, str]:
-        """Return the special tokens that a configuration names and the vocabulary contains.
-
-        Args:
-            named: Content of a tokenizer_config.json or special_tokens_map.json.
+    def _find_special(self) -> dict[str, str]:
+        """Return the special tokens that the configuration names and the vocabulary contains.
 
         Returns:
             Name in transformers, such as `eos_token`, -> text of the token.
         """
-        tokens = {name: named.get(name) for name in SPECIAL}
+        tokens = {name: self._config.get(name) for name in SPECIAL}
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
         texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
-        known = self._tokenizer.token_to_id
-        return {name: token for name, token in texts.items() if known(token) is not None}
+        return {name: token for name, token in texts.items() if self.token_to_id(token) is not None}
 
     def _find_end(self) -> str | None:
         """Return the text of the token that may end a document, or None if there is no such token.
