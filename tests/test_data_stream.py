@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import BatchPlan, RunLengths
+from gptrain.data.hugging_face import as_pairs
 from gptrain.data.samples import BatchReader
 from gptrain.data.stream import (
     PositionReader,
@@ -22,6 +23,7 @@ from gptrain.data.stream import (
     StreamDataset,
     StreamPositions,
     as_indexed,
+    find_stream,
 )
 from gptrain.lit import TextDataModule
 
@@ -188,6 +190,17 @@ def test_a_stop_in_a_later_pass_continues_in_that_pass(kind, step):
     states = [part.state_after(6)]
     expected = [*range(step + 4, step + 8), *range(2 * step, 2 * step + 4)]
     assert read(parts(lambda: kind(8), 1, states), 4) == expected
+
+
+def test_a_stream_does_not_see_the_data_workers_and_is_found_behind_its_pairs(monkeypatch):
+    """A stream that divided itself over the workers, too, would leave out samples."""
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", SimpleNamespace(id=1))
+    samples = [{"input_ids": [number, 7], "labels": [number, 7]} for number in range(4)]
+    stream = as_indexed(iter(samples), "data.train", None)
+    assert find_stream(as_pairs(stream, "data.train")) is find_stream(stream) is stream
+    assert find_stream(as_pairs(samples, "data.val")) is None
+    stream.start(0, None)
+    assert get_worker_info() is None
 
 
 def test_each_part_of_a_divided_stream_has_its_own_position_in_its_own_pass():

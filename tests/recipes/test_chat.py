@@ -116,7 +116,9 @@ def dataset(path: Path, **options) -> ChatDataset:
     return ChatDataset(str(path), "train", "bytes", **{"keys": "messages", **OPTIONS, **options})
 
 
-def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused(chats):
+def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused(
+    chats, monkeypatch
+):
     full = dataset(chats)
     longest = max(len(chat.tokens) for chat in full.chats)
     short = {"seq_len": longest // 2}
@@ -129,8 +131,13 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
         assert len(chat.tokens) - 1 <= longest // 2 and chat.tokens[-2:].tolist() == [255, 10]
     with pytest.raises(DataError, match=r"data.too_long=no, data.documents=separate: allowed: cut"):
         dataset(chats, too_long="no")
-    with pytest.raises(DataError, match=r"conversation \d+: \d+ tokens; try: data.too_long=cut"):
-        dataset(chats, **short, too_long="error")
+    lengths = [len(chat.tokens) for chat in dataset(chats, held_out=0.0).chats]
+    number, length = next((i, n) for i, n in enumerate(lengths, 1) if n - 1 > longest // 2)
+    message = f"conversation {number}: {length} tokens; try: data.too_long=cut"
+    with pytest.raises(DataError, match=message):
+        dataset(chats, **short, too_long="error", held_out=0.0)
+    monkeypatch.setenv("HOME", str(chats.parent))
+    assert len(dataset(Path("~") / chats.name).chats) == len(full.chats)
 
 
 def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_sample(tmp_path):

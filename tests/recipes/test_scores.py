@@ -64,6 +64,12 @@ def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path):
         DataError, match="question 1: neither HellaSwag's form nor ARC's: 'choices'"
     ):
         read_questions(tmp_path / "wrong.jsonl")
+    (tmp_path / "wrong.jsonl").write_text(f"{json.dumps(ARC[0])}\n\n{{}}\n")
+    with pytest.raises(DataError, match="question 2: neither"):
+        read_questions(tmp_path / "wrong.jsonl")
+    (tmp_path / "wrong.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"wrong\.jsonl: no question"):
+        read_questions(tmp_path / "wrong.jsonl")
 
 
 class Unigram(torch.nn.Module):
