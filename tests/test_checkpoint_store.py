@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from gptrain.checkpoints.manifest import (
 )
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import SaveFailedError
+from tests.processes import wait_until
 from tests.test_safe_load import is_mapped
 
 RUN = "a" * 32
@@ -124,6 +126,8 @@ def test_a_tensor_that_changes_has_another_fingerprint():
         state["a"][0][2] = 1
         assert not is_unchanged(state, before)
         assert not is_unchanged({"a": [], "empty": state["empty"]}, before)
+    zeros = {"a": torch.zeros(2)}  # the same bits as those of two integers
+    assert not is_unchanged({"a": torch.zeros(2, dtype=torch.int32)}, fingerprints(zeros))
 
 
 def test_a_validation_adds_the_tensors_that_it_has_changed(store):
@@ -575,6 +579,25 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert not store.is_unfinished and not store.is_writing
     assert (store.folder / "step-00000001" / "state.ckpt").read_bytes() == b"before"
     assert holds(store.newest_intact().path, 2)
+
+
+def test_a_save_in_the_background_is_written_until_the_last_of_its_files_is(store, monkeypatch):
+    write, begun, may_end = fileops.write_new_file, Event(), Event()
+
+    def write_slowly(path, *rest):
+        if path.name == "more.bin":
+            begun.set()
+            may_end.wait(30)
+        write(path, *rest)
+
+    monkeypatch.setattr(fileops, "write_new_file", write_slowly)
+    save(store, 1, in_background=True)
+    store.amend(1, {"more.bin": b"more"}, {})
+    assert begun.wait(30) and store.is_writing
+    may_end.set()
+    wait_until(lambda: not store.is_writing, 30)
+    store.finish()
+    assert "more.bin" in store.newest_intact().manifest["files"]
 
 
 def test_progress_is_reported_for_each_piece_that_is_written_or_read_back(tmp_path, monkeypatch):

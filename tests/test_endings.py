@@ -17,6 +17,7 @@ from gptrain.core.errors import (
     UNKNOWN,
     ConfigError,
     ConfigIssue,
+    Ending,
     code_of,
     ending_of,
     exit_code,
@@ -130,9 +131,11 @@ def test_an_error_names_the_samples_of_a_step_or_says_that_there_are_more():
     assert str(NonFiniteError(3, 1, [*range(17)])).endswith(f"; samples: {first}, …")
 
 
-def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch):
+def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rank, "resume_facts", lambda _: {})
-    cfg = OmegaConf.create({"run_dir": str(tmp_path)})
+    cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
+    rank.report_ending(cfg, Ending(70, "error", "error: \x1b[2J\ntry: b"), 1, replace=True)
+    assert capsys.readouterr().err == "error: \\x1b[2J\ntry: b\n"  # cannot clear the terminal
     for error, failed in ((SaveFailedError(errno.ENOSPC, "a", 10, 5, 3), 3), (ValueError(), 1)):
         assert rank.record_ending(cfg, ending_of(error), 1, 5, replace=True)
         assert read_status(tmp_path).items() >= {"rank": failed, "step": 5}.items()

@@ -269,12 +269,13 @@ def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
     write_special_ids(tmp_path, ByteTokenizer(), has_end=False)
     assert (tmp_path / "config.json").read_text() == '{"eos_token_id": null}'
     assert not (tmp_path / "generation_config.json").exists()
-    generation = {"pad_token_id": 256, "max_new_tokens": 7}  # bytes have no token 256
+    # Bytes have no token 256.
+    generation = {"pad_token_id": 256, "eos_token_id": 9, "max_new_tokens": 7}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
     write_special_ids(tmp_path, ByteTokenizer(), has_end=True)
     written = json.loads((tmp_path / "generation_config.json").read_text())
-    assert written == {"max_new_tokens": 7, "eos_token_id": 255}
+    assert written == {"max_new_tokens": 7, "eos_token_id": [9, 255]}
 
 
 def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):

@@ -1,6 +1,7 @@
 """One run, one folder: the lock against real processes."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -72,6 +73,11 @@ def test_a_foreign_lock_file_never_stops_a_run(tmp_path, text):
         with pytest.raises(ConfigError, match=f"held by process {os.getpid()} on"):
             RunLock(tmp_path, wait_s=0).acquire()
     assert lock.run_id == read_holder(tmp_path)["run_id"]
+    (tmp_path / ".lock").write_text(text)
+    with (tmp_path / ".lock").open() as file:  # the holder has not written its record yet
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"held by process .* since unknown; wait for it"):
+            RunLock(tmp_path, wait_s=0).acquire()
 
 
 @pytest.mark.parametrize("name", [".lock", "train.log", ".hydra", ".beats"])

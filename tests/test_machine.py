@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from gptrain import runtime
 from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.checkpoints.status import PreemptedError
@@ -19,6 +20,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime import supervisor
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning
 from tests.command_line import compose_run, unwatched
@@ -115,6 +117,15 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
     monkeypatch.setattr(assemble, "build_datasets", lambda cfg: guard.stop.error)
     assert isinstance(assemble.prepare_data(cfg, 0, guard), PreemptedError)
     assert guard.stop.error is None
+
+
+def test_a_checkpoint_is_found_for_the_ranks_of_all_nodes_at_each_start(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(runtime, "keep_config", lambda cfg: None)
+    monkeypatch.setattr(supervisor, "supervise", lambda *options: [{}, options[3]()][0])
+    cfg = compose_run("trainer.devices=2", "trainer.num_nodes=3", f"run_dir={tmp_path}")
+    runtime.run(print, cfg, lambda cfg, lock, world_size: sizes.append(world_size))
+    assert sizes == [6, 6]
 
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):

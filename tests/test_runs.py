@@ -29,7 +29,8 @@ def write(path: Path, text: str) -> None:
 def make_run(folder: Path, *overrides: str, loss: float | None = None, **facts) -> Path:
     """Write the records of a run, without a result if `loss` is None, and return its folder."""
     write(folder / ".hydra/overrides.yaml", yaml.safe_dump([*overrides]))
-    config = {"objective": "val/loss", "checkpoint": {"mode": facts.pop("mode", "min")}}
+    config = {"objective": facts.pop("objective", "val/loss")}
+    config |= {"checkpoint": {"mode": facts.pop("mode", "min")}}
     lr = next((float(o.split("=")[1]) for o in overrides if o.startswith("optimizer.lr")), 3e-4)
     config |= {"optimizer": {"lr": lr}, "run_dir": str(folder)}
     write(folder / ".hydra/config.yaml", yaml.safe_dump(config))
@@ -99,10 +100,11 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
         make_run(four / "sweep" / name, status={"cause": "nonfinite", "exit_code": 79, "step": 7})
     lines = show(four)[1]
     assert sum("nonfinite" in line for line in lines) == 3 and "*" not in "".join(lines)
-    make_run(four / "longer", loss=9.0, steps=12)
+    make_run(four / "longer", f"note={'a' * 40}", loss=9.0, steps=12)
     *lines, footnote = show(four)[1]
     assert [line.split()[0] for line in lines if "*" in line] == ["longer"]
     assert footnote.startswith("* a different number of steps than most of these runs: ")
+    assert re.search(r" a{32} ", "\n".join(lines))  # a long value is cut
 
 
 def test_help_describes_every_option(show):
@@ -121,6 +123,10 @@ def test_json_is_a_list_and_its_direction_that_of_the_runs(four, show):
         "run": str(last), "overrides": ["optimizer.lr=1e-3", "+x=1"],
         "metrics": {"val/loss": 3.0}, "steps": 10, "seconds": 1.5, "ended": "done",
     }  # fmt: skip
+    metrics = {"val/loss": 3.0, "mine/score": 0.5}
+    make_run(four / "zz", loss=3.0, objective="mine/score", metrics=metrics)
+    head, first, *_ = show(four)[1]
+    assert head.split()[-5:-3] == ["mine/score", "val/loss"] and first.split()[0] == "zz"
 
 
 def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
@@ -140,6 +146,7 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
         (["--diff"], 2, "error: --diff: needs exactly two runs, found 4"),
+        (["--json", "--diff"], 2, "error: argument --diff: not allowed with argument --json"),
         (["--yes"], 2, "error: --yes: has an effect with --prune only"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
@@ -205,6 +212,8 @@ def test_a_resumed_run_shows_its_newest_checkpoint(train, show):
     (run.folder / "result.json").unlink()
     lost = read_run(run.folder)
     assert (lost.ended, lost.steps) == ("lost", 4) and lost.metrics["val/loss"] > 0
+    newest = read_manifest(run.folder / "checkpoints" / "step-00000004")
+    assert newest["metrics"]["step"] == 4 and "step" not in lost.metrics  # Lightning adds it
 
 
 def test_hundreds_of_runs_take_seconds_and_no_torch(tmp_path):

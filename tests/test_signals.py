@@ -1,5 +1,6 @@
 """A request to stop is a flag: real signals to real processes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -116,6 +117,21 @@ def test_a_data_worker_survives_signals_to_the_group(start):
         os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=30)
     assert out.decode().split()[1] == "True"
+
+
+def test_a_rank_that_ends_kills_its_data_workers_and_no_other_process():
+    context, before = multiprocessing.get_context("fork"), signal.getsignal(signal.SIGCHLD)
+    worker, other = (
+        context.Process(target=time.sleep, args=(60,), daemon=d) for d in (True, False)
+    )
+    for process in (worker, other):
+        process.start()
+    signals.kill_workers()
+    signal.signal(signal.SIGCHLD, before)
+    worker.join(30)
+    assert worker.exitcode == -signal.SIGKILL and other.is_alive()
+    other.kill()
+    other.join()
 
 
 def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):

@@ -147,7 +147,10 @@ def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, plain,
     (tmp_path / "run").mkdir()
     write_status(tmp_path / "run", cause="error", exit_code=70)  # of an evaluation that failed
     again = train("task=test", f"ckpt_path='{checkpoint}'", "trainer.limit_test_batches=2")
-    assert again.code == read_status(again.folder)["exit_code"] == 0, again.err
+    status = read_status(again.folder)
+    assert again.code == status["exit_code"] == 0, again.err
+    assert f"ckpt_path={checkpoint}" in shlex.split(status["resume"])
+    assert not (again.folder / ".restarts").exists()  # restarts of an evaluation need no progress
     assert again.metrics["test/loss"] == pytest.approx(plain.metrics["val/loss"], rel=1e-6)
 
 
@@ -237,10 +240,13 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     timer = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer}"
     old = train(timer, "seed=7", "trainer.max_steps=1", name="old")
     words = (f"from_run={old.folder}", "~callbacks.timer", "scheduler=mine", "model.dropout=0.1")
+    words = (*words, "++ckpt_path=null")
     run = train("--config-dir", f"{tmp_path}/conf", *words, tiny=False)
     assert run.code == 0, run.err
     shutil.rmtree(old.folder)
-    cfg = compose_command(shlex.split(read_status(run.folder)["resume"])[2:])
+    resume = shlex.split(read_status(run.folder)["resume"])
+    assert "++ckpt_path=null" not in resume
+    cfg = compose_command(resume[2:])
     assert (cfg.seed, cfg.model.dropout, cfg.from_run, cfg.ckpt_path) == (7, 0.1, None, "last")
     assert "timer" not in cfg.callbacks and cfg.run_dir == str(run.folder)
 

@@ -18,7 +18,7 @@ from processes import is_alive, wait_until
 from gptrain.checkpoints.status import read_status, write_status
 from gptrain.core.errors import JobFailedError
 from gptrain.runtime import supervisor
-from gptrain.runtime.signals import StopFlag
+from gptrain.runtime.signals import StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import (
     Guard,
     Heartbeat,
@@ -273,6 +273,29 @@ def test_other_ranks_are_stopped_at_once_when_one_rank_was_preempted(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+@pytest.mark.parametrize("phase", ["save", "mirror"])
+def test_after_a_request_to_stop_the_supervisor_waits_for_a_save_and_for_its_copy(
+    tmp_path, monkeypatch, phase
+):
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
+    cfg = OmegaConf.create({"launcher": {"timeout_s": 60.0}, "run_dir": str(tmp_path)})
+    write_status(tmp_path, cause="preempted", exit_code=75, rank=0)
+    Heartbeat(tmp_path, 1).beat(4, phase)
+    stopped, saving = (
+        FORK.Process(target=target, args=(number,))
+        for target, number in ((os._exit, 75), (time.sleep, 0.6))
+    )
+    with block_stop_signals():  # the save is not ended by the request to stop
+        stopped.start()
+        saving.start()
+    try:
+        supervisor.watch(cfg, [stopped, saving], StopFlag(), tmp_path)
+        assert (stopped.exitcode, saving.exitcode) == (75, 0)
+    finally:
+        saving.kill()
+        saving.join()
 
 
 def test_after_a_rank_was_killed_the_supervisor_does_not_wait_for_a_save(tmp_path, monkeypatch):

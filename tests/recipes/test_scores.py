@@ -212,7 +212,9 @@ def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     assert start.keys() == {f"{name}_start" for name in logged} and len(logged) == 4
     capfd.readouterr()
     second = f"{{_target_: recipes.scores.Scores, files: {{second: {files['arc']}}}}}"
-    run(main, f"from_run={tmp_path}/run", "ckpt_path=last", f"+callbacks.second={second}")
+    words = (f"from_run={tmp_path}/run", "ckpt_path=last", f"run_dir={tmp_path}/new")
+    run(main, *words, f"+callbacks.second={second}")
+    assert not (tmp_path / "new").exists()
     for name in ("acc", "acc_norm"):
         logged[f"eval/second/{name}"] = logged[f"eval/arc/{name}"]
     lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
