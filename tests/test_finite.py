@@ -196,7 +196,7 @@ def test_a_layer_of_a_later_stage_comes_before_the_loss_of_the_first_rank(train)
 @pytest.mark.parametrize(
     "at, named, words",
     [("weight", "not finite in the parameter blocks.1.mlp.down_proj.weight",
-      ["model.activation_checkpointing=full"]),
+      ["module._target_=tests.lit.own.modules.WrapsBlocks"]),
      ("gradient", "the gradient is first not finite in blocks.1.mlp.down_proj",
       ["module._target_=tests.lit.own.modules.Returns", "+module.kind=dict"])],
 )  # fmt: skip
@@ -257,6 +257,15 @@ def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train, skips, monkeypat
     assert run.code == 79, run.err
     assert "3 steps in a row were skipped (max_skips)" in run.err
     assert "at step 4 " in run.err and "first not finite in blocks.1.mlp.down_proj" in run.err
+
+
+def test_a_loss_scale_that_no_gradient_bears_is_named_after_max_skips_steps(train, monkeypatch):
+    monkeypatch.setattr("gptrain.config.preflight.devices.check_cpu", lambda checked: iter(()))
+    run = train(*SCALED, "+trainer.init_scale=1e30", "max_skips=3", "trainer.limit_val_batches=0")
+    assert (
+        run.code == 79 and "the scaled gradients overflow fp16; try trainer.precision=" in run.err
+    ), run.err
+    assert "at step 2 " in run.err and "; 3 steps in a row were skipped" in run.err
 
 
 SPIKE = "+callbacks.spike={_target_: tests.lit.own.callbacks.SpikesLoss, steps: [%s]}"

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptrain.checkpoints.timeline import Timeline
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data import BatchReader
 from gptrain.lit import LanguageModel, datamodule, perf
 from gptrain.lit.callbacks.garbage import QuietCollector
@@ -176,6 +179,25 @@ def test_the_collector_is_frozen_after_the_first_steps_and_still_frees_cycles(tr
     assert not any(reference() for reference in alive[3:6])  # collected at the validation
 
 
+def test_the_first_interval_in_which_workers_start_counts_as_no_training(monkeypatch):
+    now, loader = SimpleNamespace(s=0.0), datamodule.Loader([0])
+    monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(
+        strategy=strategy, global_rank=1, is_global_zero=False, global_step=0, world_size=1,
+        train_dataloader=loader, datamodule=SimpleNamespace(tokens=7),
+    )  # fmt: skip
+    lengths = RunLengths(BatchPlan(1, 2, 1), 5, epoch_steps=9, n_steps=9, validate_every=9)
+    speed = perf.Speed(lengths, trainer, None)
+    for seconds, waited_s in ((100.0, 90.0), (8.0, 2.0), (16.0, 1.0)):
+        now.s += seconds
+        loader.waited_s += waited_s
+        trainer.global_step += 2
+        values = speed.read()
+    assert (speed.trained_s, speed.waited_s) == (24.0, 3.0)
+    assert (values["perf/step_s"], values["perf/data_wait_s"]) == (8.0, 0.5)
+
+
 def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now.s))
@@ -193,6 +215,10 @@ def test_the_clock_of_computing_counts_what_is_not_paused(monkeypatch):
             now.s += 100.0
         now.s += 50.0
     computing.resume()
+    parallel = SimpleNamespace(clock=computing)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(parallel=parallel), global_step=3)
+    with perf.blocked_by_save(trainer, Timeline(None)):
+        now.s += 1000.0
     now.s += 4.0
     assert computing.read() == 7.0
     computing.start_step()
@@ -237,6 +263,9 @@ def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler, tmp_pat
     n_more = len(list(run.folder.glob("fit-profile-[01]*"))) - 1
     assert f" · profile {run.folder}/fit-profile-0.txt and {n_more} more · " in line
     assert " · peak memory 2.00 GiB per rank · " in line  # the largest of both ranks
+    # Without a validation the newest checkpoint counts as the best.
+    made = json.loads((run.folder / "result.json").read_text())
+    assert made["checkpoint"] == str(run.folder / "checkpoints" / "step-00000006")
     for rank in (0, 1):
         (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
         # Next to a GPU that is not used, Lightning does not sort the table of torch.

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassF1Score
@@ -49,6 +50,15 @@ class Returns(LanguageModel):
         return None if once or self.kind == "none" else loss
 
     skipped = False
+
+
+class WrapsBlocks(LanguageModel):
+    """Wraps each block for activation checkpointing, which adds a prefix to its parameters."""
+
+    def __init__(self, net, *args, **kwargs):
+        super().__init__(net, *args, **kwargs)
+        for i, block in enumerate(net.blocks):
+            net.blocks[i] = checkpoint_wrapper(block)
 
 
 class BringsFinder(LanguageModel):
@@ -354,8 +364,8 @@ class LogsVector(LanguageModel):
         self.log("val/vector", torch.zeros(3, 4))
 
 
-def trainer_with_loss_scaler(**options):
+def trainer_with_loss_scaler(init_scale=2.0**16, **options):
     """Make a Trainer for precision 16-mixed on a CPU, which Lightning itself does not offer."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     options["plugins"].append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
     return pl.Trainer(**options | {"precision": None})
