@@ -310,7 +310,8 @@ RIGHT = [
     "strategy=tensor_parallel trainer.devices=2", "strategy=ddp_pipeline trainer.devices=4",
     "strategy=fsdp_tensor_parallel trainer.devices=4", "experiment=quickstart", "seed=4294967295",
     "model=llama_nano strategy=context_parallel trainer.devices=4 model.n_kv_heads=2",
-    "hydra/job_logging=disabled", "hydra.verbose=true", "objective=val/accuracy",
+    "hydra/job_logging=disabled name=a/${hydra:job.name}", "hydra.verbose=true",
+    "objective=val/accuracy",
     "checkpoint.monitor=val/accuracy checkpoint.mode=max", "+trainer.min_epochs=2",
 ]  # fmt: skip
 

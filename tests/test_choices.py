@@ -112,12 +112,11 @@ def test_both_datasets_of_a_group_get_the_options_of_the_group():
             assert cfg.trainer.limit_val_batches == 10  # a stream has no end
 
 
-@pytest.mark.parametrize("masked", [(), ("b",)])
-def test_a_mixture_masks_documents_if_one_of_its_parts_does(masked):
+def test_a_mixture_has_samples_of_one_length_and_masks_documents_if_one_of_its_parts_does():
     parts = [f"+data@data.parts.{name}=text" for name in "ab"]
-    words = [f"data.parts.{name}.documents=masked" for name in masked]
-    data = compose_run("model=gpt_nano", "data=mixture", "data.seq_len=24", *parts, *words).data
-    assert data.masks_documents == bool(masked)
+    words = ("data=mixture", "data.seq_len=24", *parts, "data.parts.b.documents=masked")
+    data = compose_run("model=gpt_nano", *words).data
+    assert data.masks_documents
     for datasets in (data.train, data.val):
         assert [part["seq_len"] for part in datasets.arguments["parts"].values()] == [24, 24]
 

@@ -50,7 +50,8 @@ def test_a_name_goes_before_the_working_directory_and_train_py_before_both(
     locations.enter("mine/conf")
     monkeypatch.chdir("/")  # a rank or a job of a sweep may run in another folder
     assert locations.find_project() == project
-    assert sys.path[-1] == str(project / "src")
+    locations.enter()
+    assert sys.path[-1] == str(project / "src") and sys.path.count(sys.path[-1]) == 1
 
 
 def test_outside_of_any_project_there_are_the_librarys_own_choices(project, tmp_path, monkeypatch):

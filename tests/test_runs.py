@@ -189,7 +189,13 @@ def test_an_odd_file_costs_a_run_a_warning_at_most(name, four, show):
     odd = four / "a" / name
     (four / "a/result.json").unlink()
     odd.parent.mkdir(parents=True, exist_ok=True)
-    for text in ("", "[1]", "\0", '{"metrics": [1], "steps": {}, "exit_code": "x", "ended": 1}'):
+    for text in (
+        "",
+        "[1]",
+        "\0",
+        "[" * 1000,
+        '{"metrics": [1], "steps": {}, "exit_code": "x", "ended": 1}',
+    ):
         odd.unlink(missing_ok=True)
         odd.write_text(text)
         code, lines, err = show(four)

@@ -168,12 +168,17 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
         return run
 
     reserved: list[int] = []
+    begun: list[int] = []
+    monkeypatch.setattr(cli, "begin_command", lambda: begun.append(len(alive)))
     monkeypatch.setattr(cli, "reserve_gpus", reserved.append)
     monkeypatch.setattr(build, "build", watched)
     sweep = train("-m", "trainer.devices=1,2", "seed=1,2", "trainer.max_steps=2")
     assert sweep.code == 0, sweep.err
     assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
     assert reserved == [1, 1, 2, 2]  # each job takes its own number of GPUs
+    assert begun == [0, 0, 1, 2, 2]  # the command, and each job before its net is made
+    for timeline in sweep.folder.glob("*/timeline.jsonl"):  # of rank 0 alone
+        assert timeline.read_text().count('"starting"') == 1
 
 
 def test_a_failing_job_is_reported_and_the_others_run(train):
