@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import (
+    changed_options,
     check_data,
     differences,
     find_checkpoint,
@@ -182,10 +183,19 @@ def test_a_checkpoint_from_before_a_key_existed_resumes_unless_the_key_is_set(mo
     younger = "scheduler.min_factor"
     del saved[younger]
     assert differences(cfg, saved, 32) == []
-    hydra = OmegaConf.create({"overrides": {"task": [f"{younger}={cfg.value_of(younger)}"]}})
-    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
     monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
-    assert [problem.key for problem in differences(cfg, saved, 32)] == [younger]
+    for typed in (f"{younger}={cfg.value_of(younger)}", "scheduler=warmup_cosine"):
+        hydra = OmegaConf.create({"overrides": {"task": [typed]}})
+        monkeypatch.setattr(HydraConfig, "get", lambda hydra=hydra: hydra)
+        assert [problem.key for problem in differences(cfg, saved, 32)] == [younger]
+
+
+def test_a_group_in_allow_changes_stands_for_all_its_options():
+    """The learning rates of Muon's groups are all called `lr` in a parameter group."""
+    words = ("model=gpt_nano", "optimizer=muon", "optimizer.head_lr=0.1")
+    changed = changed_options(compose_run(*words, "allow_changes=[optimizer]"))
+    assert {"lr", "betas", "momentum"} <= {*changed} and not {"head_lr", "vector_lr"} & {*changed}
+    assert changed_options(compose_run(*words, "allow_changes=[optimizer.head_lr,seed]")) == ("lr",)
 
 
 def test_a_resume_removes_what_killed_saves_left_and_brings_a_replaced_checkpoint_back(compose):
