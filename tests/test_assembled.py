@@ -19,11 +19,13 @@ from gptrain.assemble.run import TrainingRun
 from gptrain.assemble.start_report import parameters_text, precision_text, typed_options
 from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.core.errors import ConfigError
+from gptrain.core.strategies import ParallelDims
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.user_data import SeedAfterSetup
+from gptrain.runtime.process import Process
 from tests.command_line import compose_run, unwatched
 
 SMALL = (
@@ -196,16 +198,38 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     assert endless.cfg.model.compile == "none"
 
 
+def test_a_rank_reads_the_samples_of_its_data_rank_and_draws_its_own_dropout(build):
+    """Rank 3 of two data-parallel ranks, each of which is a tensor group of two."""
+    process = Process("gptrain", rank=3, local_rank=0, world_size=4)
+    make = assemble.build_strategy
+
+    def build_single(
+        make_net: Any, options: Any, dims: ParallelDims, *rest: Any, **more: Any
+    ) -> Any:
+        return make(make_net, options, ParallelDims(), *rest, **more)
+
+    with (
+        patch.object(assemble, "build_strategy", build_single),
+        patch.object(assemble, "this_process", lambda: process),
+        patch.object(assemble, "parallel_dims", lambda *_: ParallelDims(data=2, tensor=2)),
+    ):
+        data: Any = build("seed=5", "checkpoint=none").datamodule
+    assert (data.rank, data.world_size, data.ranks_per_sample) == (1, 2, 2)
+    assert torch.initial_seed() == 5 + 1 + 3
+
+
 def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build):
     """An epoch of nine batches has four steps of two micro-batches."""
     data = ("~data", "+data._target_=tests.lit.own.data.DataModule", "+data.num_samples=44")
     steps = ("trainer.accumulate_grad_batches=2", "trainer.max_epochs=3", "checkpoint=none")
-    run = build(*data, *steps, "seed=5")
+    process = Process("gptrain", rank=1, local_rank=0, world_size=2)
+    with patch.object(assemble, "this_process", lambda: process):
+        run = build(*data, *steps, "seed=5")
     trainer = cast(Any, run.trainer)
     assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
     assert trainer._accelerator_connector.use_distributed_sampler
     first = trainer.callbacks[0]
-    assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1
+    assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1 + 1
 
 
 def test_a_masked_sample_that_is_longer_than_the_context_of_the_net_is_refused(build, tmp_path):
