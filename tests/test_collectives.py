@@ -72,6 +72,8 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
         code, _, _ = typed(command_line, *words, "trainer.devices=4")
     assert code == 0, (tmp_path / "err").read_text()
     text = (tmp_path / "out").read_text()
+    assert text.startswith("gloo, 4 ranks; the root is rank 0\n")
+    assert "\nall-reduce of 8.0 MiB " in text
     check_pictures(text, 4)
     # The ranks used this folder as their rendezvous.
     assert not list((tmp_path / "run #4%41" / ".beats").iterdir())

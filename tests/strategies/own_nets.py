@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -147,6 +148,25 @@ class DetachedEmbedding(OwnNet):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+
+class NotFiniteBackward(OwnNet):
+    """A net whose `hidden` has gradients that are not numbers, which `forward` has not."""
+
+    def hidden(self, tokens):
+        x = super().hidden(tokens)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * torch.nan)
+        return x
+
+
+class RaisesOnOneRank(OwnNet):
+    """A net that only the second rank has no memory for."""
+
+    def forward(self, tokens):
+        if dist.get_rank() == 1:
+            raise MemoryError("too little")
+        return super().forward(tokens)
 
 
 class ReadsValues(OwnNet):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from gptrain.core.strategies import default_options, parallel_dims
+from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import Llama, SimpleGPT
 from gptrain.parallel import comparison
@@ -191,6 +191,7 @@ def test_fsdp_and_activation_checkpointing_accept_any_forward():
         (own_nets.Infinite, "the logits of the plain net are not finite"),
         (own_nets.Random, "in evaluation mode the logits of the plain net are random, or depend"),
         (own_nets.Raises, "OSError: two lines"),
+        (own_nets.RaisesOnOneRank, "MemoryError: too little"),
     ):
         with unittest.TestCase().assertLogs("gptrain", "WARNING") as logged:
             build("fsdp", net_class)
@@ -296,6 +297,8 @@ def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
         assert error.value.key == "model._target_"
     with pytest.raises(IncompatibleModelError, match=r"not the gradient of embedding\.weight;"):
         build("single", own_nets.DetachedEmbedding)
+    with pytest.raises(IncompatibleModelError, match=r"not the gradient of norm\.bias;"):
+        build("single", own_nets.NotFiniteBackward)
 
 
 def test_a_net_is_compared_if_the_run_calls_other_parts_of_it_or_calls_blocks_twice():
@@ -317,6 +320,20 @@ def test_of_a_large_net_each_stage_is_compared_with_one_block(n_stages, n_compar
         comparison.prepare_net(net, parallel, torch.float64)
         assert len(net.blocks) == n_blocks and not net.training
         assert net.norm.weight.dtype == net.scale.dtype == torch.float64
+
+
+def test_a_batch_for_the_comparison_is_short_and_of_a_length_that_ranks_divide_as_the_sample():
+    for world_size, n_tokens, n_compared in (
+        (4, 1023, 32 + 3), (4, 1024, 32), (3, 36, 32 + 1), (4, 35, 35), (4, 9, 9),
+    ):  # fmt: skip
+        parallel = ParallelStrategy(dims=ParallelDims(data=world_size))
+        parallel.microbatches = world_size
+        sample = torch.arange(n_tokens)
+        tokens, targets = comparison.make_batch(sample, parallel)
+        assert tokens.shape == targets.shape == (world_size, n_compared)
+        assert torch.equal(tokens[0], sample[:n_compared])
+        assert torch.equal(targets[:, :-1], tokens[:, 1:])
+        assert len({tuple(row) for row in tokens.tolist()}) == world_size
 
 
 def test_a_net_that_cannot_be_built_without_values_has_the_weights_of_its_seed():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kinds import (
+    ACCUMULATE,
     LOSS_RTOL,
     MAX_NORM,
     OneProcess,
@@ -109,10 +110,17 @@ def test_parameters_outside_the_net_count_once_in_the_gradient_norm():
 
 @on_ranks(2)
 def test_a_full_forward_pass_is_refused_and_the_error_names_the_method_to_call():
-    tokens, _ = make_batch(0, 0)
-    net = Parallel("pipeline").net
-    for call in (net, net.hidden):
+    tokens, targets = make_batch(0, 0)
+    kind = Parallel("pipeline")
+    for call in (kind.net, kind.net.hidden):
         with pytest.raises(
             IncompatibleModelError, match=r"no rank of a pipeline .* self.loss\(tokens, targets\)"
         ):
             call(tokens)
+    message = r"multiplies self\.loss\(\.\.\.\) by 3, but the pipeline has already computed"
+    with pytest.raises(IncompatibleModelError, match=message) as error:
+        (3 * kind.module(tokens, targets) / ACCUMULATE).backward()
+    assert error.value.key == "strategy.name"
+    kind.optimizer.zero_grad()
+    kind.step(0)  # the loss of the first step alone is checked: the check reads it on the host
+    (3 * kind.module(tokens, targets) / ACCUMULATE).backward()
