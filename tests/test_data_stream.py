@@ -199,6 +199,7 @@ def test_a_stream_does_not_see_the_data_workers_and_is_found_behind_its_pairs(mo
     stream = as_indexed(iter(samples), "data.train", None)
     assert find_stream(as_pairs(stream, "data.train")) is find_stream(stream) is stream
     assert find_stream(as_pairs(samples, "data.val")) is None
+    assert stream.__getitems__([0, 1, 2]) == samples[:1] * 3  # a look at the data before the start
     stream.start(0, None)
     assert get_worker_info() is None
 

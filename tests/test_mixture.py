@@ -123,6 +123,13 @@ def test_a_batch_has_the_samples_of_its_parts():
     mixed = Mixture({"a": part(5), "b": masked}, {"a": 1, "b": 1})
     _, _, documents = mixed.__getitems__([7, 0])
     assert documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1], [0] * 8]
+    dicts: Any = [{"input_ids": [*range(n, n + 8)], "labels": [*range(n, n + 8)]} for n in (5, 6)]
+    mixed = Mixture({"a": part(5), "b": dicts}, {"a": 1, "b": 1})  # samples of Hugging Face
+    tokens, targets = mixed.__getitems__([6, 0])
+    assert tokens[0].tolist() == [*range(6, 14)] and targets[0].tolist() == [*range(7, 14), -100]
+    broken: Any = [*dicts, dicts[0] | {"labels": [9] * 8}]
+    with pytest.raises(DataError, match=r"^part b: sample 2: labels\[0\]=9, input_ids\[0\]=5"):
+        Mixture({"a": part(5), "b": broken}, {"a": 1, "b": 1}).__getitems__([0, 7])
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ def test_a_net_sees_as_much_as_it_can_and_is_in_evaluation_mode():
     write(net, 6, prompt=(1, 2))
     assert net.seen == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7]]
     assert not any(net.modes) and net.training
+    drawn = generate(net, [1], 6, Sampling(), torch.Generator())
+    next(drawn)
+    drawn.close()  # a stop text ends it early
+    assert net.training
+    assert not [*generate(net, [1], 6, Sampling(), torch.Generator(), stop_ids={2})]
+    assert net.training
     write(net.eval(), 2)
     assert not net.training  # the mode that the caller had chosen
 

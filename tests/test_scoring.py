@@ -112,8 +112,11 @@ def test_a_continuation_is_scored_after_all_of_its_context_that_the_net_can_see(
 def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):
     for score in gptrain.score(net, BYTES, ["", "a"]):
         assert score.nats == 0 and math.isnan(score.perplexity) and math.isnan(score.bits_per_byte)
-    with pytest.raises(ValueError, match=f"context=9: not from 1 to max_seq_len={LIMIT}"):
-        gptrain.score(net, BYTES, [TEXT], context=9)
+    net.train()
+    for context in (9, 0):
+        with pytest.raises(ValueError, match=f"context={context}: not from 1 to max_seq_len=8"):
+            gptrain.score(net, BYTES, [TEXT], context=context)
+        assert net.training  # the mode that the caller had chosen, also after an error
 
 
 def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, monkeypatch):
