@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+NAMES = [
+    "test_the_boundary_itself_is_not_looked_at",
+    "test_a_line_that_only_a_forked_process_runs",
+]
 MODULE = """
 FACTOR = 2
 
@@ -22,6 +26,8 @@ def never_run():
 TESTS = """
 import multiprocessing
 
+import pytest
+
 from gptrain.small import double, is_adult
 
 
@@ -33,6 +39,7 @@ def check():
     assert double(3) == 6
 
 
+@pytest.mark.slow
 def test_a_line_that_only_a_forked_process_runs():
     process = multiprocessing.get_context("fork").Process(target=check)
     process.start()
@@ -43,7 +50,7 @@ def test_a_line_that_only_a_forked_process_runs():
 
 @pytest.mark.engine("coverage")
 def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
-    from tests.mutants.__main__ import Records, record, try_mutant
+    from tests.mutants.__main__ import KINDS, Records, record, try_mutant
     from tests.mutants.plant import find_mutants
 
     checkout, path = tmp_path / "checkout", "src/gptrain/small.py"
@@ -52,7 +59,10 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
     (checkout / "src/gptrain/__init__.py").touch()
     (checkout / path).write_text(MODULE)
     (checkout / "tests/test_small.py").write_text(TESTS)
-    record(checkout, Path("tests/test_small.py"), tmp_path / "tests:test_small.py")
+    (checkout / "tests/mutants").symlink_to(Path(__file__).with_name("mutants"))
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    gpu\n")
+    for kind in KINDS:
+        record(checkout, kind, tmp_path / kind)
     records = Records(tmp_path)
     verdicts = {
         str(mutant).partition(": ")[2]: try_mutant(mutant, checkout, records)
@@ -65,9 +75,8 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
         "constant changed: 1": "survived",
     }
     assert (checkout / path).read_text() == MODULE
-    # A constant matters in the functions: their test comes before the file, which runs little of
-    # them by itself.
+    # A constant matters in the functions, a test that is slow comes last.
     constant, *others = find_mutants(path, MODULE)
     assert constant.lines == {6, 10, 14} and all(len(mutant.lines) == 1 for mutant in others)
-    tests = records.choose(checkout / path, constant.lines)
-    assert tests[0].endswith("::test_the_boundary_itself_is_not_looked_at")
+    fast, slow = records.choose(checkout / path, constant.lines)
+    assert [test.partition("::")[2] for test in (*fast, *slow)] == NAMES and len(slow) == 1

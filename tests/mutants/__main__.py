@@ -4,12 +4,11 @@
 
 A mutant is a flipped comparison, a negated condition, a dropped keyword argument, a changed
 constant, a removed statement or two swapped arguments. All work is done in a clone of the checkout,
-so that only what is committed is tried. First, every file of tests runs once by itself, and
-coverage.py records which test runs which line, also in forked ranks and in commands. This takes
-about half an hour and prints nothing. Then each mutant is tried with the tests that run its line,
-until one fails or the time is over: first with those that do not train, then with trainings that
-have little in common. Records and verdicts of a commit are kept in outputs/mutants: type the same
-command again to continue an interrupted campaign.
+so that only what is committed is tried. First, all tests run once, and coverage.py records which
+test runs which line, also in forked ranks and in commands. This takes about half an hour. Then each
+mutant is tried with the tests that run its line, until one fails or the time is over. Records and
+verdicts of a commit are kept in outputs/mutants: type the same command again to continue an
+interrupted campaign.
 """
 
 import argparse
@@ -29,13 +28,14 @@ from coverage import CoverageData
 from tests.mutants.plant import Mutant, find_mutants
 
 ROOT = Path(__file__).parents[2]
-PYTEST = ("-m", "pytest", "-n", "0", "-x", "--timeout=60")  # the time limit holds for each test
 SETTINGS = str(Path(__file__).with_name("coverage.ini"))
-LIMIT_S = 150  # time limit of the first 12 tests of a mutant, and of all others together
-TRAINING_LINES = 1000  # a test that trains runs more lines of src/gptrain
+# The time limit of a test holds for a mutant that lets it wait forever.
+TRY = ("-m", "pytest", "-n", "0", "-x", "-m", "", "--timeout=60", "-p", "no:cacheprovider")
+KINDS = {"fast": "not slow and not gpu", "slow": "slow and not gpu"}  # of tests, with their marks
+LIMIT_S = 150  # time limit of the first 12 fast tests of a mutant, of all others, of the slow ones
 
 
-def run(checkout: Path, *words: object, limit_s: float = 1200) -> int:
+def run(checkout: Path, *words: object, limit_s: float | None = None) -> int:
     """Run Python with these words in the checkout, and return the exit code, 0 after the limit."""
     command = (sys.executable, *map(str, words))
     env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "COVERAGE_RCFILE": SETTINGS}
@@ -49,48 +49,51 @@ def run(checkout: Path, *words: object, limit_s: float = 1200) -> int:
             os.killpg(process.pid, signal.SIGKILL)  # kill the processes that tests have left
 
 
-def record(checkout: Path, tests: Path, data: Path) -> None:
-    """Run a file of tests, and record which of its tests runs which lines, if all tests pass."""
-    code = run(checkout, "-m", "coverage", "run", *PYTEST, tests)
-    if run(checkout, "-m", "coverage", "combine", "-q") == 0 and code == 0:
-        (checkout / "outputs" / "coverage" / "data").rename(data)
+def record(checkout: Path, kind: str, data: Path) -> None:
+    """Run the tests of a kind, and record which of those that pass runs which lines."""
+    pytest = ("-m", "pytest", "-p", "tests.mutants.contexts", "-m", KINDS[kind], "tests")
+    run(checkout, "-m", "coverage", "run", *pytest)
+    run(checkout, "-m", "coverage", "combine", "-q")
+    failed = checkout / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    data.with_suffix(".failed").write_text(failed.read_text() if failed.exists() else "{}")
+    (checkout / "outputs" / "coverage" / "data").rename(data)
 
 
 class Records:
-    """Tests that run each line, and the lines that each test runs, as the bits of an integer.
-
-    The process that a test starts does not know the name of the test. For the lines of such a
-    process, all tests of the file are one test.
+    """Tests that run each line.
 
     Args:
-        folder: Folder of the records, one for each file of tests.
+        folder: Folder of the records, one for each kind of tests.
     """
 
     def __init__(self, folder: Path):
         self.places: dict[tuple[str, int], int] = {}  # file and line -> place of its bit
-        self.lines: dict[str, int] = defaultdict(int)  # test -> its lines
-        for path in folder.glob("tests:*"):
-            tests = Path(path.name.replace(":", "/"))
-            data = CoverageData(str(path))
+        self.lines: dict[str, int] = defaultdict(int)  # test -> its lines, as the bits of an integer
+        self.slow: set[str] = set()  # tests that are tried last: slow ones, and files
+        for kind in KINDS:
+            data = CoverageData(str(folder / kind))
             data.read()
+            failed = json.loads((folder / kind).with_suffix(".failed").read_text())
+            tests = data.measured_contexts() - {""} - set(failed)
+            self.slow |= {test for test in tests if kind == "slow" or "::" not in test}
             for file in data.measured_files():
                 for line, contexts in data.contexts_by_lineno(file).items():
                     place = self.places.setdefault((file, line), len(self.places))
-                    for context in contexts:
-                        module, _, name = context.rpartition(".")
-                        test = f"{tests}::{name}" if module == tests.stem else str(tests)
+                    for test in tests.intersection(contexts):
                         self.lines[test] |= 1 << place
 
-    def choose(self, file: Path, lines: set[int]) -> list[str]:
+    def choose(self, file: Path, lines: set[int]) -> tuple[list[str], list[str]]:
         """Return the tests that run any of these lines of a file, in the order to run them.
 
-        There is no time for all tests of a line that every training runs. Therefore tests without a
-        training come first. The next test is always the one with the largest part of lines that no
-        test before it runs, and of equal ones the shortest. Files of which all tests are one test
-        come last. Of several lines, as for a constant, the tests that run little else come first.
+        There is no time for all tests of a line that every training runs. Therefore the next test
+        is always the one with the largest part of lines that no test before it runs, and of equal
+        ones the shortest.
 
         Python does not report every line of an expression. For a single line that is not reported,
         the nearest line before it that a test runs is used.
+
+        Returns:
+            Fast tests, and slow ones.
         """
         numbers = {line for name, line in self.places if name == str(file)}
         if len(lines) == 1:
@@ -98,40 +101,30 @@ class Records:
         else:
             numbers &= lines
         needed = sum(1 << self.places[str(file), number] for number in numbers if number)
-        left = [test for test, run_lines in self.lines.items() if run_lines & needed]
-        is_single = len(numbers) == 1
+        left = {test: lines for test, lines in self.lines.items() if lines & needed}
         chosen, known = [], 0
+
+        def rank(test: str) -> tuple[bool, float, int]:
+            n_lines = left[test].bit_count()
+            return test in self.slow, -(left[test] & ~known).bit_count() / n_lines, n_lines
+
         while left:
-            counted = (-1 if is_single else needed) & ~known
-            left.sort(key=lambda test: self.rank(test, counted, is_single))
-            chosen.append(left.pop())
-            known |= self.lines[chosen[-1]]
-        return chosen
-
-    def rank(self, test: str, counted: int, is_single: bool) -> tuple[tuple, float, int]:
-        """Return a key that is largest for the test to run next.
-
-        Args:
-            test: Name of a test, or of a file.
-            counted: Lines that count, as bits: those that no test before it runs.
-            is_single: Whether one line is tested. The order then depends on the kind of test, too.
-        """
-        n_lines = self.lines[test].bit_count()
-        n_new = (self.lines[test] & counted).bit_count()
-        kind = ("::" in test, n_lines < TRAINING_LINES) if is_single else ()
-        return kind, n_new / n_lines, -n_lines
+            chosen.append(min(left, key=rank))
+            known |= left.pop(chosen[-1])
+        n_fast = len(chosen) - len(self.slow.intersection(chosen))
+        return chosen[:n_fast], chosen[n_fast:]
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     """Plant a mutant, and return whether a test of its line catches it."""
     file = checkout / mutant.path
-    tests = records.choose(file, mutant.lines)
+    fast, slow = records.choose(file, mutant.lines)
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())
     # Importing the files of all tests takes seconds, and most mutants need a few tests only.
-    groups = filter(None, (tests[:12], tests[12:]))
-    is_caught = any(run(checkout, *PYTEST, *group, limit_s=LIMIT_S) for group in groups)
+    groups = filter(None, (fast[:12], fast[12:], slow))
+    is_caught = any(run(checkout, *TRY, *group, limit_s=LIMIT_S) for group in groups)
     file.write_text(source)
     return "caught" if is_caught else "survived"
 
@@ -159,11 +152,9 @@ def main() -> None:
     checkout, results = folder / "checkout", folder / "verdicts.json"
     shutil.rmtree(checkout, ignore_errors=True)  # an interrupted campaign may have left a mutant
     check_output(("git", "clone", "-q", ROOT, checkout))
-    for path in sorted(checkout.glob("tests/**/test_*.py")):
-        tests = path.relative_to(checkout)
-        data = folder / str(tests).replace("/", ":")
-        if not data.exists():
-            record(checkout, tests, data)
+    for kind in KINDS:
+        if not (folder / kind).exists():
+            record(checkout, kind, folder / kind)
     records = Records(folder)
 
     library = [path for path in ROOT.glob("src/gptrain/**/*.py") if "template" not in path.parts]
