@@ -4,15 +4,16 @@
 
 A mutant is a flipped comparison, a negated condition, a dropped keyword argument, a changed
 constant, a removed statement or two swapped arguments. All work is done in a clone of the checkout,
-so that only what is committed is tried. First, all tests run once, and coverage.py records which
-test runs which line, also in forked ranks and in commands. This takes about half an hour. Then each
-mutant is tried with the tests that run its line, until one fails or the time is over. Records and
-verdicts of a commit are kept in outputs/mutants: type the same command again to continue an
-interrupted campaign.
+so that only what is committed is tried. First, all tests run once, slow ones too, and coverage.py
+records which test runs which line, also in forked ranks and in commands. This takes about half an
+hour. Then each mutant is tried with the tests that run its line, until one fails or the time is
+over. The clone and the verdicts of a commit are kept in outputs/mutants: type the same command
+again to continue an interrupted campaign.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -29,10 +30,9 @@ from tests.mutants.plant import Mutant, find_mutants
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = str(Path(__file__).with_name("coverage.ini"))
-# The time limit of a test holds for a mutant that lets it wait forever.
-TRY = ("-m", "pytest", "-n", "0", "-x", "-m", "", "--timeout=60", "-p", "no:cacheprovider")
-KINDS = {"fast": "not slow and not gpu", "slow": "slow and not gpu"}  # of tests, with their marks
-LIMIT_S = 150  # time limit of the first 12 fast tests of a mutant, of all others, of the slow ones
+RECORD = ("-p", "tests.mutants.contexts", "-m", "not gpu", "tests")
+TRY = ("-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", "--timeout=60")
+LIMIT_S = 150  # time limit of the first 12 tests of a mutant, and of all others together
 
 
 def run(checkout: Path, *words: object, limit_s: float | None = None) -> int:
@@ -49,82 +49,75 @@ def run(checkout: Path, *words: object, limit_s: float | None = None) -> int:
             os.killpg(process.pid, signal.SIGKILL)  # kill the processes that tests have left
 
 
-def record(checkout: Path, kind: str, data: Path) -> None:
-    """Run the tests of a kind, and record which of those that pass runs which lines."""
-    pytest = ("-m", "pytest", "-p", "tests.mutants.contexts", "-m", KINDS[kind], "tests")
-    run(checkout, "-m", "coverage", "run", *pytest)
+def record(checkout: Path) -> None:
+    """Run all tests, and record the lines and the seconds of each in outputs/coverage."""
+    run(checkout, "-m", "coverage", "run", "-m", "pytest", *RECORD)
     run(checkout, "-m", "coverage", "combine", "-q")
-    failed = checkout / ".pytest_cache" / "v" / "cache" / "lastfailed"
-    data.with_suffix(".failed").write_text(failed.read_text() if failed.exists() else "{}")
-    (checkout / "outputs" / "coverage" / "data").rename(data)
 
 
 class Records:
-    """Tests that run each line.
+    """Lines and seconds of the tests.
 
     Args:
-        folder: Folder of the records, one for each kind of tests.
+        checkout: The checkout in which the tests were recorded.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, checkout: Path):
+        folder = checkout / "outputs" / "coverage"
+        self.seconds = json.loads((folder / "seconds.json").read_text())
         self.places: dict[tuple[str, int], int] = {}  # file and line -> place of its bit
-        self.lines: dict[str, int] = defaultdict(int)  # test -> its lines, as the bits of an integer
-        self.slow: set[str] = set()  # tests that are tried last: slow ones, and files
-        for kind in KINDS:
-            data = CoverageData(str(folder / kind))
-            data.read()
-            failed = json.loads((folder / kind).with_suffix(".failed").read_text())
-            tests = data.measured_contexts() - {""} - set(failed)
-            self.slow |= {test for test in tests if kind == "slow" or "::" not in test}
-            for file in data.measured_files():
-                for line, contexts in data.contexts_by_lineno(file).items():
-                    place = self.places.setdefault((file, line), len(self.places))
-                    for test in tests.intersection(contexts):
+        self.lines: dict[str, int] = defaultdict(
+            int
+        )  # test -> its lines, as the bits of an integer
+        data = CoverageData(str(folder / "data"))
+        data.read()
+        for file in data.measured_files():
+            for line, tests in data.contexts_by_lineno(file).items():
+                place = self.places.setdefault((file, line), len(self.places))
+                for test in tests:
+                    if self.seconds.get(test, math.inf) < math.inf:
                         self.lines[test] |= 1 << place
 
-    def choose(self, file: Path, lines: set[int]) -> tuple[list[str], list[str]]:
-        """Return the tests that run any of these lines of a file, in the order to run them.
+    def choose(self, file: Path, line: int) -> list[str]:
+        """Return the tests that run a line of a file, in the order to run them.
 
         There is no time for all tests of a line that every training runs. Therefore the next test
-        is always the one with the largest part of lines that no test before it runs, and of equal
-        ones the shortest.
+        is always the one that adds the most lines per second to those that the tests before it run.
 
-        Python does not report every line of an expression. For a single line that is not reported,
-        the nearest line before it that a test runs is used.
-
-        Returns:
-            Fast tests, and slow ones.
+        Python does not report every line of an expression: the nearest reported line before it
+        counts. For a line that no test runs by itself, such as a constant, all tests of the file
+        are returned.
         """
-        numbers = {line for name, line in self.places if name == str(file)}
-        if len(lines) == 1:
-            numbers = {max((number for number in numbers if number <= min(lines)), default=0)}
-        else:
-            numbers &= lines
-        needed = sum(1 << self.places[str(file), number] for number in numbers if number)
-        left = {test: lines for test, lines in self.lines.items() if lines & needed}
+        places = {
+            number: place for (name, number), place in self.places.items() if name == str(file)
+        }
+        nearest = max((number for number in places if number <= line), default=0)
+        for numbers in ({nearest} & places.keys(), places):
+            needed = sum(1 << places[number] for number in numbers)
+            left = [test for test, lines in self.lines.items() if lines & needed]
+            if left:
+                break
+        left.sort(key=self.seconds.__getitem__)
         chosen, known = [], 0
-
-        def rank(test: str) -> tuple[bool, float, int]:
-            n_lines = left[test].bit_count()
-            return test in self.slow, -(left[test] & ~known).bit_count() / n_lines, n_lines
-
         while left:
-            chosen.append(min(left, key=rank))
-            known |= left.pop(chosen[-1])
-        n_fast = len(chosen) - len(self.slow.intersection(chosen))
-        return chosen[:n_fast], chosen[n_fast:]
+            gains = [(self.lines[test] & ~known).bit_count() / self.seconds[test] for test in left]
+            chosen.append(left.pop(gains.index(max(gains))))
+            known |= self.lines[chosen[-1]]
+        return chosen
 
 
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     """Plant a mutant, and return whether a test of its line catches it."""
     file = checkout / mutant.path
-    fast, slow = records.choose(file, mutant.lines)
+    tests = records.choose(file, mutant.code.lineno)
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())
     # Importing the files of all tests takes seconds, and most mutants need a few tests only.
-    groups = filter(None, (fast[:12], fast[12:], slow))
-    is_caught = any(run(checkout, *TRY, *group, limit_s=LIMIT_S) for group in groups)
+    groups = filter(None, (tests[:12], tests[12:]))
+    is_caught = any(
+        run(checkout, "-m", "pytest", *TRY, *group, limit_s=LIMIT_S) for group in groups
+    )
     file.write_text(source)
     return "caught" if is_caught else "survived"
 
@@ -150,24 +143,26 @@ def main() -> None:
     commit = check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
     folder = ROOT / "outputs" / "mutants" / commit.strip()
     checkout, results = folder / "checkout", folder / "verdicts.json"
-    shutil.rmtree(checkout, ignore_errors=True)  # an interrupted campaign may have left a mutant
-    check_output(("git", "clone", "-q", ROOT, checkout))
-    for kind in KINDS:
-        if not (folder / kind).exists():
-            record(checkout, kind, folder / kind)
-    records = Records(folder)
+    if not (checkout / "outputs" / "coverage" / "data").exists():
+        shutil.rmtree(checkout, ignore_errors=True)
+        check_output(("git", "clone", "-q", ROOT, checkout))
+        record(checkout)
+    check_output(
+        ("git", "restore", "."), cwd=checkout
+    )  # remove the mutant of an interrupted campaign
+    records = Records(checkout)
 
     library = [path for path in ROOT.glob("src/gptrain/**/*.py") if "template" not in path.parts]
     paths = [str(Path(path).resolve().relative_to(ROOT)) for path in typed.files or library]
-    mutants = draw(checkout, paths, typed.n, typed.seed)
     verdicts = json.loads(results.read_text()) if results.exists() else {}
-    for mutant in mutants:
+    survivors = []
+    for mutant in draw(checkout, paths, typed.n, typed.seed):
         if str(mutant) not in verdicts:
             verdicts[str(mutant)] = try_mutant(mutant, checkout, records)
             results.write_text(json.dumps(verdicts, indent=1))
         print(verdicts[str(mutant)], mutant, flush=True)
-    survivors = [mutant for mutant in mutants if verdicts[str(mutant)] == "survived"]
-    print(f"{len(survivors)} of {len(mutants)} survived:", *survivors, sep="\n")
+        survivors += [mutant] if verdicts[str(mutant)] == "survived" else []
+    print(f"{len(survivors)} of {typed.n} survived:", *survivors, sep="\n")
 
 
 if __name__ == "__main__":

@@ -35,22 +35,6 @@ class Mutant(NamedTuple):
         place = f"{self.code.lineno}:{self.code.col_offset}"
         return f"{self.path}:{place}: {self.kind}: {ast.unparse(self.code)}"
 
-    @property
-    def lines(self) -> set[int]:
-        """Lines whose tests may notice the change: its line, or those of all bodies of functions.
-
-        The latter are those of code outside of all bodies, such as a constant, which runs at import
-        and has an effect in the functions.
-        """
-        functions = (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef))
-        bodies = {
-            line
-            for node in functions
-            for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
-        }
-        line = self.code.lineno
-        return {line} if line in bodies or not bodies else bodies
-
     def source(self) -> str:
         """Return the file with the change, without comments, because `ast.unparse` drops them."""
         before = getattr(self.node, self.field)
