@@ -4,10 +4,6 @@ from pathlib import Path
 
 import pytest
 
-NAMES = [
-    "test_the_boundary_itself_is_not_looked_at",
-    "test_a_line_that_only_a_forked_process_runs",
-]
 MODULE = """
 FACTOR = 2
 
@@ -31,17 +27,19 @@ import pytest
 from gptrain.small import double, is_adult
 
 
-def test_the_boundary_itself_is_not_looked_at():
+def test_in_this_process():
     assert is_adult(30) and not is_adult(17)
 
 
-def check():
-    assert double(3) == 6
+def check(function, argument, value):
+    assert function(argument) == value
 
 
 @pytest.mark.slow
-def test_a_line_that_only_a_forked_process_runs():
-    process = multiprocessing.get_context("fork").Process(target=check)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("case", [(double, 3, 6), (is_adult, 30, True)])
+def test_another_process(method, case):
+    process = multiprocessing.get_context(method).Process(target=check, args=case)
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -74,9 +72,12 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
         "constant changed: 1": "survived",
     }
     assert (checkout / path).read_text() == MODULE
-    # No test runs the line of a constant by itself: all tests of the file are tried.
-    tests = [
-        [name.partition("::")[2] for name in records.choose(checkout / path, line)]
-        for line in (2, 6)
-    ]
-    assert sorted(tests[0]) == sorted(NAMES) and tests[1] == NAMES[:1]
+    other = "test_another_process[case{}-{}]"
+    methods = ("fork", "spawn", "forkserver")
+    double = {other.format(0, method) for method in methods}
+    adult = {other.format(1, method) for method in methods} | {"test_in_this_process"}
+    # A constant is used in the functions.
+    for code, expected in (("2", double | adult), ("age >= 18", adult), ("1", set())):
+        (mutant,) = (m for m in find_mutants(path, MODULE) if str(m).endswith(f": {code}"))
+        tests = records.choose(checkout / path, mutant.lines)
+        assert {test.partition("::")[2] for test in tests} == expected

@@ -30,7 +30,7 @@ from tests.mutants.plant import Mutant, find_mutants
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = str(Path(__file__).with_name("coverage.ini"))
-RECORD = ("-p", "tests.mutants.contexts", "-m", "not gpu", "tests")
+RECORD = ("-p", "contexts", "-m", "not gpu", "tests")
 TRY = ("-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", "--timeout=60")
 LIMIT_S = 150  # time limit of the first 12 tests of a mutant, and of all others together
 
@@ -38,7 +38,8 @@ LIMIT_S = 150  # time limit of the first 12 tests of a mutant, and of all others
 def run(checkout: Path, *words: object, limit_s: float | None = None) -> int:
     """Run Python with these words in the checkout, and return the exit code, 0 after the limit."""
     command = (sys.executable, *map(str, words))
-    env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "COVERAGE_RCFILE": SETTINGS}
+    paths = f"{checkout / 'src'}:{Path(__file__).parent}"  # the latter has the plugin
+    env = {**os.environ, "PYTHONPATH": paths, "COVERAGE_RCFILE": SETTINGS}
     process = Popen(command, cwd=checkout, env=env, stdout=DEVNULL, start_new_session=True)
     try:
         return process.wait(limit_s)
@@ -78,25 +79,15 @@ class Records:
                     if self.seconds.get(test, math.inf) < math.inf:
                         self.lines[test] |= 1 << place
 
-    def choose(self, file: Path, line: int) -> list[str]:
-        """Return the tests that run a line of a file, in the order to run them.
+    def choose(self, file: Path, lines: set[int]) -> list[str]:
+        """Return the tests that run any of these lines of a file, in the order to run them.
 
         There is no time for all tests of a line that every training runs. Therefore the next test
         is always the one that adds the most lines per second to those that the tests before it run.
-
-        Python does not report every line of an expression: the nearest reported line before it
-        counts. For a line that no test runs by itself, such as a constant, all tests of the file
-        are returned.
         """
-        places = {
-            number: place for (name, number), place in self.places.items() if name == str(file)
-        }
-        nearest = max((number for number in places if number <= line), default=0)
-        for numbers in ({nearest} & places.keys(), places):
-            needed = sum(1 << places[number] for number in numbers)
-            left = [test for test, lines in self.lines.items() if lines & needed]
-            if left:
-                break
+        places = {line: place for (name, line), place in self.places.items() if name == str(file)}
+        needed = sum(1 << places[line] for line in lines & places.keys())
+        left = [test for test, run_lines in self.lines.items() if run_lines & needed]
         left.sort(key=self.seconds.__getitem__)
         chosen, known = [], 0
         while left:
@@ -109,7 +100,7 @@ class Records:
 def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     """Plant a mutant, and return whether a test of its line catches it."""
     file = checkout / mutant.path
-    tests = records.choose(file, mutant.code.lineno)
+    tests = records.choose(file, mutant.lines)
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())

@@ -1,37 +1,61 @@
-"""A plugin of pytest that tells coverage.py which test runs, also in the processes of the test."""
+"""A plugin of pytest and of coverage.py, which tells the latter which test runs.
+
+Processes that a test starts or forks, also from a server that an earlier test has started, read the
+name of the test from a file.
+"""
+
+from __future__ import annotations
 
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
-from coverage import Coverage
+from coverage import Coverage, CoveragePlugin
 
+if TYPE_CHECKING:
+    import pytest
+    from coverage.plugin_support import Plugins
+    from coverage.types import TConfigurable
+
+FILE_KEY = "GPTRAIN_TEST_NAME_FILE"
 seconds: dict[str, float] = defaultdict(float)  # of each test, and of all tests of each file
 
 
-def note(name: str) -> None:
-    """Let coverage.py note all lines that run from now on under this name.
+class Context(CoveragePlugin):
+    """Let a new process note its lines under the name of the test that runs."""
 
-    A process that the test forks takes over the configuration, and one that it starts reads it.
-    """
+    def configure(self, config: TConfigurable) -> None:
+        """Read the name of the test."""
+        path = Path(os.environ.get(FILE_KEY, ""))
+        config.set_option("run:context", path.read_text() if path.is_file() else None)
+
+
+def coverage_init(reg: Plugins, options: object) -> None:
+    """Register the plugin of coverage.py."""
+    reg.add_configurer(Context())
+
+
+def note(name: str) -> None:
+    """Let coverage.py note all lines that run from now on under this name."""
     coverage = Coverage.current()
     assert coverage is not None, "start pytest with `coverage run`"
     coverage.switch_context(name)
-    coverage.config.context = name
-    os.environ["COVERAGE_PROCESS_CONFIG"] = coverage.config.serialize()
+    Path(os.environ[FILE_KEY]).write_text(name)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(request: pytest.FixtureRequest) -> Generator[None, object, object]:
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose a file for the name of the test, one for each worker."""
+    os.environ[FILE_KEY] = str(config.rootpath / "outputs" / "coverage" / f"name-{os.getpid()}")
+
+
+def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
     """Note the lines of a fixture under the test, or under the file if its tests share it."""
     note(request.node.nodeid)
-    return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Function) -> None:
     """Note the lines of a test, under the file if it may keep something for other tests."""
     fixtures = [fixtures[-1] for fixtures in item._fixtureinfo.name2fixturedefs.values()]

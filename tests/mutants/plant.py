@@ -35,6 +35,24 @@ class Mutant(NamedTuple):
         place = f"{self.code.lineno}:{self.code.col_offset}"
         return f"{self.path}:{place}: {self.kind}: {ast.unparse(self.code)}"
 
+    @property
+    def lines(self) -> set[int]:
+        """Lines whose tests may notice the change.
+
+        They are those of its statement, or for code outside of all functions, such as a constant,
+        those of all functions, in which it has its effect.
+        """
+        functions = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
+        spans = [
+            range(node.lineno, (node.end_lineno or 0) + 1)
+            for function in functions
+            for statement in function.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.stmt)
+        ]
+        around = [span for span in spans if self.code.lineno in span]
+        return set(min(around, key=len)) if around else set().union(*spans)
+
     def source(self) -> str:
         """Return the file with the change, without comments, because `ast.unparse` drops them."""
         before = getattr(self.node, self.field)
