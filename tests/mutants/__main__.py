@@ -21,6 +21,7 @@ import signal
 import sys
 from collections import defaultdict
 from contextlib import suppress
+from itertools import chain, zip_longest
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired, check_output
 
@@ -116,12 +117,12 @@ def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
 def draw(checkout: Path, paths: list[str], n: int, seed: int) -> list[Mutant]:
     """Return random mutants: one of every file in random order, then a second one, and so on."""
     chance = random.Random(seed)
-    drawn = []
-    for path in sorted(paths):
-        mutants = find_mutants(path, (checkout / path).read_text())
-        mutants = sorted(mutants, key=lambda mutant: chance.random())
-        drawn += [(turn, chance.random(), mutant) for turn, mutant in enumerate(mutants)]
-    return [mutant for _, _, mutant in sorted(drawn)[:n]]
+    files = []
+    for path in chance.sample(sorted(paths), len(paths)):
+        mutants = list(find_mutants(path, (checkout / path).read_text()))
+        files.append(chance.sample(mutants, len(mutants)))
+    turns = zip_longest(*files)
+    return [mutant for mutant in chain.from_iterable(turns) if mutant is not None][:n]
 
 
 def main() -> None:

@@ -11,14 +11,12 @@ import math
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coverage import Coverage, CoveragePlugin
 
 if TYPE_CHECKING:
     import pytest
-    from coverage.plugin_support import Plugins
-    from coverage.types import TConfigurable
 
 FILE_KEY = "GPTRAIN_TEST_NAME_FILE"
 seconds: dict[str, float] = defaultdict(float)  # of each test, and of all tests of each file
@@ -27,13 +25,13 @@ seconds: dict[str, float] = defaultdict(float)  # of each test, and of all tests
 class Context(CoveragePlugin):
     """Let a new process note its lines under the name of the test that runs."""
 
-    def configure(self, config: TConfigurable) -> None:
+    def configure(self, config: Any) -> None:
         """Read the name of the test."""
         path = Path(os.environ.get(FILE_KEY, ""))
         config.set_option("run:context", path.read_text() if path.is_file() else None)
 
 
-def coverage_init(reg: Plugins, options: object) -> None:
+def coverage_init(reg: Any, options: object) -> None:
     """Register the plugin of coverage.py."""
     reg.add_configurer(Context())
 
