@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = str(Path(__file__).with_name("coverage.ini"))
 RECORD = ("-p", "contexts", "-m", "not gpu", "tests")
 TRY = ("-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", "--timeout=60")
-LIMIT_S = 150  # time limit of the first 12 tests of a mutant, and of all others together
+LIMIT_S = 150  # time limit of the first 12 tests of a mutant, of all others, and of their files
 
 
 def run(checkout: Path, *words: object, limit_s: float | None = None) -> int:
@@ -105,8 +105,10 @@ def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())
-    # Importing the files of all tests takes seconds, and most mutants need a few tests only.
-    groups = filter(None, (tests[:12], tests[12:]))
+    # Importing the files of all tests takes seconds, and most mutants need a few tests only. A test
+    # that runs a line may do it for later ones, too: tests of a file share some runs.
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    groups = filter(None, (tests[:12], tests[12:], files))
     is_caught = any(
         run(checkout, "-m", "pytest", *TRY, *group, limit_s=LIMIT_S) for group in groups
     )

@@ -54,11 +54,9 @@ def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
     note(request.node.nodeid)
 
 
-def pytest_runtest_call(item: pytest.Function) -> None:
-    """Note the lines of a test, under the file if it may keep something for other tests."""
-    fixtures = [fixtures[-1] for fixtures in item._fixtureinfo.name2fixturedefs.values()]
-    is_shared = any(fixture.baseid and fixture.scope != "function" for fixture in fixtures)
-    note(item.nodeid.partition("::")[0] if is_shared else item.nodeid)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Note the lines of a test."""
+    note(item.nodeid)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
