@@ -76,6 +76,8 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
     methods = ("fork", "spawn", "forkserver")
     double = {other.format(0, method) for method in methods}
     adult = {other.format(1, method) for method in methods} | {"test_in_this_process"}
+    (constant,) = find_mutants("src/gptrain/constants.py", "LENGTHS = [\n    2,\n]")
+    assert constant.lines == {2}  # a file without functions
     # A constant is used in the functions.
     for code, expected in (("2", double | adult), ("age >= 18", adult), ("1", set())):
         (mutant,) = (m for m in find_mutants(path, MODULE) if str(m).endswith(f": {code}"))

@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
         """Lines whose tests may notice the change.
 
         They are those of its statement, or for code outside of all functions, such as a constant,
-        those of all functions, in which it has its effect.
+        those of all functions, in which it has its effect. A file without functions has its line.
         """
         functions = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
         spans = [
@@ -51,7 +51,7 @@ class Mutant(NamedTuple):
             if isinstance(node, ast.stmt)
         ]
         around = [span for span in spans if self.code.lineno in span]
-        return set(min(around, key=len)) if around else set().union(*spans)
+        return set(min(around, key=len, default=set().union(*spans)) or {self.code.lineno})
 
     def source(self) -> str:
         """Return the file with the change, without comments, because `ast.unparse` drops them."""
