@@ -113,6 +113,7 @@ OUTSIDE = {
     "a link behind a link": ["data.path=[chain]"],
     "a link under a glob of folders": ["data.path=cha*"],
     "a reference": ["name=.", "data.path='${name}./" + UP + "etc/hostname'"],
+    "a reference in a mapping": ["name=''", "+data.x={y: '${name}/etc/hostname'}"],
     "a companion of a tokenizer": ["data.tokenizer=tok/tokenizer.json"],
 }  # fmt: skip
 
