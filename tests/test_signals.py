@@ -134,6 +134,12 @@ def test_a_rank_that_ends_kills_its_data_workers_and_no_other_process():
     other.join()
 
 
+def test_a_data_worker_dies_with_a_rank_that_is_killed(start):
+    process = start(WORKER)
+    process.kill()
+    process.communicate(timeout=10)  # until nobody has the pipe open
+
+
 def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
     out, _ = start(LATE_WORKER).communicate(timeout=30)  # until nobody has the pipe open
     assert out == b""
