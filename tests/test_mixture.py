@@ -177,7 +177,9 @@ def test_parts_that_do_not_fit_are_named():
     with pytest.raises(DataError, match="no parts"):
         Mixture({}, {})
     a, b = part(5), part(5)
-    a.tokenizer, b.tokenizer = ByteTokenizer(), ByteTokenizer()
+    b.tokenizer = ByteTokenizer()  # the other part has none
+    assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).tokenizer is b.tokenizer
+    a.tokenizer = ByteTokenizer()
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).tokenizer is a.tokenizer
     b.tokenizer.identity = "another"
     with pytest.raises(DataError, match="parts a and b have different tokenizers"):

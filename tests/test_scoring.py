@@ -50,6 +50,10 @@ def test_a_score_has_the_values_worked_out_by_hand():
     assert score.nats == pytest.approx(4 * math.log(2))
     assert score.bits_per_byte == pytest.approx(4 / 3)
     assert score.perplexity == pytest.approx(2 ** (4 / 3))
+    pairs = [([*b"a"], [*b"bcb"]), ([*b"abc"], [*b"b"])]  # the net has no limit of length
+    assert score_continuations(net, pairs) == [
+        (pytest.approx(-4 * math.log(2)), False), (pytest.approx(-math.log(2)), True),
+    ]  # fmt: skip
 
 
 def test_bits_per_byte_count_the_bytes_of_the_scored_tokens_alone(tmp_path):

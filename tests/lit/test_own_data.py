@@ -216,6 +216,8 @@ def test_pairs_of_dicts_keep_the_tokenizer_and_the_end_token_of_their_dataset():
     dicts.tokenizer, dicts.end_id = ByteTokenizer(), 255
     pairs = as_pairs(dicts, "data.train")
     assert pairs is not dicts and (pairs.tokenizer, pairs.end_id) == (dicts.tokenizer, 255)
+    empty = Odd(0, 17, 256, 0, "dict")
+    assert as_pairs(empty, "data.val") is empty
 
 
 def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
