@@ -91,8 +91,9 @@ def bpe(jsonl):
 
 @pytest.mark.parametrize(
     "suffix",
-    [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", pytest.param(".parquet", marks=PYARROW)],
-)
+    [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst",
+     pytest.param(".parquet", marks=PYARROW)],
+)  # fmt: skip
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     path = write_records(tmp_path / f"docs{suffix}", TEXTS)
     n_read = sum(piece.n_read_bytes for piece in read_pieces(find_sources(path), 0.1))

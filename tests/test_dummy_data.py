@@ -28,6 +28,10 @@ def test_a_sample_depends_only_on_seed_and_index():
     short, long = DummyTextDataset(5, seq_len=16, seed=3), DummyTextDataset(9, seq_len=64, seed=3)
     assert torch.equal(short[4][0], long[4][0][:15])
     assert not torch.equal(short[4][0], short[3][0])
+    # A run that is resumed by a later version of the library reads the same tokens.
+    tokens, targets = DummyTextDataset(9, seq_len=6, vocab_size=1000, seed=3)[7]
+    assert tokens.tolist() == [905, 769, 534, 927, 584]
+    assert targets.tolist() == [769, 534, 927, 584, 136]
     assert not torch.equal(short[4][0], DummyTextDataset(5, seq_len=16, seed=4)[4][0])
 
 

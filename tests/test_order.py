@@ -162,6 +162,7 @@ def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch
     order = SampleOrder(n_samples, seed=5)
     dealt = dict(batch_size=2, accumulate=2, rank=1, world_size=2)
     batches = TrainBatches(order, epoch_steps=epoch_steps, position=lambda: where, **dealt)
+    assert len(batches) == 2 * epoch_steps  # micro-batches, also of several permutations
     end = (where // len(batches) + 1) * len(batches)  # the end of the current epoch
     assert list(batches) == run_of(order, end, **dealt)[where:end]
 
