@@ -102,6 +102,15 @@ def test_recomputation_updates_running_averages_once(mode, n_runs):
     assert counts == [n_runs * counts[1], 3 * 2]
 
 
+def test_only_blocks_that_are_not_compiled_recompute_with_copies_of_their_buffers():
+    """The recomputation of compiled code changes no buffers. These blocks are not compiled."""
+    for compile, n_updates in (("none", 1), ("blocks", 2)):
+        net = Normalized()
+        apply_activation_checkpointing(net, "full", compile)
+        net.blocks(torch.randn(8, 4)).square().sum().backward()
+        assert [block[1].num_batches_tracked.item() for block in net.blocks] == 2 * [n_updates]
+
+
 @pytest.mark.slow
 def test_a_compiled_recomputation_updates_running_averages_once():
     net = Normalized()

@@ -56,6 +56,8 @@ def test_what_sbatch_refuses_is_one_line_and_a_job_is_named(launch, tmp_path, mo
 
 def test_without_a_project_or_sbatch_nothing_is_launched(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
     words = ("slurm", "model=gpt_nano", "trainer=cpu", f"output_dir={tmp_path / 'o'}")
     message = "sbatch is not installed on this machine"
     assert launch(*words, "--submit")[::2] == (2, f"error: --submit: {message}\n")
@@ -173,9 +175,24 @@ def test_a_pod_resumes_by_itself_also_a_run_that_begins_from_other_weights(launc
     words = ("trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", "init_from=/mine")
     code, text, err = launch("kubernetes", *words, "launcher.max_restarts=4")
     assert code == 0, err
-    trainer = yaml.safe_load(text)["spec"]["trainer"]
+    spec = yaml.safe_load(text)["spec"]
+    trainer, (patch,) = spec["trainer"], spec["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300  # as long as srun waits
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes == {
+        "outputs": {"persistentVolumeClaim": {"claimName": "b"}},
+        "memory": {"emptyDir": {"medium": "Memory"}},
+    }
+    (container,) = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"outputs": "/outputs", "memory": "/dev/shm"}
+    assert {entry["name"]: entry["value"] for entry in trainer["env"]} == {
+        "GPTRAIN_OUTPUT_DIR": "/outputs",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     assert (trainer["image"], trainer["command"][1]) == ("a", "--max-restarts=4")
-    assert 'persistentVolumeClaim: {claimName: "b"}' in text
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "0"}
     arguments = trainer["args"]
     starts = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
@@ -197,7 +214,9 @@ def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):
     code, text, _ = launch("kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b")
     assert code == 0 and "# FROM python" in text
     copied = [line.split()[2:] for line in text.splitlines() if line.startswith("# COPY")]
-    for name in {word for words in copied for word in words} - {"./"}:
+    names = {word for words in copied for word in words} - {"./"}
+    assert names >= {"src", "conf", "train.py", "pyproject.toml"}
+    for name in names:
         assert (ROOT / name).exists(), name
 
 
