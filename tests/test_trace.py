@@ -41,8 +41,8 @@ ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
 FEW = [
     ("single", 1, f"{GPT} {FULL} {ACCUMULATE}"),
     ("ddp", 8, f"{LLAMA} optimizer=muon data.global_batch_size=128 {HOOK}"),
-    ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16"),  # short for bf16-mixed
-    ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
+    ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16 {ACCUMULATE}"),  # short for bf16-mixed
+    ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel trainer.precision=bf16-true"),
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
     ("context_parallel", 8, f"{LLAMA} strategy=context_parallel {HALF}"),
 ]
@@ -111,7 +111,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_states(plan):
 def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name, n_ranks, words):
     # A context group of four ranks divides 32 samples into as many tokens per rank.
     size = 32 if name == "context_parallel" else 8
-    n_nodes = 2 if name in ("ddp", "fsdp", "context_parallel") else 1
+    n_nodes = 2 if name in ("ddp", "fsdp", "diloco", "context_parallel") else 1
     words = [*words.split(), f"trainer.devices={n_ranks // n_nodes}", "data.seq_len=65"]
     words += [f"trainer.num_nodes={n_nodes}", f"data.batch_size={size}"]
     traced, formulas = answer(plan, *words, "--trace"), answer(plan, *words)

@@ -223,16 +223,16 @@ class Step:
                 documents=cfg.data.masks_documents,
             )
             self.n_parameters = sum(p.numel() for p in net.parameters())
-            net, strategy = build_strategy(
+            net, self.strategy = build_strategy(
                 self.make_net,
                 cfg.strategy,
                 dims,
                 CPU,
                 activation_checkpointing=mode,
                 precision=self.precision,
+                n_nodes=count_nodes(cfg.trainer.num_nodes),
             )
-            self.strategy = strategy
-            self.parallel: Any = strategy.parallel
+            self.parallel: Any = self.strategy.parallel
             lengths = plan_lengths(cfg, N_SAMPLES, sample_tokens, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
             with unset_fake_temporarily():  # metrics are deep-copied, which needs real tensors
