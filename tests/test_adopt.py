@@ -306,7 +306,8 @@ def test_an_external_library_is_a_requirement(run, tmp_path, monkeypatch):
     assert "src/gptrain`" not in (project / "README.md").read_text()
     monkeypatch.setenv("HOME", str(ROOT.parent))
     code, lines = run("--upgrade", f"library=~/{ROOT.name}", cwd=project)
-    assert code == 0 and "pip install -e ." in lines[-1]
+    assert code == 0 and lines[0] == f"required  gptrain @ {ROOT.as_uri()}"
+    assert "pip install -e ." in lines[-1]
     assert (
         f'dependencies = ["gptrain @ {ROOT.as_uri()}"]' in (project / "pyproject.toml").read_text()
     )
@@ -319,6 +320,11 @@ def test_an_external_library_is_a_requirement(run, tmp_path, monkeypatch):
     code, (line,) = run("--upgrade", cwd=project)
     assert code == 2 and line.startswith("error: library=vendored: the project neither contains")
     assert line.endswith("; try: library=<a folder, a wheel, git+https://...>")
+    doubled = f'{(project / "pyproject.toml").read_text()}# "gptrain @ file:///old"\n'
+    (project / "pyproject.toml").write_text(doubled)
+    code, (line,) = run("--upgrade", f"library={address}", cwd=project)
+    assert code == 2 and line.startswith(f"error: library=gptrain @ {address}: the project neither")
+    assert (project / "pyproject.toml").read_text() == doubled
 
 
 @pytest.mark.parametrize(
@@ -330,6 +336,7 @@ def test_an_external_library_is_a_requirement(run, tmp_path, monkeypatch):
             " package; try: my_project",
         ),
         (["torch", "--to", "new"], "error: name=torch: not a name that Python can import, or the"),
+        (["class", "--to", "new"], "error: name=class: not a name that Python can import, or the"),
         (["another", "--to", "."], "error: --to=.: already exists"),
         (
             ["another", "--to", "new", "library=/no/where"],

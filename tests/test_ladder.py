@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from gptrain.core import locations
 from gptrain.core.errors import ConfigError
 from gptrain.ladder import law as module
 from gptrain.ladder import report, runs
@@ -144,10 +145,10 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
         for n, table, per_weight in zip(n_matrices, n_tables, (6, 6, 6, 3), strict=True)
     )  # fmt: skip
     points = [
-        {"parameters": size.counts, "tokens": d, "seed": 0,
+        {"parameters": size.counts, "tokens": d, "seed": seed,
          "loss": 7.0 * (size.counts["matrices"] * d) ** -0.1}
         for size in sizes
-        for d in (1e7, 3e7)
+        for d, seed in ((10**7, 4), (3 * 10**7, 5))
     ]  # fmt: skip
     options = SimpleNamespace(count="auto", budget=1e14)
     facts = conclude(options, points, sizes, target, 4e8)
@@ -163,10 +164,23 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     facts["left_out"]["matrices"] |= {"predicted": 2.0, "measured": 2.5}
     facts["points"][0]["loss"] *= 2
     lines = summary_lines({**facts, "target": facts["target"] | {"place": "8 x h100_sxm"}})
+    assert lines[0].startswith("law       L = 7 (N D)^-0.1, as the runs are too few for a law of ")
+    assert lines[0].endswith("; N: parameters without tables that are looked up")
     assert "left out  the largest: 2.0000, measured 2.5000 (-20.00%), by a plain power" in lines[1]
+    errors = {name: left_out["error"] for name, left_out in facts["left_out"].items()}
+    assert lines[1].endswith(
+        f"; mean error by what N counts: all {errors['all']:.2%}, matrices 0.00%, "
+        f"blocks {errors['blocks']:.2%}"
+    )
+    assert lines[3].startswith(
+        f"best      for 1e+14 FLOPs: {best['parameters']:.3g} parameters, {best['tokens']:.3g} "
+        f"tokens: loss {best['loss']:.4f} (95%: "
+    )
     assert lines[2].startswith("target    12,000,000 parameters, 4e+08 tokens: loss 0.1927 (95%: ")
     assert lines[2].endswith(", 1.2e+16 FLOPs, 24.0 min on 8 x h100_sxm")
     assert [row[-1] for row in table_rows(facts)[:2]] == ["off", "-50.00%"]
+    loss = f"{points[3]['loss']:.4f}"
+    assert table_rows(facts)[4][:5] == ["900,000", "30,000,000", "5", loss, loss]
     monkeypatch.setattr(report, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command = {"place": "8 x h100_sxm", "command": "python train.py"}
@@ -289,7 +303,11 @@ def test_the_longest_run_comes_first_and_a_run_that_fails_ends_the_sweep(tmp_pat
     assert longest > {
         "model.n_layers=1", "trainer.max_steps=200", "scheduler.decay_steps=39", "seed=3",
         "scheduler.warmup_steps=5", "trainer.val_check_interval=40", "checkpoint.keep=7",
-        "ckpt_path=last",
+        "ckpt_path=last", "checkpoint=default", "scheduler=warmup_stable_decay", "task=fit",
+        # The number of steps alone ends a run.
+        "max_tokens=null", "trainer.max_epochs=-1", "trainer.max_time=null",
+        "scheduler.total_steps=null", "scheduler.total_tokens=null",
+        "scheduler.warmup_tokens=null", "scheduler.decay_tokens=null",
     }  # fmt: skip
     assert short > {
         "model.n_layers=1", "trainer.max_steps=100", "scheduler.decay_steps=19", "seed=3",
@@ -369,6 +387,8 @@ def ladder(typed, tmp_path):
 
 def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp_path, monkeypatch):
     """No run is trained: the losses are those of a power law without noise."""
+    from matplotlib.figure import Figure
+
     called, steps = [], []
 
     def train_size(folder, script, typed, objective, size, phases, seed, counts):
@@ -385,7 +405,12 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
             for count, n_tokens in zip(counts, tokens, strict=True)
         ]  # fmt: skip
 
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
+    )
     monkeypatch.setattr(runs, "train_size", train_size)
+    monkeypatch.chdir(ROOT / "conf")  # any folder of the project will do
     words = ("ladder.budget=1e12", "ladder.seeds=[3,5]",
              "ladder.target='model=llama_nano optimizer.lr=0.002 scheduler=warmup_cosine'",
              "name=mine", f"run_dir={tmp_path}/sweep")  # fmt: skip
@@ -411,6 +436,10 @@ def test_the_command_fits_the_law_to_the_runs_of_all_sizes_and_seeds(ladder, tmp
     assert not any(word.startswith(OWN) for word in typed)
     assert sum(word.startswith("scheduler=") for word in typed) == 1
     assert (folder / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels[3] == f"target, {n['all'] / 1e6:.3g} M parameters"
+    assert [len(line.get_xdata()) for line in axes.lines[1::2]] == [4, 4, 4, 1]  # a size's runs
     *_, files, following = out.splitlines()
     assert files == f"files     {folder}/ladder.json · {folder}/ladder.png"
     assert following == f"next      {target['command']}"
@@ -526,7 +555,8 @@ def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path, monkeypatch):
     allowed = ("ladder.seeds=[0,2]", "ladder.tokens_per_parameter=[0.1]")
     code, _, err = ladder("ladder.sizes=[0.25,0.26]", *allowed)
     assert code == 2 and "as another" in err
-    refused = ("ladder.sizes=[0.5]", "ladder.seeds=[-1]", "ladder.tokens_per_parameter=[]")
+    refused = ("ladder.sizes=[0.5]", "ladder.seeds=[-1]", "ladder.tokens_per_parameter=[]",
+               "ladder.budget=-1")  # fmt: skip
     for words in (refused, ["ladder.sizes=[0,0.5]"], ["ladder.sizes=[0.5,101]"]):
         code, _, err = ladder(*words)
         assert code == 2 and all(f"error: {word.partition('=')[0]}" in err for word in words)
@@ -536,6 +566,13 @@ def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path, monkeypatch):
         without.setitem(sys.modules, "matplotlib", None)
         code, _, err = ladder()
         assert code == 2 and err.endswith("; try: pip install matplotlib\n")
+    code, _, err = ladder("ladder.sizes=[0.5,'model.n_heads=3']")
+    assert code == 2 and "error: model.d_model=32: not divisible by model.n_heads=3" in err
+    with monkeypatch.context() as outside:
+        outside.setattr(locations, "find_project", lambda: None)
+        outside.chdir(tmp_path)
+        code, _, err = ladder()
+    assert code == 66 and f"error: {tmp_path}/train.py: missing; the runs of the sweep" in err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, err = ladder()

@@ -173,6 +173,8 @@ def test_recomputation_exchanges_heads_again_and_shards_have_a_part_of_the_norms
     for name, n_data in (("tensor_parallel", 1), ("fsdp_tensor_parallel", 4)):
         work = Work(SMALL, default_options(name), ParallelDims(data=n_data, tensor=2), 3, 6)
         norms.append({entry.what: entry.n_bytes for entry in find_traffic(work)})
+        padded = {entry.what: entry.n_bytes for entry in find_traffic(replace(work, seq_len=5))}
+        assert padded["activations"] == norms[-1]["activations"]  # two ranks share six positions
     # Two norms in each of two blocks and a last one, all-reduced over two ranks.
     assert norms[0]["gradients of norms"] == 5 * 8 * 4
     assert norms[1]["gradients of norms"] == 5 * 8 * 4 / 4

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,10 @@ def underlined_from_windows(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_matrix_is_read_however_it_was_copied(name):
+def test_a_matrix_is_read_however_it_was_copied(name, monkeypatch):
     text = (FOLDER / f"{name}.txt").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert read_topology("-") == parse_topology(text)
     assert read_topology(str(FOLDER / f"{name}.txt")) == parse_topology(text)
     for copied in (text, with_spaces_without_legend(text), underlined_from_windows(text)):
         topology = parse_topology(copied)
