@@ -189,7 +189,7 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     assert evaluated.report.lines["batch"] == "3 x 1 ranks" and "plan" not in evaluated.report.lines
     words = (
         "trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none",
-        "model.compile=blocks",  # not typed, so that a CPU does not compile
+        "model.compile=blocks",  # a CPU compiles only what the user has typed
     )  # fmt: skip
     endless = build(*words, "trainer.enable_progress_bar=true")
     assert (endless.trainer.max_steps, endless.trainer.max_epochs) == (-1, -1)

@@ -106,7 +106,10 @@ def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_st
     with pytest.raises(gptrain.ConfigError, match="error: init_from=a: no such file") as refused:
         gptrain.fit(conf=tmp_path / "conf")
     assert refused.value.code == 66
-    for script, exited, code in (("raise SystemExit(3)", 3, 3), ("", 0, 2)):  # without a report
+    for script, exited, code in (
+        ("raise SystemExit(3)", 3, 3),
+        ("", 0, 2),
+    ):  # the script reports nothing
         (tmp_path / "train.py").write_text(script)
         message = f"^error: exit code {exited}$"
         with pytest.raises(gptrain.ConfigError, match=message) as unknown:

@@ -177,7 +177,7 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
     assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
     assert reserved == [1, 1, 2, 2]  # each job takes its own number of GPUs
     assert begun == [0, 0, 1, 2, 2]  # the command, and each job before its net is made
-    for timeline in sweep.folder.glob("*/timeline.jsonl"):  # of rank 0 alone
+    for timeline in sweep.folder.glob("*/timeline.jsonl"):  # rank 0 alone writes the file
         assert timeline.read_text().count('"starting"') == 1
 
 
