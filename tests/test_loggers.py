@@ -17,9 +17,8 @@ from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger
+from gptrain.lit.loggers import CSVLogger, JsonLinesLogger, TensorBoardLogger, notes
 from gptrain.lit.loggers.csv import read_table
-from gptrain.lit.loggers.notes import discard_after, log_note
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -104,9 +103,21 @@ def test_every_logger_that_can_discards_points_and_takes_notes():
         for n in (0, 1)
     ]
     trainer = SimpleNamespace(loggers=[able[0], object(), able[1]], global_step=7)
-    discard_after(cast(Any, trainer), 4)
-    log_note(cast(Any, trainer), "sample", "to be")
+    notes.discard_after(cast(Any, trainer), 4)
+    notes.log_note(cast(Any, trainer), "sample", "to be")
     assert calls == [(0, 4), (1, 4), (0, "sample", "to be", 7), (1, "sample", "to be", 7)]
+
+
+def test_a_save_writes_its_step_into_files_of_rows_only(tmp_path, monkeypatch):
+    """Lightning logs the step later once more: in TensorBoard it would be a second point."""
+    monkeypatch.setattr(notes, "values_to_log", lambda _: {"step": 7.0, "train/loss": 0.5})
+    trainer: Any = SimpleNamespace(loggers=[object(), JsonLinesLogger(str(tmp_path))])
+    cases = ((False, 7, 0), (True, 8, 0), (True, 7, 1))  # a validation; no logged step; logged
+    for trainer.training, trainer.global_step, n_rows in cases:
+        notes.log_saved_step(trainer)
+        path = tmp_path / "metrics.jsonl"
+        assert len(json_rows(tmp_path) if path.exists() else []) == n_rows
+    assert json_rows(tmp_path) == [{"step": 7, "train/loss": 0.5}]
 
 
 def test_a_saved_step_has_a_row_if_the_run_fails_before_lightning_logs_it(train, monkeypatch):
