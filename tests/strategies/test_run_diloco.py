@@ -12,6 +12,7 @@ from kinds import CPU, make_net
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 
+from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.lit.strategies import build_strategy
@@ -266,6 +267,8 @@ def test_a_validation_between_synchronizations_evaluates_the_synchronized_net(ru
         first = run.state(step)["state_dict"]
         assert first.keys() == second["state_dict"].keys()
         assert not helpers.differences(first, second["state_dict"]), step
+        # The replicas have synchronized before this save, so that it was not repeated.
+        assert (run.checkpoint(step) / NAME).is_file()
 
 
 @pytest.mark.slow

@@ -31,6 +31,17 @@ def test_the_callback_samples_with_its_own_options(caplog):
     tokens = [*b"ab", *made]
     text = terminal_text(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
     assert caplog.messages == [f"{'sample':9} {text}"]
+    for owner, name, value in (
+        (trainer, "fast_dev_run", 1),
+        (trainer.strategy, "parallel", SimpleNamespace(is_pipeline=True)),
+        (trainer.datamodule.val, "tokenizer", None),
+    ):
+        before = getattr(owner, name, None)
+        setattr(owner, name, value)
+        SampleText("ab").on_train_end(trainer, SimpleNamespace(net=net))
+        setattr(owner, name, before)
+    SampleText("ab").on_train_end(trainer, SimpleNamespace(other=net))  # a module without a net
+    assert len(caplog.messages) == 1
 
 
 def test_a_validation_samples_nothing_if_no_logger_accepts_text():
