@@ -118,6 +118,8 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     save_file(bare, tmp_path / "model.safetensors")
     load_weights(back, tmp_path)
     assert torch.equal(back(TOKENS), net(TOKENS))
+    state = back.from_hugging_face({"model_type": "gpt2"}, bare)
+    assert state.keys() == back.state_dict().keys()  # a tied tensor under both of its names
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

@@ -78,6 +78,7 @@ def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after
     shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
     assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
     assert count_matrix_weights(net) == shape.matrix_weights
+    assert count_matrix_weights(nn.Conv1d(3, 5, 2)) == 3 * 5 * 2  # without the bias
 
 
 def test_forward_is_head_of_norm_of_blocks_of_embed(net):
@@ -284,6 +285,10 @@ def test_positions_are_exact_also_where_torchs_default_type_has_16_bit():
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(turned, expected, rtol=0, atol=0)
+    half = [x.to(torch.bfloat16) for x in (q, k)]
+    turned = attention.apply_positions(*half, 0)
+    expected = attention.apply_positions(*(x.float() for x in half), 0)
+    assert all(torch.equal(x, y.to(x)) for x, y in zip(turned, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
