@@ -133,10 +133,12 @@ def test_a_tensor_that_changes_has_another_fingerprint():
 def test_a_validation_adds_the_tensors_that_it_has_changed(store):
     state = {"a": torch.zeros(3), "b": [torch.ones(2), (torch.zeros(1), 5)], "step": 4}
     state |= {"longer": [torch.ones(1)], "shorter": [torch.ones(2), torch.zeros(2)]}
+    state["swapped"] = [torch.ones(2), torch.zeros(2)]
     with store.writing(4) as part, part.open(manifest.STATE_NAME) as file:
         torch.save(state, file)
     after = {"a": torch.zeros(3), "b": [torch.full((2,), 7.0), (torch.zeros(1), 6)], "new": None}
     after |= {"longer": [torch.ones(1), torch.zeros(4)], "shorter": [torch.ones(2)]}
+    after["swapped"] = [torch.zeros(2), torch.ones(2)]
     added = amend(after, fingerprints(state))
     tensors = torch.load(io.BytesIO(added), weights_only=True)
     assert isinstance(tensors["a"], str) and torch.equal(tensors["b"][0], after["b"][0])
@@ -147,7 +149,7 @@ def test_a_validation_adds_the_tensors_that_it_has_changed(store):
     assert torch.equal(mapped["a"], state["a"]) and torch.equal(mapped["b"][0], after["b"][0])
     assert merged.keys() == after.keys() and torch.equal(merged["a"], state["a"])
     assert torch.equal(merged["b"][0], after["b"][0]) and merged["b"][1] == (torch.zeros(1), 6)
-    for name in ("longer", "shorter"):
+    for name in ("longer", "shorter", "swapped"):
         assert all(map(torch.equal, merged[name], after[name]))
         assert len(merged[name]) == len(after[name])
     save(store, 5)
@@ -438,6 +440,9 @@ def test_a_store_that_cannot_rename_uses_the_previous_checkpoint_and_keeps_all(
     """An evaluation may read a checkpoint from a read-only folder."""
     save(store, 1)
     DAMAGES["truncated"](save(store, 2))
+    assert CheckpointStore(store.folder).newest_intact().step == 1  # a store that only reads
+    assert store.steps() == [1, 2]
+    caplog.clear()
 
     def refuse(name, operation, *arguments, **options):
         if name == "rename":

@@ -5,6 +5,7 @@ tests/test_signals_run.py has the same test with several ranks.
 
 import errno
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gptrain.core.locations import LIBRARY
-from gptrain.runtime.streams import RunStream, flush_output, prepare_streams
+from gptrain.runtime.streams import Lines, RunStream, flush_output, prepare_streams
 
 ROOT = Path(__file__).parents[1]
 RUN = (
@@ -126,6 +127,7 @@ def test_a_warning_of_gptrain_is_one_line_and_other_warnings_keep_pythons_form(m
     assert first.errors == sys.stderr.errors == "replace"
     ours, others = str(LIBRARY / "x.py"), "/somewhere/x.py"
     assert warnings.formatwarning("a\nb", UserWarning, ours, 7) == "warning: a\\nb\n"
+    assert Lines().format(logging.makeLogRecord({"msg": "a\x1b\nb"})) == "a\\x1b\nb"
     for category, path in ((UserWarning, others), (DeprecationWarning, ours)):
         text = warnings.formatwarning("a", category, path, 7)
         assert text.startswith(f"{path}:7: {category.__name__}: a\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from command_line import accepted, refused
 
+from gptrain.runtime import process
 from gptrain.runtime.process import LAUNCHERS, Process, this_process
 from tests.conftest import ROOT, TINY, Finished
 
@@ -207,11 +208,14 @@ def test_mpirun_on_two_nodes_needs_master_addr(launched, monkeypatch, tmp_path):
     assert accepted(*words, f"run_dir={tmp_path / 'seen_by_all'}") == []
 
 
-def test_a_shell_around_each_rank_is_not_its_launcher(launched):
+def test_a_shell_around_each_rank_is_not_its_launcher(launched, monkeypatch):
     """Both ranks name the folder, and where they meet, by what started the shells."""
     asked = "from gptrain.runtime.process import *; print(run_stamp(), attempt())"
     launched("openmpi", 0, 2, 0, 2)
     alone = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    shell = ["sh", "-c", f"{shlex.quote(sys.executable)} -c '{asked}'; exit $?"]
-    inside = subprocess.run(shell, capture_output=True, text=True)
+    command = f"{shlex.quote(sys.executable)} -c '{asked}'; exit $?"
+    shells = ["sh", "-c", f"sh -c {shlex.quote(command)}; exit $?"]
+    inside = subprocess.run(shells, capture_output=True, text=True)
     assert alone.stdout == inside.stdout != ""
+    monkeypatch.setattr(process, "launcher_start", lambda: 1.7e9 + 0.0078125)
+    assert process.run_stamp().endswith("-007")  # names of folders sort by time

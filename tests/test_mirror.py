@@ -298,7 +298,7 @@ def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
     assert CheckpointStore(tmp_path / "mirror").newest_intact().path.name == newest.name
 
 
-def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path):
+def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path, caplog):
     store, mirror = pair
     for step in (1, 4):
         save(store, b"whole", step)
@@ -309,6 +309,9 @@ def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path):
         store.prune(2)
         copy(store, mirror)
         assert names(tmp_path / "mirror") == {f"step-{step:08d}" for step in there}
+    shutil.rmtree(tmp_path / "run")
+    copy(store, mirror)
+    assert len(names(tmp_path / "mirror")) == 2 and not caplog.messages
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_at_the_start(train, tmp_path):

@@ -212,7 +212,8 @@ def test_a_resumed_run_shows_its_newest_checkpoint(train, show):
     (run.folder / "status.json").unlink()
     with (run.folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert read_run(run.folder).ended == "running"
+        running = read_run(run.folder)
+        assert (running.ended, running.seconds) == ("running", None)  # the time of another start
     cut = read_run(run.folder)
     assert cut.ended == "steps done" and cut.steps == 4  # result.json is there
     (run.folder / "result.json").unlink()
@@ -255,8 +256,8 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
     assert values["versions.torch"][1] == "1.0" and "git.commit" in values
 
 
-class TypedCtrlD(io.StringIO):
-    """Terminal whose user types Ctrl-D."""
+class Terminal(io.StringIO):
+    """Terminal whose user types a text, or Ctrl-D if there is none."""
 
     def isatty(self) -> bool:
         return True
@@ -281,7 +282,7 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
     assert typed(main, "--yes")[2] == "error: --yes: has an effect with --prune only\n"
     code, _, err = typed(main, "--prune")
     assert (code, err) == (2, "error: --prune: needs a folder; try: --prune FOLDER\n")
-    monkeypatch.setattr("sys.stdin", TypedCtrlD())
+    monkeypatch.setattr("sys.stdin", Terminal())
     assert typed(main, "--prune", str(run.folder))[0] == 2
     monkeypatch.undo()
     code, out, err = typed(main, "--prune", str(run.folder))  # stdin is not a terminal
@@ -311,8 +312,15 @@ def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
         out = typed(main, "--prune", str(run.folder), "--yes")[1]
     assert f"keep      {folder / names[1]}: it has the frozen weights of {deep}" in out
     shutil.rmtree(deep)
-    code, out, err = typed(main, "--prune", str(run.folder), "--yes")
-    assert code == 0 and f"deleted 1 checkpoint, {n_bytes / 2**20:.1f} MiB;" in out, err
+    second = shutil.copytree(run.folder, tmp_path / "second", symlinks=True)
+    (second / "checkpoints" / names[2]).unlink()
+    shutil.copytree(outside, second / "checkpoints" / names[2])
+    n_bytes = 2 * n_bytes + sum(path.stat().st_size for path in outside.iterdir())
+    monkeypatch.setattr("sys.stdin", Terminal("Y\n"))
+    code, out, err = typed(main, "--prune", str(run.folder), str(second))
+    assert "delete 3 checkpoints? [y/N] " in out
+    assert code == 0 and f"deleted 3 checkpoints, {n_bytes / 2**20:.1f} MiB;" in out, err
+    assert len(list((second / "checkpoints").glob("step-*"))) == 2
     assert sorted(path.name for path in folder.glob("step-*")) == [names[0], *names[2:]]
     assert any(outside.iterdir()) and len([*(tmp_path / "mirror").rglob("state.ckpt")]) == 4
     (folder / names[3] / "state.ckpt").write_bytes(b"")  # a damaged newest checkpoint stays, too

@@ -39,6 +39,8 @@ def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one_also_after_a_restar
     file.replace_last({"c": 3})
     assert file.path.read_text().count("\n") == 3
     assert read_json_lines(file.path) == [{"first": 1}, {"b": 2}, {"c": 3}]
+    (tmp_path / "link").symlink_to(file.path)
+    assert read_json_lines(tmp_path / "link") == []  # may lead out of an untrusted folder
 
 
 def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_supervisor_last(tmp_path):
@@ -88,6 +90,9 @@ def test_a_new_name_is_on_the_disk_before_a_file_counts_as_replaced(tmp_path, mo
     monkeypatch.setattr(os, "rename", lambda *paths: (done.append("rename"), rename(*paths)))
     write_result(tmp_path / "result.json", {})
     assert done == ["file", "rename", "folder"]
+    done.clear()
+    write_status(tmp_path, cause="done", exit_code=0)
+    assert done == ["file", "folder"]
 
 
 def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptrain.checkpoints.signature import read_key, read_signed_record
+from gptrain.checkpoints.signature import read_key, read_signed_record, sign_record
 from gptrain.config import ConfigError
 from gptrain.config.from_run import check_values, expand, words_to_repeat
 from gptrain.config.outside import find_outside
@@ -235,10 +235,13 @@ def test_a_key_that_others_could_read_or_replace_is_not_used(configuration, tmp_
     assert read_key(make=True) is None
 
 
-def test_a_user_without_a_home_folder_has_no_key(monkeypatch):
+def test_a_user_without_a_home_folder_has_no_key(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", "relative")
     assert read_key(make=True) is None and not os.path.exists("relative")
+    fill(tmp_path, {".hydra/signature": b"of an earlier start, which had a key"})
+    sign_record(tmp_path)
+    assert not (tmp_path / ".hydra" / "signature").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
