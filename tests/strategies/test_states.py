@@ -235,3 +235,14 @@ def test_an_unknown_parameter_and_an_invalid_option_are_named():
     state["param_groups"].pop()
     with pytest.raises(ValueError, match=r"module\.stray: not in a group"):
         states.load_optimizer_state(parameters, one_group, state["state"], state["param_groups"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_shard_that_cannot_be_read_raises_its_own_error(tmp_path):
+    """The exception of torch, which has one error per rank, would end a run as a defect."""
+    net = nn.Linear(2, 3)
+    dcp.save({"net": net.state_dict()}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    (file,) = tmp_path.glob("*.distcp")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=file.name):
+        states.load_net_state(net, dcp.FileSystemReader(tmp_path))
