@@ -10,7 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    random_split,
+)
 
 from gptrain.assemble.datasets import (
     build_dataset,
@@ -398,7 +404,9 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
     for n_ranks in (1, 2, 3):
         sampler = DistributedSampler(samples, n_ranks, rank=0)
         divided = DataLoader(samples, 4, sampler=sampler, drop_last=is_cut)
-        for given in (loader, divided):  # a loader may be divided by the user already
+        own_batches = DataLoader(samples, batch_sampler=BatchSampler(range(35), 4, is_cut))
+        # A loader may be divided by the user already.
+        for given in (loader, divided, own_batches):
             counted = UserData(DataModule(35), given, "data._target_", n_ranks)
             assert counted.epoch_batches == len(divided)
             assert len(counted) == len(divided) * 4 * n_ranks
