@@ -257,6 +257,7 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     (line,) = check_paths(project)
     assert line.startswith(".ci/run: error: src/gptrain/constraints.txt: no such file")
     monkeypatch.setattr(command, "find_problems", lambda *_: [])  # conf/ has no mistake
+    monkeypatch.setattr(sys, "path", [*sys.path])  # --check adds the project's src/
     code, out, _ = typed(main, "--check", "--to", str(project))
     assert (code, out) == (2, f"{line}\n")
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
