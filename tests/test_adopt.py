@@ -298,7 +298,7 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
 
 
 def test_an_external_library_is_a_requirement(run, tmp_path, monkeypatch):
-    address = "git+https://example.org/gptrain@v1"
+    address = "git+https://example.org/gptrain@v1#subdirectory=here"
     assert run("wanted", "--to", "new", f"library={address}", cwd=tmp_path)[0] == 0
     project = tmp_path / "new"
     text = (project / "pyproject.toml").read_text()

@@ -12,11 +12,16 @@ import pytest
 import torch
 
 from gptrain.config.cli import run_command
-from gptrain.evaluate.__main__ import EvaluateRun, evaluate
+from gptrain.evaluate.__main__ import EvaluateRun, evaluate, main
 from gptrain.text.scoring import score_continuations
 from gptrain.text.writing import generate
 
 METRICS = [{"metric": "acc"}, {"metric": "acc_norm"}]
+
+
+def test_its_help_says_what_it_does(typed):
+    code, out, _ = typed(main, "--help")
+    assert code == 0 and "python -m gptrain.evaluate from_run=" in out
 
 
 def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(

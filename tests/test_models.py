@@ -78,7 +78,7 @@ def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after
     shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
     assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
     assert count_matrix_weights(net) == shape.matrix_weights
-    assert count_matrix_weights(nn.Conv1d(3, 5, 2)) == 3 * 5 * 2  # without the bias
+    assert count_matrix_weights(nn.Conv1d(3, 5, 2)) == 3 * 5 * 2  # the bias does not count
 
 
 def test_forward_is_head_of_norm_of_blocks_of_embed(net):

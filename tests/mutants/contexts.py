@@ -67,6 +67,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the seconds next to the records of coverage.py."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not hasattr(session.config, "workerinput"):  # the process that starts the workers has all
         path = session.config.rootpath / "outputs" / "coverage" / "seconds.json"
         path.write_text(json.dumps(seconds))
