@@ -161,7 +161,9 @@ def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tm
     source = tmp_path / "theirs"
     library = Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<pad>": 4}, []))
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=library, padding_side="left", model_max_length=12, **special
+    )
     tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
     tokenizer.save_pretrained(source)
     net = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_head=2, n_layer=2, n_positions=16))
@@ -178,6 +180,7 @@ def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tm
     back = AutoTokenizer.from_pretrained(folder)
     assert {key: getattr(back, key) for key in special} == special, output
     assert back.chat_template == tokenizer.chat_template
+    assert (back.padding_side, back.model_max_length) == ("left", 12)
     assert back("abba")["input_ids"] == tokenizer("abba")["input_ids"]
     made = GPT2LMHeadModel.from_pretrained(folder)
     assert (made.config.bos_token_id, made.config.eos_token_id) == (2, 3)
