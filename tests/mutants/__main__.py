@@ -105,8 +105,8 @@ def try_mutant(mutant: Mutant, checkout: Path, records: Records) -> str:
     source = file.read_text()
     shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
     file.write_text(mutant.source())
-    # Importing the files of all tests takes seconds, and most mutants need a few tests only. A test
-    # that runs a line may do it for later ones, too: tests of a file share some runs.
+    # Importing the files of all tests takes seconds, and most mutants need a few tests only. The
+    # files come last because their tests share some runs, which are recorded for one test only.
     files = dict.fromkeys(test.partition("::")[0] for test in tests)
     groups = filter(None, (tests[:12], tests[12:], files))
     is_caught = any(
@@ -141,22 +141,21 @@ def main() -> None:
         shutil.rmtree(checkout, ignore_errors=True)
         check_output(("git", "clone", "-q", ROOT, checkout))
         record(checkout)
-    check_output(
-        ("git", "restore", "."), cwd=checkout
-    )  # remove the mutant of an interrupted campaign
+    # An interrupted campaign may have left a mutant.
+    check_output(("git", "restore", "."), cwd=checkout)
     records = Records(checkout)
 
     library = [path for path in ROOT.glob("src/gptrain/**/*.py") if "template" not in path.parts]
     paths = [str(Path(path).resolve().relative_to(ROOT)) for path in typed.files or library]
     verdicts = json.loads(results.read_text()) if results.exists() else {}
-    survivors = []
-    for mutant in draw(checkout, paths, typed.n, typed.seed):
+    mutants = draw(checkout, paths, typed.n, typed.seed)
+    for mutant in mutants:
         if str(mutant) not in verdicts:
             verdicts[str(mutant)] = try_mutant(mutant, checkout, records)
             results.write_text(json.dumps(verdicts, indent=1))
         print(verdicts[str(mutant)], mutant, flush=True)
-        survivors += [mutant] if verdicts[str(mutant)] == "survived" else []
-    print(f"{len(survivors)} of {typed.n} survived:", *survivors, sep="\n")
+    survivors = [mutant for mutant in mutants if verdicts[str(mutant)] == "survived"]
+    print(f"{len(survivors)} of {len(mutants)} survived:", *survivors, sep="\n")
 
 
 if __name__ == "__main__":

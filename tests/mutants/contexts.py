@@ -1,4 +1,4 @@
-"""A plugin of pytest and of coverage.py, which tells the latter which test runs.
+"""A plugin of pytest and of coverage.py, by which the latter knows the name of the current test.
 
 Processes that a test starts or forks, also from a server that an earlier test has started, read the
 name of the test from a file.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pytest
 
 FILE_KEY = "GPTRAIN_TEST_NAME_FILE"
-seconds: dict[str, float] = defaultdict(float)  # of each test, and of all tests of each file
+seconds: dict[str, float] = defaultdict(float)  # name of a test or a file -> its time
 
 
 class Context(CoveragePlugin):
