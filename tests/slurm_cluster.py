@@ -83,6 +83,11 @@ class Cluster:
         output = self.run(sys.executable, "-m", "gptrain.launch", "slurm", "--submit", *words)
         return output.split()[1]
 
+    def restart(self, node: str) -> None:
+        """Start the daemon of a node again, as a reboot of the node does."""
+        stop_daemon(self.folder / f"slurmd-{node}.pid")
+        self.run("slurmd", "-c", "-N", node)
+
     def log(self, run: Path) -> str:
         path = run.with_name(run.name + ".log")
         return path.read_text() if path.exists() else ""
@@ -138,9 +143,13 @@ def stop(cluster: Cluster) -> None:
         wait_until(lambda: not cluster.run("squeue", "--noheader"), 20)
     for pattern in ("slurmd-*.pid", "slurmctld.pid", "munged.pid"):
         for path in cluster.folder.glob(pattern):
-            pid = int(path.read_text())
-            os.kill(pid, signal.SIGTERM)
-            wait_until(lambda pid=pid: not is_alive(pid), 15)
+            stop_daemon(path)
+
+
+def stop_daemon(pid_file: Path) -> None:
+    pid = int(pid_file.read_text())
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not is_alive(pid), 15)
 
 
 def left_processes(folder: Path) -> list[str]:
