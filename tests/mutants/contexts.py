@@ -4,22 +4,17 @@ Processes that a test starts or forks, also from a server that an earlier test h
 name of the test from a file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from coverage import Coverage, CoveragePlugin
 
-if TYPE_CHECKING:
-    import pytest
-
 FILE_KEY = "GPTRAIN_TEST_NAME_FILE"
-seconds: dict[str, float] = defaultdict(float)  # name of a test or a file -> its time
+seconds = defaultdict[str, float](float)  # name of a test -> its time
 
 
 class Context(CoveragePlugin):
@@ -36,37 +31,20 @@ def coverage_init(reg: Any, options: object) -> None:
     reg.add_configurer(Context())
 
 
-def note(name: str) -> None:
-    """Let coverage.py note all lines that run from now on under this name."""
-    coverage = Coverage.current()
-    assert coverage is not None, "start pytest with `coverage run`"
-    coverage.switch_context(name)
-    Path(os.environ[FILE_KEY]).write_text(name)
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Let coverage.py note all lines that run from now on under the name of this test."""
+    cast(Coverage, Coverage.current()).switch_context(nodeid)
+    path = Path(f"outputs/coverage/name-{os.getpid()}").absolute()
+    path.write_text(nodeid)
+    os.environ[FILE_KEY] = str(path)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Choose a file for the name of the test, one for each worker."""
-    os.environ[FILE_KEY] = str(config.rootpath / "outputs" / "coverage" / f"name-{os.getpid()}")
-
-
-def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
-    """Note the lines of a fixture under the test, or under the file if its tests share it."""
-    note(request.node.nodeid)
-
-
-def pytest_runtest_call(item: pytest.Item) -> None:
-    """Note the lines of a test."""
-    note(item.nodeid)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: Any) -> None:
     """Add up the seconds of a test. A test that fails says nothing about mutants."""
-    for name in (report.nodeid, report.nodeid.partition("::")[0]):
-        seconds[name] += math.inf if report.failed else report.duration
+    seconds[report.nodeid] += math.inf if report.failed else report.duration
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the seconds next to the records of coverage.py."""
-    if not hasattr(session.config, "workerinput"):  # the process that starts the workers has all
-        path = session.config.rootpath / "outputs" / "coverage" / "seconds.json"
-        path.write_text(json.dumps(seconds))
+def pytest_sessionfinish() -> None:
+    """Write the seconds. The process that has started the workers has all, and is the last one."""
+    passed = {test: time for test, time in seconds.items() if time < math.inf}
+    Path("outputs/coverage/seconds.json").write_text(json.dumps(passed))
