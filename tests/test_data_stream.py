@@ -94,7 +94,7 @@ class Counted:
     """A stream with the methods of litdata's StreamingDataset: a rank has a row of its samples."""
 
     def __init__(self, n: int):
-        self.n, self.state, self.batch_size = n, {"num_samples_yielded": 0}, 1
+        self.n, self.state, self.batch_size = n, {"num_samples_yielded": 0}, 3
         self.distributed_env = Environment(2, 1, 1)  # litdata finds the ranks of the process group
 
     def __len__(self):
@@ -106,6 +106,7 @@ class Counted:
         self.state = {"num_samples_yielded": 0}
 
     def state_dict(self, num_samples_yielded, num_workers, batch_size):
+        assert (num_workers, batch_size) == (1, 3)
         return {"num_samples_yielded": num_samples_yielded}
 
     def load_state_dict(self, state):

@@ -124,6 +124,7 @@ def test_a_record_above_one_mebibyte_is_one_document_of_one_split(tmp_path):
     sources = find_sources(write_records(tmp_path / "docs.jsonl", texts))
     pieces = list(read_pieces(sources, 0.5))
     assert len(pieces) > 3 and sum(piece.ends_document for piece in pieces) == 2
+    assert sum(piece.n_read_bytes for piece in pieces) == sources[0].size_bytes
     for is_val, text in ((True, texts[0]), (False, texts[1])):
         assert b"".join(p.text for p in pieces if p.is_val == is_val).decode() == text
 
@@ -352,15 +353,17 @@ def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
     ("line", "message"),
     [
         ('{"text": "a"', "broken JSON"),
-        ('{"content": "a", "id": 1}', "no key 'text'; keys of the record: content, id"),
+        ('{"id": 1, "content": "a"}',
+         "no key 'text'; keys of the record: id, content; try: data.text_key=content$"),
         ('{"text": 5}', "'text' is not a text but int"),
         ('["text"]', "not an object but list"),
     ],
-)
+)  # fmt: skip
 def test_a_record_without_text_is_named_or_left_out_and_counted(line, message, tmp_path):
     path, good = tmp_path / "docs.jsonl", json.dumps({"text": "words " * 40})
-    path.write_text(f"{good}\n{line}\n" + f"{good}\n\n" * 100)
-    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {message}"):
+    path.write_text(f"{good}\n\n{line}\n" + f"{good}\n\n" * 100)
+    # The number is that of the line: empty lines count.
+    with pytest.raises(DataError, match=rf"docs\.jsonl: record 3: {message}"):
         read(path)
     with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{message}"):
         dataset = read(path, on_bad_record="skip")
@@ -368,7 +371,7 @@ def test_a_record_without_text_is_named_or_left_out_and_counted(line, message, t
     if find_spec("tokenizers"):  # a tokenizer that is trained reads each record twice
         with pytest.warns(UserWarning, match="1 records left out"):
             read(path, tokenizer="bpe", on_bad_record="skip")
-    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {message}"):
+    with pytest.raises(DataError, match=rf"docs\.jsonl: record 3: {message}"):
         read(path)  # the tokens without the bad record are not an answer to on_bad_record=error
 
 
@@ -389,11 +392,18 @@ def test_files_that_are_empty_or_damaged_are_named(name, content, message, tmp_p
 
 @PYARROW
 def test_a_parquet_file_without_the_column_names_those_that_it_has(tmp_path):
-    path = write_records(tmp_path / "d.parquet", TEXTS, key="content")
-    message = "no column 'text'; columns of the file: content; try: data.text_key=content"
+    import pyarrow.parquet
+
+    path, numbers = tmp_path / "d.parquet", range(len(TEXTS))
+    pyarrow.parquet.write_table(pyarrow.table({"id": numbers, "content": TEXTS}), path)
+    message = "no column 'text'; columns of the file: id, content; try: data.text_key=content$"
     with pytest.raises(DataError, match=message):
         read(path)
     read(path, text_key="content")
+    # Rows are counted from the beginning of the file, which is read 1024 rows at a time.
+    write_records(path, [*TEXTS * 6, None])
+    with pytest.raises(DataError, match="record 1201: 'text' is not a text but NoneType"):
+        read(path)
 
 
 def test_a_file_whose_optional_package_is_missing_names_the_command_to_install_it(

@@ -17,6 +17,7 @@ from gptrain.config.cli import compose_command, run_command
 from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, main, quote_text
+from gptrain.models import SimpleGPT
 from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.writing import TokenIds, Writer, cut_at_stop, decode_incrementally
 from tests.conftest import CORPUS
@@ -317,6 +318,17 @@ def test_text_is_shown_as_it_is_made(monkeypatch):
     writer.write("x")
     texts = ["x", "xy", "xyz", "xyz{", "xyz{|", "xyz{|}", "xyz{|}~"]
     assert screen.shown[:7] == list(enumerate(texts))
+
+
+def test_with_a_cache_a_step_computes_the_new_token_alone():
+    options = dict.fromkeys(("top_k", "top_p", "chat", "interactive"))
+    cfg = SimpleNamespace(**options, n_tokens=3, temperature=0, stop=[], seed=0)
+    net = SimpleGPT(256, d_model=16, n_heads=2, n_layers=1, max_seq_len=8)
+    widths: list[int] = []
+    net.blocks[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    for cfg.cache in (True, False):
+        Writer(cfg, net, BYTES, "cpu").write("ab")
+    assert widths == [2, 1, 1, 2, 3, 4]  # without a cache the whole text
 
 
 class WithoutAccents(ByteTokenizer):

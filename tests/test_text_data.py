@@ -23,6 +23,7 @@ from gptrain.data import (
     load_tokenizer,
     train_bpe,
 )
+from gptrain.data import corpus as corpus_module
 from gptrain.data import prepare as prepare_module
 from gptrain.data.corpus import Piece, cut_at, find_sources, read_pieces, scan_source, split
 from gptrain.data.prepare import fresh_folder
@@ -144,13 +145,15 @@ def test_a_tokenizer_comes_back_from_its_folder_where_a_link_is_not_followed(
     assert (tmp_path / "victim").read_text() == "content"
 
 
-def test_an_invalid_tokenizer_is_named(tmp_path):
+def test_an_invalid_tokenizer_is_named(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(DataError, match=r"t\.json: not a tokenizer\.json"):
         load_tokenizer(tmp_path / "t.json")
     with pytest.raises(FileNotFoundError, match="byte"):
         load_tokenizer("byte")
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"  # no warning in forked data workers
 
 
 # ---- the corpus
@@ -324,7 +327,7 @@ def test_validation_is_an_exact_share_of_whole_lines(corpus):
         assert before == b"" or before.endswith(b"\n")
 
 
-def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
+def test_a_large_file_does_not_make_up_validation_alone(tmp_path, monkeypatch):
     (tmp_path / "large").write_text("line\n" * 100_000)
     for number in range(50):
         (tmp_path / f"{number}").write_text("line\n" * 2000)
@@ -333,6 +336,10 @@ def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
         share[part.source.name] += part.stop - part.start
     # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
     assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
+    # A corpus above 1 GiB has longer sections, so that they fit into memory.
+    monkeypatch.setattr(corpus_module, "_MAX_SECTIONS", 4)
+    val = [part for part in split(find_sources(tmp_path / "large"), 0.25) if part.is_val]
+    assert [part.stop - part.start for part in val] == [125_000]
 
 
 def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
@@ -467,6 +474,12 @@ def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     (tmp_path / "text").write_bytes(text)
     (source,) = find_sources(tmp_path / "text")
     assert scan_source(source, "text") == (None, reported)
+    # What is written to a file after it was found is no part of the corpus.
+    (tmp_path / "text").write_bytes(text[:changed])
+    (source,) = find_sources(tmp_path / "text")
+    before = scan_source(source, "text")
+    (tmp_path / "text").write_bytes(text)
+    assert scan_source(source, "text") == before
 
 
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
@@ -505,6 +518,14 @@ def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, 
         DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it will be"
     ):
         TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
+
+
+def test_ends_of_documents_that_are_not_in_order_are_damage(corpus, tmp_path):
+    file = prepare(corpus, "bytes", tmp_path).folder / "train.ends"
+    ends = np.fromfile(file, "<i8")
+    np.concatenate([ends[-2::-1], ends[-1:]]).tofile(file)
+    with pytest.raises(DataError, match=r"train\.ends: does not match train\.bin; delete "):
+        prepare(corpus, "bytes", tmp_path)
 
 
 def test_a_damaged_index_is_made_again_and_nothing_is_written_through_a_link(corpus, tmp_path):
@@ -551,10 +572,13 @@ def test_two_processes_prepare_the_same_and_what_a_killed_one_has_half_made_is_r
     first = prepare(corpus, "bytes", tmp_path / "a")  # the same, while its maker lives
     (draft,) = (name for name in os.listdir(tmp_path / "a") if name.startswith("."))
     assert (tmp_path / "a" / draft / "train.bin").exists()
+    elsewhere = tmp_path / "a" / ".another-machine.1"  # locks may hold on one machine only
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
     maker.kill()
     maker.join(30)
     prepare(corpus, "bytes", tmp_path / "a", val_fraction=0.2)
-    assert draft not in os.listdir(tmp_path / "a")
+    assert draft not in os.listdir(tmp_path / "a") and elsewhere.exists()
     whole = prepare(corpus, "bytes", tmp_path / "b")
     for name in ("train.bin", "train.ends", "val.bin", "val.ends"):
         assert (first.folder / name).read_bytes() == (whole.folder / name).read_bytes()

@@ -131,11 +131,11 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
         assert len(chat.tokens) - 1 <= longest // 2 and chat.tokens[-2:].tolist() == [255, 10]
     with pytest.raises(DataError, match=r"data.too_long=no, data.documents=separate: allowed: cut"):
         dataset(chats, too_long="no")
-    lengths = [len(chat.tokens) for chat in dataset(chats, held_out=0.0).chats]
-    number, length = next((i, n) for i, n in enumerate(lengths, 1) if n - 1 > longest // 2)
-    message = f"conversation {number}: {length} tokens; try: data.too_long=cut"
+    lengths = [len(chat.tokens) for chat in dataset(chats, held_out=0.5).chats]
+    number = 2 * lengths.index(max(lengths)) + 1  # every second conversation is held out
+    message = f"conversation {number}: {max(lengths)} tokens; try: data.too_long=cut"
     with pytest.raises(DataError, match=message):
-        dataset(chats, **short, too_long="error", held_out=0.0)
+        dataset(chats, seq_len=max(lengths) - 2, too_long="error", held_out=0.5)
     monkeypatch.setenv("HOME", str(chats.parent))
     assert len(dataset(Path("~") / chats.name).chats) == len(full.chats)
 
@@ -190,6 +190,10 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
         for split in ("train", "val")
     ]
     assert sizes == [20, 3]  # the validation has a file of its own
+    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "what?", "a": 300 * "!"}))
+    message = r"other\.jsonl: no conversation for data\.val, 1 left out"
+    with pytest.raises(DataError, match=message):
+        ChatDataset(str(tmp_path / files[0]), "val", "bytes", **options | {"too_long": "skip"})
     assert dataset(tmp_path / files[0], keys=["q", "a"]).example().endswith("\n«0!·»\n")
     with pytest.raises(DataError, match="record 1 has no messages; try"):
         dataset(tmp_path / files[0])

@@ -52,8 +52,9 @@ def run(monkeypatch):
     return call
 
 
-def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path):
-    assert read_questions(files["hs"])[1] == ("A: x Y z", ["p ", "r"], 0)
+def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_questions(Path("~/hs.jsonl"))[1] == ("A: x Y z", ["p ", "r"], 0)
     assert read_questions(files["arc"])[0] == ("Question: q?\nAnswer:", ["bb", "c"], 1)
     assert read_questions(files["arc"])[1].answer == 0  # a number names the choice
     odd = HELLASWAG[0] | {"ctx": "a\u2028b"}  # JSON lines end at \n alone
