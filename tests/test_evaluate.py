@@ -27,7 +27,8 @@ def test_its_help_says_what_it_does(typed):
 def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(
     speaker, saved_twice, tmp_path, capfd
 ):
-    assert run_command(evaluate, [f"from_run={speaker}"], EvaluateRun, {}) == 2
+    words = [f"from_run={speaker}", "+callbacks.removed=null"]
+    assert run_command(evaluate, words, EvaluateRun, {}) == 2
     line = "error: callbacks: no callback of the run has a method evaluate(net, tokenizer); try: "
     assert capfd.readouterr().err == f"{line}callbacks=scores\n"
     assert run_command(evaluate, [f"from_run={tmp_path}/none"], EvaluateRun, {}) == 66

@@ -215,6 +215,8 @@ def test_a_checkpoint_has_the_random_state_of_a_gpu_that_was_used(is_used, monke
     state = rng.capture()
     assert state.get("cuda") is (states[0] if is_used else None)
     rng.restore(state | {"cuda": torch.tensor(2)})
+    state.pop("cuda", None)
+    rng.restore(state)  # of a run that began on a CPU
     assert [int(value) for value in states] == ([1, 2] if is_used else [1])
 
 

@@ -176,7 +176,8 @@ def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(t
 
 def test_output_goes_where_it_is_asked_to(monkeypatch):
     """test_ranks.py checks that no other folder receives output."""
-    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "/scratch/me")
+    monkeypatch.setenv("HOME", "/scratch")
+    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "~/me")
     cfg = compose_command(["run_dir=x"])
     assert cfg.output_dir == "/scratch/me"
     monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")

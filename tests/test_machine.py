@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 
@@ -20,6 +21,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime import rank as rank_module
 from gptrain.runtime import supervisor
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning
@@ -126,6 +128,11 @@ def test_a_checkpoint_is_found_for_the_ranks_of_all_nodes_at_each_start(tmp_path
     cfg = compose_run("trainer.devices=2", "trainer.num_nodes=3", f"run_dir={tmp_path}")
     runtime.run(print, cfg, lambda cfg, lock, world_size: sizes.append(world_size))
     assert sizes == [6, 6]
+    # A request to stop before the ranks are started ends in this process.
+    monkeypatch.setattr(supervisor, "supervise", None)
+    monkeypatch.setattr(rank_module, "run_rank", lambda train, cfg, stop: {"asked by": stop.signal})
+    ended = runtime.run(print, cfg, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert ended == {"asked by": "SIGTERM"}
 
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):

@@ -179,6 +179,9 @@ def test_a_copy_cut_off_while_a_step_is_copied_again_counts_as_unfinished(
     monkeypatch.setattr(mirror.files, "put_file", lose_the_connection)
     copy(store, mirror)
     assert names(tmp_path / "mirror" / "step-00000001") == {"state.ckpt"}
+    (tmp_path / "mirror" / "step-00000001" / "manifest.json").write_text("damaged")
+    copy(store, mirror)
+    assert names(tmp_path / "mirror" / "step-00000001") == {"state.ckpt"}
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)  # a damaged copy would be an error here
     assert again.steps() == []

@@ -130,7 +130,9 @@ def trained() -> dict:
 def save_shards(folder, state, in_background=False):
     store = CheckpointStore(folder, "a" * 32)
     with store.writing(7, kind="sharded", in_background=in_background) as draft:
-        dcp.save(state, storage_writer=ShardWriter(draft))
+        shards = ShardWriter(draft)
+        assert shards.per_thread_copy_ahead == 0  # such copies of a GPU's tensors stay in memory
+        dcp.save(state, storage_writer=shards)
     store.finish()
     return store.newest_intact().path
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
+
+import pytest
 
 from gptrain.runtime.process import reserve_gpus
 
@@ -47,3 +51,19 @@ def test_outside_local_sweeps_all_visible_gpus_stay_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "910,911")
     reserve_gpus(3)  # does not wait for ever: the start of the run reports that one is missing
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "910,911"
+
+
+def test_a_job_waits_rather_than_take_fewer_gpus_than_it_asks_for(monkeypatch):
+    class WaitedError(Exception):
+        pass
+
+    def sleep(_: float) -> None:
+        raise WaitedError
+
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setattr(time, "sleep", sleep)
+    for expected in (nullcontext(), pytest.raises(WaitedError)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "920,921,922")
+        with expected:
+            reserve_gpus(2)
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "920,921"

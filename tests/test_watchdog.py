@@ -17,7 +17,7 @@ from processes import is_alive, wait_until
 
 from gptrain.checkpoints.status import read_status, write_status
 from gptrain.core.errors import JobFailedError
-from gptrain.runtime import supervisor
+from gptrain.runtime import supervisor, watchdog
 from gptrain.runtime.signals import StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import (
     Guard,
@@ -160,7 +160,7 @@ def test_a_rank_does_not_outlive_a_killed_launcher(tmp_path, what):
 def hold_the_interpreter_lock(run_dir, beats) -> None:
     options = {"rank": 0, "timeout_s": HANG_S, "parent_pid": os.getppid()}
     with Guard(run_dir, beats, StopFlag(), **options) as guard:
-        guard.heartbeat.beat(5, "train")
+        guard.heartbeat.beat(5, "train", allow_s=HANG_S)
         re.match("(a?){40}a{40}", "a" * 40)  # takes hours, without the interpreter's byte code
 
 
@@ -172,7 +172,8 @@ def test_a_rank_that_holds_the_interpreter_lock_prints_its_stacks_when_it_is_fou
     monkeypatch.setattr(supervisor, "PRINT_STACKS_S", 1.0)
     reported = []
     monkeypatch.setattr(supervisor, "report_ending", lambda *a, **k: reported.append((a, k)))
-    cfg = OmegaConf.create({"launcher": {"timeout_s": HANG_S}, "run_dir": str(tmp_path)})
+    # The last heartbeat allows more, and the message names that time.
+    cfg = OmegaConf.create({"launcher": {"timeout_s": 0.45}, "run_dir": str(tmp_path)})
     given = (tmp_path, tmp_path / "beats")
     rank = FORK.Process(target=hold_the_interpreter_lock, args=given, daemon=True)
     rank.start()
@@ -182,7 +183,8 @@ def test_a_rank_that_holds_the_interpreter_lock_prints_its_stacks_when_it_is_fou
     rank.join()
     assert "in hold_the_interpreter_lock" in capfd.readouterr().err
     (((_, ending, *place), options),) = reported
-    assert ending.code == 76 and "rank 0 at step 5 in phase train" in ending.line
+    where = "rank 0 at step 5 in phase train"
+    assert (ending.code, ending.line) == (76, f"error: no progress for 1 s: {where}")
     assert place == [0, 5] and options == {"replace": True}
 
 
@@ -366,6 +368,23 @@ def test_a_rank_that_is_done_is_not_missed_and_no_longer_watched(tmp_path):
         threads = threading.active_count()
         assert read_progress(tmp_path / "beats") == [Progress(0, 2, "forward", 9)]
     assert threading.active_count() == threads - 1 and read_progress(tmp_path / "beats") == []
+
+
+def test_a_rank_that_makes_progress_at_the_last_moment_is_not_ended(tmp_path, monkeypatch):
+    """Its main thread sends a heartbeat while the watchdog collects those of all ranks."""
+    n_reads, ends = [], []
+
+    def read_late(folder):
+        guard.heartbeat.beat()
+        n_reads.append(1)
+        return []
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "read_progress", read_late)
+    monkeypatch.setattr(os, "_exit", ends.append)
+    with Guard(tmp_path, tmp_path / "beats", StopFlag(), rank=0, timeout_s=0.05) as guard:
+        wait_until(lambda: len(n_reads) > 1, 30)
+    assert read_status(tmp_path) is None and not ends
 
 
 def test_a_heartbeat_that_is_a_link_is_not_followed(tmp_path):

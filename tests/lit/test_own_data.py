@@ -27,6 +27,7 @@ from gptrain.assemble.datasets import (
     check_sample,
     check_samples,
 )
+from gptrain.assemble.resume import differences, identity
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import ByteTokenizer, DummyTextDataset, Mixture, as_pairs
 from gptrain.data.hugging_face import pair_of
@@ -463,6 +464,10 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
         match=r"^error: data._target_=tests.*only train.py knows the samples; try: data.train._t",
     ):
         build_dataset(compose_run("model=gpt_nano", *DATA_MODULE), "train")
+    words = ("model=gpt_nano", *DATA_MODULE, "+data.num_workers=2", "+data.batch_size=2")
+    saved = identity(compose_run(*words), 4)  # neither of the two keys changes the result
+    words = (*words, "data.num_workers=3", "data.batch_size=4")
+    assert differences(compose_run(*words), saved, 4) == []
     data = compose_run("model=gpt_nano", *DATA_MODULE).data
     assert (data.batch_size, data.global_batch_size, data.num_workers) == (1, None, 0)
     with pytest.raises(
