@@ -315,6 +315,14 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
     assert bool(rule.flag(measured(60, nothing, high)))  # another rule reports the loss
     (message,) = rule.describe(SimpleNamespace(), SimpleNamespace(step=60)).args
     assert message.startswith("the gradient norm at step 60 is 25, ")
+    # The higher spike is named, whichever value is larger: 5 is 79 standard deviations above the
+    # mean loss, and 61 is 1.2 above the mean norm.
+    of_loss = SpikeRule("warn", 3.0, 4)
+    for step, (loss, norm) in enumerate([*2 * [(1.0, 50.0), (1.1, 60.0)], (5.0, 61.0)]):
+        is_flagged = of_loss.flag(measured(step, torch.tensor(loss), torch.tensor(norm)))
+    assert bool(is_flagged)
+    (message,) = of_loss.describe(SimpleNamespace(), SimpleNamespace(step=4)).args
+    assert message.startswith("the loss at step 4 is 5, 79.0 standard deviations above the mean 1.05")
     wider = SpikeRule("skip", 3.0, 40)  # a window of another size begins with no known step
     wider.history = rule.history
     assert not bool(wider.flag(measured(60, high, high)))

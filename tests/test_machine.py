@@ -83,6 +83,9 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
         trainer = make_trainer(LightningMultiRank(ParallelStrategy()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
+    places = [RankEnvironment(Process("srun", rank, rank % 2, 6), 2) for rank in range(6)]
+    assert [place.node_rank() for place in places] == [0, 0, 1, 1, 2, 2]
+    assert [place.local_rank() for place in places] == [0, 1] * 3
 
 
 def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):

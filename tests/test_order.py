@@ -186,7 +186,9 @@ def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     lengths = RunLengths(BatchPlan(2, 2, 1), 2, epoch_steps=5, n_steps=5, validate_every=5)
     module = TextDataModule(data, data, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
     first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
-    assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
+    # Ranks 4 to 7 are the second stage of a pipeline, which reads what the first stage reads.
+    stage = [first, first, second, second]
+    assert [module.step_samples(3, rank) for rank in range(8)] == [*stage, *stage]
 
 
 def test_the_targets_of_a_step_are_known_if_those_of_all_its_micro_batches_are():

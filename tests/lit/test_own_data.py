@@ -9,12 +9,14 @@ from contextlib import nullcontext
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     TensorDataset,
+    WeightedRandomSampler,
     random_split,
 )
 
@@ -32,6 +34,7 @@ from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import ByteTokenizer, DummyTextDataset, Mixture, as_pairs
 from gptrain.data.hugging_face import pair_of
 from gptrain.lit import LanguageModel
+from gptrain.lit.own_optimizer import describe_optimizer
 from gptrain.lit.user_data import UserData
 from tests import command_line
 from tests.command_line import compose_run
@@ -411,6 +414,13 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
             counted = UserData(DataModule(35), given, "data._target_", n_ranks)
             assert counted.epoch_batches == len(divided)
             assert len(counted) == len(divided) * 4 * n_ranks
+        # A sampler may draw another number of samples than the dataset has.
+        drawn = WeightedRandomSampler(torch.ones(35), 21)
+        given = DataLoader(samples, 4, sampler=drawn, drop_last=is_cut)
+        divided = DistributedSamplerWrapper(drawn, num_replicas=n_ranks, rank=0)
+        divided = DataLoader(samples, 4, sampler=divided, drop_last=is_cut)
+        counted = UserData(DataModule(35), given, "data._target_", n_ranks)
+        assert counted.epoch_batches == len(divided)
     several = {"short": DataLoader(samples, 9), "long": loader}  # the short one is repeated
     counted = UserData(DataModule(35), several, "data._target_", 1)
     assert (counted.epoch_batches, counted.batch_size) == (len(loader), 9)
@@ -503,6 +513,11 @@ def test_the_printed_learning_rate_is_that_of_the_modules_optimizer(fit, name):
     batch = line_of(run, "batch")
     assert " lr " not in batch
     assert f"= {128 if name == 'ddp' else 64} tokens per step" in batch
+    # A schedule may have changed the rates before the run starts. Each distinct rate is shown once.
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.02, 0.1)]
+    torch.optim.lr_scheduler.LambdaLR(optimizer := torch.optim.SGD(groups), lambda step: step / 4)
+    text = "SGD · lr 0.1, 0.02 · from the module's configure_optimizers"
+    assert describe_optimizer(optimizer) == text
 
 
 IGNORED = {

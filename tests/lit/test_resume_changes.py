@@ -219,10 +219,11 @@ def test_new_options_of_a_schedule_are_used_when_the_change_is_allowed(fit):
 def test_model_checkpoint_keeps_the_new_number_of_files(fit):
     target = "_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: tokens, mode: max"
     words = (*CONSTANT, "trainer.val_check_interval=1")
-    fit(*words, f"+callbacks.top={{{target}, save_top_k: 3}}", "trainer.max_steps=10")
-    top = f"+callbacks.top={{{target}, save_top_k: 1}}"
+    fit(*words, f"+callbacks.top={{{target}, save_top_k: 4}}", "trainer.max_steps=10")
+    top = f"+callbacks.top={{{target}, save_top_k: 2}}"
     run = fit(*words, top, "ckpt_path=last", "trainer.max_steps=11")
-    assert "resumed with callbacks.top.save_top_k: 3 before, 1 now" in run.out
+    assert "resumed with callbacks.top.save_top_k: 4 before, 2 now" in run.out
     kept = sorted(path.name for path in (run.folder / "checkpoints").glob("*.ckpt"))
-    # Two files of the first start, which were not its best, and the best of the second start.
-    assert {re.search(r"step=(\d+)", name)[1] for name in kept} == {"8", "9", "11"}
+    # The first start has left 7 and 8, which are out of the ranking. The second start has replaced
+    # 9, the worse one of the two that stay in it.
+    assert {re.search(r"step=(\d+)", name)[1] for name in kept} == {"7", "8", "10", "11"}

@@ -33,6 +33,7 @@ def test_two_ranks_agree_on_votes_saves_and_sums():
     check_votes(rank)
     check_saves_after_an_error(rank, strategy)
     check_sums(rank, own_group, strategy)
+    check_buffers(rank, own_group, strategy)
 
 
 def check_votes(rank):
@@ -86,6 +87,26 @@ def check_sums(rank, own_group, strategy):
     trainer.testing = False
     with pytest.raises(DataError, match=r"^data\.val: no target counts"):
         check_evaluated(trainer)
+
+
+def check_buffers(rank, own_group, strategy):
+    """Saved buffers are those of the first rank of the group, in their own dtypes."""
+    module = nn.Module()
+    module.register_buffer("n_seen", torch.tensor(2**40 + 1 + rank))  # float32 would round it
+    module.register_buffer("mean", torch.tensor([0.5, 7.0]) + rank)
+    module.register_buffer("scratch", torch.tensor(rank), persistent=False)
+    strategy._buffer_places = find_saved_buffers(module)
+    strategy.parallel.data_group = dist.group.WORLD
+    strategy.synchronize_buffers(own_group)  # a group of one rank
+    assert module.n_seen == 2**40 + 1 + rank and module.mean[1] == 7 + rank
+    strategy.parallel.data_group = own_group
+    strategy.synchronize_buffers(dist.group.WORLD)  # the replicas of DiLoCo
+    assert module.n_seen == 2**40 + 1 and module.mean.tolist() == [0.5, 7.0]
+    assert module.scratch == rank
+    module.mean += rank
+    strategy.parallel.data_group = dist.group.WORLD
+    strategy.synchronize_buffers()
+    assert module.mean.tolist() == [0.5, 7.0]
 
 
 class Counts(SumMetric):

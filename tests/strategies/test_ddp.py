@@ -1,6 +1,7 @@
 """Communication hooks of data-parallel gradients, and the comparison of the ranks' speed."""
 
 import logging
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -64,3 +65,7 @@ def test_a_rank_that_takes_1_6_times_as_long_as_the_other_is_reported_once():
     assert len(records) == 1
     assert records[0].getMessage().startswith("warning: rank 1 on ")
     assert "cpu computes 1.6 times as long" in records[0].getMessage()
+    for seconds, ratio in (([1.0, 2.0, 3.5], 1.75), ([4.0, 1.0, 3.0, 2.0], 2.0)):
+        with patch.object(slowest, "gather", lambda _, seconds=seconds: seconds):
+            values = slowest.SlowestRank(0, torch.device("cpu")).compare(seconds[0])
+        assert values["perf/slowest_over_median"] == ratio

@@ -168,27 +168,33 @@ def test_a_synchronization_is_done_once_after_a_step_and_after_its_decision(one_
 
 def test_a_rank_resumes_its_replica_and_evaluates_the_first_one(tmp_path, caplog, monkeypatch):
     first = {"state_dict": {"w": 0.0}, "optimizer_states": [{"state": {"w": {"sum": 10.0}}}]}
-    second = {"state_dict": {"w": 1.0}, "optimizer": {"w": {"sum": 11.0}}}
+    further = [
+        {"state_dict": {"w": float(n)}, "optimizer": {"w": {"sum": 10.0 + n}}} for n in (1, 2)
+    ]
     store = CheckpointStore(tmp_path, "a" * 32)
-    with store.writing(1) as draft:
-        for name, state in (("state", first), ("replica-0001", second)):
-            with draft.open(f"{name}.ckpt") as file:
-                torch.save(state | {"replicas": {"number": 2}}, file)
+    for number in (2, 3):  # step 2 has two replicas, and step 3 has three
+        with store.writing(number) as draft:
+            for replica, state in enumerate([first, *further][:number]):
+                name = f"replica-{replica:04d}" if replica else "state"
+                with draft.open(f"{name}.ckpt") as file:
+                    torch.save(state | {"replicas": {"number": number}}, file)
     monkeypatch.setattr(SavingStrategy, "load_optimizer_state_dict", lambda *_: None)
     module = LightningModule()
     module.trainer = trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"))
-    for n_ranks, fn, expected in ((2, "fit", 1), (2, "validate", 0), (3, "fit", 0)):
-        dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=n_ranks)
+    for step, rank, n_ranks, fn, expected in (
+        (2, 1, 2, "fit", 1), (2, 1, 2, "validate", 0), (2, 1, 3, "fit", 0), (3, 2, 3, "fit", 2)
+    ):  # fmt: skip
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=n_ranks)
         try:
             options, dims = default_options("diloco"), ParallelDims(data=n_ranks)
             strategy = build_strategy(make_net, options, dims, CPU)[1]
             strategy.connect(module)
             trainer.state.fn = fn
-            loaded = strategy.load_checkpoint(store.newest())
+            loaded = strategy.load_checkpoint(tmp_path / f"step-{step:08d}")
             outer = []
             monkeypatch.setattr(strategy.parallel, "load", outer.append)
             strategy.load_optimizer_state_dict(loaded)
-            assert [state["number"] for state in outer] == [2]
+            assert [state["number"] for state in outer] == [step]
         finally:
             dist.destroy_process_group()
         assert loaded["state_dict"] == {"net.w": expected}
