@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from statistics import mean, pstdev
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.core.strategies import ParallelDims
 from gptrain.data import SampleOrder
-from gptrain.lit import LanguageModel
+from gptrain.lit import LanguageModel, nonfinite
 from gptrain.lit.decisions import skips_on_device
+from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies import LightningStrategy
+from gptrain.lit.strategies.replicated import LightningSingleDevice
+from gptrain.parallel.strategy import ParallelStrategy
 
 BAD_STEP = 2
 
@@ -268,6 +272,53 @@ def test_a_loss_scale_that_no_gradient_bears_is_named_after_max_skips_steps(trai
     assert "at step 2 " in run.err and "; 3 steps in a row were skipped" in run.err
 
 
+def test_scaled_gradients_are_unscaled_before_they_are_clipped(monkeypatch):
+    """Lightning leaves the loss scale in the gradients of an optimizer that removes it itself."""
+    calls: list[Any] = []
+    strategy = LightningSingleDevice(ParallelStrategy())
+    monkeypatch.setattr(strategy, "clip", lambda _, max_norm: calls.append(max_norm))
+    module = LanguageModel(net := torch.nn.Linear(2, 2), AdamW)
+    scaler = SimpleNamespace(unscale_=lambda _: calls.append("unscaled"))
+    precision = SimpleNamespace(scaler=scaler)
+    module.trainer = cast(Any, SimpleNamespace(strategy=strategy, precision_plugin=precision))
+    for fused, expected in ((True, ["unscaled", 0.5]), (False, [0.5])):
+        module.clip_gradients(AdamW(net.parameters(), fused=fused), 0.5, "norm")
+        assert calls == expected
+        calls.clear()
+    precision.scaler = None
+    module.clip_gradients(AdamW(net.parameters(), fused=True), 0.5)
+    assert calls == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        # The first rank with such a loss, and its own micro-step and samples.
+        ([[1.0, 1.0], [1.0, math.nan], [math.inf, 1.0]], ("the loss of rank 4", 1, 4)),
+        # Only gradients are not finite: the samples of all ranks.
+        ([[1.0, 1.0]] * 3, ("the gradients of all ranks", 0, None)),
+    ],
+)
+def test_a_refused_step_names_the_rank_and_the_samples_that_have_caused_it(
+    losses, expected, monkeypatch
+):
+    gathered = [*zip((1, 4, 7), losses, strict=True)]
+    monkeypatch.setattr(nonfinite, "gather", lambda *_: gathered)
+    repeated = []
+    monkeypatch.setattr(nonfinite, "find_first", lambda *arguments: repeated.append(arguments[-1]))
+    asked, parallel = [], SimpleNamespace(step_group=None)
+    data = SimpleNamespace(step_samples=lambda step, rank: asked.append((step, rank)) or [31, 32])
+    strategy = SimpleNamespace(parallel=parallel)
+    trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data, global_rank=1)
+    step: Any = SimpleNamespace(step=9, micro_losses=[])
+    error = NonFiniteRule("stop").describe(trainer, step)
+    named, micro_step, rank = expected
+    assert (repeated, asked) == ([micro_step], [(9, rank)])
+    verb = "are" if rank is None else "is"
+    assert str(error).startswith(f"{named} at step 9 {verb} not finite; samples: 31, 32;")
+    assert nonfinite.NOT_REPRODUCED in str(error)
+
+
 SPIKE = "+callbacks.spike={_target_: tests.lit.own.callbacks.SpikesLoss, steps: [%s]}"
 GUARD = ("on_spike=skip", "spike.window=8", "trainer.log_every_n_steps=1", "logger=none")
 
@@ -322,7 +373,9 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
         is_flagged = of_loss.flag(measured(step, torch.tensor(loss), torch.tensor(norm)))
     assert bool(is_flagged)
     (message,) = of_loss.describe(SimpleNamespace(), SimpleNamespace(step=4)).args
-    assert message.startswith("the loss at step 4 is 5, 79.0 standard deviations above the mean 1.05")
+    assert message.startswith(
+        "the loss at step 4 is 5, 79.0 standard deviations above the mean 1.05"
+    )
     wider = SpikeRule("skip", 3.0, 40)  # a window of another size begins with no known step
     wider.history = rule.history
     assert not bool(wider.flag(measured(60, high, high)))

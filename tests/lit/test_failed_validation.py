@@ -13,7 +13,9 @@ import torch
 
 from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import Timeline
 from gptrain.checkpoints.writer import CheckpointWriter
 from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.callbacks.salvage import allow_amendment
@@ -85,10 +87,10 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
     assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 
-def make_callback(folder) -> checkpoints.Checkpoints:
+def make_callback(folder, mirror: Any = None) -> checkpoints.Checkpoints:
     options: Any = SimpleNamespace(every_minutes=2.0, every_n_steps=4, monitor=None)
-    store, timeline = CheckpointStore(folder, "a" * 32), cast(Any, None)
-    return checkpoints.Checkpoints(store, {}, options, 4, (), "", None, folder, timeline)
+    store, timeline = CheckpointStore(folder, "a" * 32), Timeline(None)
+    return checkpoints.Checkpoints(store, {}, options, 4, (), "", mirror, folder, timeline)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,62 @@ def test_rank_0_votes_only_for_a_step_that_is_not_saved_anyway(monkeypatch, tmp_
     assert votes() and not votes()  # the interval starts again
     clock.now_s = 240.0
     assert votes()
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_batch_end"])
+def test_a_background_save_is_completed_when_all_ranks_have_voted_that_it_is_written(
+    hook, monkeypatch, tmp_path
+):
+    """With several ranks the first call of a vote has no result yet."""
+    calls: list[Any] = []
+    results = [None, (True,), (False,)]
+    vote = SimpleNamespace(
+        ask=lambda is_writing: calls.append(is_writing) or results.pop(0),
+        close=lambda: calls.append("closed"),
+    )
+    monkeypatch.setattr(checkpoints, "Vote", lambda: vote)
+    for name, value in (("ends_step", True), ("ends_epoch", False), ("is_validated", False)):
+        monkeypatch.setattr(checkpoints, name, lambda *_, value=value: value)
+    part = make_callback(tmp_path)
+    strategy = SimpleNamespace(parallel=ParallelStrategy())
+    trainer: Any = SimpleNamespace(
+        global_step=3, strategy=strategy, is_global_zero=False, should_stop=False
+    )
+    part.store = store = cast(Any, SimpleNamespace(is_unfinished=True, progress=None))
+    store.finish = lambda: calls.append("finished") or vars(store).update(is_unfinished=False)
+    for store.is_writing in (True, False, False, False):
+        getattr(part, hook)(trainer, None, None, None, 0)
+    # The next save begins with no vote of this one, and without a save there is no vote.
+    assert calls == [True, False, False, "closed", "finished"]
+
+
+def test_the_end_of_a_fit_waits_for_the_mirror_also_after_a_stop_or_an_error(monkeypatch, tmp_path):
+    """A launcher kills the job soon after the first rank has exited."""
+    calls: list[Any] = []
+    mirror = SimpleNamespace(update=calls.append, wait=lambda: calls.append("wait"))
+    part, module = make_callback(tmp_path, mirror), cast(Any, None)
+    for name, value in (("may_save", True), ("ends_epoch", False), ("is_validated", True)):
+        monkeypatch.setattr(checkpoints, name, lambda *_, value=value: value)
+    monkeypatch.setattr(part, "save", lambda _, *, validated: calls.append(validated))
+    strategy = SimpleNamespace(parallel=ParallelStrategy())
+    trainer: Any = SimpleNamespace(global_rank=0, global_step=3, strategy=strategy)
+    copied = [part.store, "wait"]
+    for end, expected in (
+        (lambda: part.teardown(trainer, module, "fit"), copied),
+        (lambda: part.teardown(trainer, module, "validate"), []),
+        (lambda: part.on_exception(trainer, module, PreemptedError(3)), copied),
+        (lambda: part.on_exception(trainer, module, PreemptedError()), []),  # before step 0
+        (lambda: part.on_exception(trainer, module, RuntimeError()), []),  # before the training
+    ):
+        end()
+        assert calls == expected
+        calls.clear()
+    part._rng.append((3, {}))
+    part.on_exception(trainer, module, RuntimeError())
+    assert calls == [False, *copied]  # the validation of the step was still to come
+    assert part.store.on_commit is not None
+    part.store.on_commit()  # each checkpoint is copied while the training continues
+    assert calls[3:] == [part.store]
 
 
 def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):

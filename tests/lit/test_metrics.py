@@ -102,6 +102,8 @@ def test_a_part_of_a_mixture_without_any_target_is_named():
     module.evaluate(tokens, torch.full_like(tokens, -100), "code")
     with pytest.raises(DataError, match=r"^data.val \(part code\): no target counts"):
         module.take_evaluation("val")
+    with pytest.raises(DataError, match=r"^data.test \(part code\): no target counts"):
+        module.take_evaluation("test")
 
 
 def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):

@@ -427,6 +427,9 @@ def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_
     made_by_dataset = DataLoader(TensorDataset(torch.ones(2, 3, 5), torch.ones(2, 3, 5)), None)
     counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 1)
     assert (counted.epoch_batches, counted.batch_size) == (2, 3)
+    counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 2)
+    assert (counted.epoch_batches, len(counted)) == (1, 3 * 2)  # a batch for each rank
+    assert "evaluations may count a sample twice" in counted.describe(6)
     with pytest.raises(DataError, match="a loader of DataModule has no batch"):
         UserData(DataModule(35), DataLoader([], None), "data._target_", 1)
 

@@ -109,6 +109,21 @@ def check_buffers(rank, own_group, strategy):
     assert module.mean.tolist() == [0.5, 7.0]
 
 
+def test_votes_are_counted_on_the_cpu_where_the_ranks_have_another_backend():
+    """A vote on a GPU would be known only after all its queued work."""
+    made = []
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        with patch.object(dist, "new_group", lambda **of: made.append(of) or dist.group.WORLD):
+            vote = Vote()
+            vote.ask(True)
+            vote.ask(False)
+            vote.close()
+    finally:
+        dist.destroy_process_group()
+    assert made == [{"backend": "gloo"}]
+
+
 class Counts(SumMetric):
     """A metric that keeps a buffer in checkpoints."""
 
