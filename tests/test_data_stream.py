@@ -259,7 +259,7 @@ def test_readers_that_the_nodes_do_not_divide_are_those_of_one_node_for_litdata(
 
 @pytest.mark.parametrize(
     ("n_saved", "hint"),
-    [(3, "trainer.devices=6 data.num_workers=0"), (4, "data.num_workers=2")],
+    [(3, "trainer.num_nodes=1 trainer.devices=6 data.num_workers=0"), (4, "data.num_workers=2")],
 )
 def test_positions_of_another_number_of_readers_are_refused_with_a_layout_that_has_it(
     n_saved, hint

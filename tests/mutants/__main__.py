@@ -63,13 +63,16 @@ class Records:
         """Return the tests that run any of these lines of a file, in the order to run them.
 
         There is no time for all tests of a line that every training runs. Therefore the next test
-        is always the one that adds the most lines per second to those that the tests before it run.
+        is always the one that adds the most lines of the file per second to those that the tests
+        before it run; among equals, the one that adds the most lines of all files.
         """
         needed = sum(1 << self.places[str(file), line] for line in lines)
+        near = sum(1 << place for (name, _), place in self.places.items() if name == str(file))
         left = [test for test in self.seconds if self.lines[test] & needed]
         chosen, known = [], 0
         while left:
-            gains = [(self.lines[test] & ~known).bit_count() / self.seconds[test] for test in left]
+            new = [(self.lines[test] & ~known, self.seconds[test]) for test in left]
+            gains = [((bits & near).bit_count() / s, bits.bit_count() / s) for bits, s in new]
             chosen.append(left.pop(gains.index(max(gains))))
             known |= self.lines[chosen[-1]]
         return chosen

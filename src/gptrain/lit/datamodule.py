@@ -189,7 +189,8 @@ class TextDataModule(pl.LightningDataModule):
             count = count_text(len(positions), "reader")
             message = f"{count} (ranks x data.num_workers) of the stream saved their positions"
             n_workers, n_left = divmod(len(positions), self.world_size)
-            ranks = f"trainer.devices={len(positions) * self.ranks_per_sample} data.num_workers=0"
+            n_ranks = len(positions) * self.ranks_per_sample
+            ranks = f"trainer.num_nodes=1 trainer.devices={n_ranks} data.num_workers=0"
             hint = ranks if n_left else f"data.num_workers={n_workers}"
             raise ConfigError.of("data.num_workers", self.num_workers, message, hint=hint)
         self.positions.load(positions)
@@ -274,9 +275,6 @@ class TextDataModule(pl.LightningDataModule):
             batches: Batch sampler: lists of indices into the dataset.
         """
         has_workers = self.num_workers > 0
-        # A forked worker shares the dataset and inherits the blocked signals. Python 3.14 does not
-        # fork by default.
-        forks = has_workers and sys.platform == "linux"
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
         reader: Dataset = BatchReader(dataset, name, n_positions, self.vocab_size)
@@ -296,7 +294,9 @@ class TextDataModule(pl.LightningDataModule):
             pin_memory=self.pin_memory,
             persistent_workers=has_workers,
             worker_init_fn=start_worker if has_workers else None,
-            multiprocessing_context="fork" if forks else None,
+            # A forked worker shares the dataset and inherits the blocked signals. Python 3.14 does
+            # not fork by default.
+            multiprocessing_context="fork" if has_workers and sys.platform == "linux" else None,
         )
         loader.name = name
         return loader
