@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,10 +50,10 @@ def expected(name: str, given: torch.Tensor) -> list[torch.Tensor | None]:
     }[name]
 
 
-def check_pictures(text: str, n_ranks: int) -> None:
+def check_pictures(text: str, n_ranks: int, n_pictures: int = 8) -> None:
     given = torch.tensor([[10 * rank + row for row in range(n_ranks)] for rank in range(n_ranks)])
     pictures = re.findall(r"^(\w+)\n((?:  rank .*\n)+)", text, re.MULTILINE)
-    assert len(pictures) == 8
+    assert len(pictures) == n_pictures
     for name, lines in pictures:
         after = [line.partition("->")[2].strip(" []") for line in lines.splitlines()]
         words = ["-" if got is None else got.tolist() for got in expected(name, given)]
@@ -91,6 +92,8 @@ def test_the_help_explains_the_command_and_the_smallest_buffer_has_64_kib(typed)
     code, _, err = typed(main, "max_bytes=65535")
     assert code == 2 and "max_bytes=65535" in err and "65536" in err
     assert "(16 MiB)" in out and DEFAULTS == {"max_bytes": 16 * 2**20}
+    readme = Path(operations.__file__).with_name("README.md").read_text()
+    check_pictures(re.sub("^    ", "", readme, flags=re.MULTILINE), 2, 1)
 
 
 def test_a_rank_has_the_threads_backend_and_time_limit_of_a_run(monkeypatch, tmp_path):

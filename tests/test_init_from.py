@@ -69,6 +69,7 @@ def test_a_tensor_that_is_not_shown_is_counted(tmp_path):
     torch.save({"f": torch.ones(1)}, tmp_path / "weights.ckpt")
     with pytest.raises(ValueError, match="d only in the net; and 1 more"):
         load_weights(net, tmp_path / "weights.ckpt")
+    assert Unmatched([*"abcd"], [], {}, {}).describe().endswith("; d only in the net")
     left = Unmatched(["a"], ["b"], {"c": ((1,), (2,))}, {})
     assert left.describe_consequences() == (
         "left as initialized: c (1,) in the checkpoint, (2,) in the net; a only in the net; "
@@ -139,6 +140,9 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
         for other in nets:
             with pytest.raises(ValueError, match=rf"{name} {shapes[name]} in the checkpoint"):
                 load_weights(other, file, resizes=True)
+    net.register_buffer("mask", torch.ones(1, 9, 4))  # 6 positions became 9 in one dimension only
+    with pytest.raises(ValueError, match=r"net: mask \(1, 6, 6\) in the checkpoint, \(1, 9, 4\)"):
+        load_weights(net, file, resizes=True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.assemble.load import build_net
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.choice import LEVELS, compare, estimates
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
@@ -38,6 +39,14 @@ def test_a_shape_has_as_many_parameters_as_the_net(sizes):
     with torch.device("meta"):
         net = SimpleGPT(*sizes)
     assert gpt_shape(*sizes).n_parameters == sum(p.numel() for p in net.parameters())
+
+
+def test_the_shape_of_a_llama_of_a_config_has_as_many_parameters_as_the_net():
+    words = ("d_head=10", "n_kv_heads=2", "qk_norm=true", "tie_head=true", "vocab_size=61")
+    run = compose_run("model=llama_nano", *(f"model.{word}" for word in words))
+    with torch.device("meta"):
+        net = build_net(run.model)
+    assert find_shape(run.model).n_parameters == sum(p.numel() for p in net.parameters())
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,10 @@ ALONE = {
         "MASTER_PORT=TAKEN of this host cannot be used by rank 0: taken by another process; "
         "try: another MASTER_PORT, the same in all ranks",
     ),
+    "port of a server that has just ended": (
+        ADDRESS | {"RANK": "0", "MASTER_PORT": "CLOSED"},
+        "MASTER_PORT=CLOSED: ranks 1, 2 of 3 did not connect within 0.2 s",
+    ),
     "port 0": (
         ADDRESS | {"RANK": "0", "MASTER_PORT": "0"},
         "MASTER_PORT=0 is not a port number; allowed: 1 to 65535",
@@ -141,12 +145,23 @@ ALONE = {
 }
 
 
+def close_server_with_a_client() -> int:
+    """Return the port of a closed server, for which the system still waits (TIME_WAIT)."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("localhost", port)):
+            server.accept()[0].close()
+    return port
+
+
 @pytest.mark.parametrize("case", ALONE)
 def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeypatch):
     variables, message = ALONE[case]
     with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
         ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free.getsockname()[1])}
         free.close()
+        if case == "port of a server that has just ended":
+            ports["CLOSED"] = str(close_server_with_a_client())
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in {"WORLD_SIZE": "3", **variables}.items():

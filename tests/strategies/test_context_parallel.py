@@ -6,9 +6,11 @@ from unittest.mock import patch
 import kinds
 import own_nets
 import pytest
+import torch
 import torch.nn.functional as F
 from kinds import (
     GRADIENT_RTOL,
+    LOSS_RTOL,
     NOISE,
     OneProcess,
     Parallel,
@@ -18,8 +20,11 @@ from kinds import (
 )
 from ranks import on_ranks
 from test_own_nets import build, check_refused
+from torch import nn
 
+from gptrain.loss import LossOptions
 from gptrain.models import Llama
+from gptrain.parallel.strategy import ParallelStrategy
 
 
 @on_ranks(2)
@@ -71,6 +76,11 @@ def test_forward_returns_full_logits_with_the_gradients_of_plain_cross_entropy()
         for name, gradient in kind.gradients().items():
             if NOISE not in name:
                 close(gradient, truth.gradients()[name], GRADIENT_RTOL)
+    for net in (truth.net, kind.net):  # the loss is then computed from full logits
+        net.head.bias = nn.Parameter(torch.arange(61) / 10)
+    words = (tokens, targets, LossOptions(label_smoothing=0.2, z_loss=1e-2), kinds.make_documents())
+    loss = kind.parallel.loss_sum(kind.net, *words)
+    close(loss, ParallelStrategy().loss_sum(truth.net, *words), LOSS_RTOL)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ import os
 import time
 import warnings
 from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from gptrain.core.strategies import ParallelDims
+from gptrain.core.strategies import STRATEGIES, ParallelDims, default_options
 from gptrain.lit import strategies
 from gptrain.parallel import clock
 from gptrain.parallel import mesh as mesh_module
@@ -105,6 +106,31 @@ def test_an_optimizer_steps_shards_and_plain_tensors_without_a_kernel_for_both()
         assert not torch.equal(kind.module.scale, torch.ones(3))
 
 
+def test_parameters_outside_the_net_are_averaged_over_the_ranks_that_read_other_samples():
+    """The ranks of the fake group add nothing to a sum. The net has no gradients."""
+    for name, options, dims, n_ranks in (
+        ("fsdp", {}, ParallelDims(data=6, replicas=2), 6),
+        ("fsdp_tensor_parallel", {}, ParallelDims(data=3, tensor=2), 3),
+        ("ddp_pipeline", {}, ParallelDims(data=3, pipeline=2), 3),
+        ("context_parallel", {"shard": True}, ParallelDims(data=3, context=2), 6),
+        ("context_parallel", {"shard": False}, ParallelDims(data=3, context=2), 6),
+    ):
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=6)
+        try:
+            make = resolve_name(STRATEGIES[name].parallel)
+            parallel = make(default_options(name).model_copy(update=options), dims)
+            parallel.net = torch.nn.Linear(1, 1)
+            parallel.net.tensor_plan = {}
+            module = torch.nn.Module()
+            module.net, module.scale = parallel.net, torch.nn.Parameter(torch.ones(2))
+            parallel.prepare(module, torch.optim.SGD(module.parameters()))
+            module.scale.grad = torch.tensor([6.0, 12.0])
+            parallel.finish_gradients()
+        finally:
+            dist.destroy_process_group()
+        assert module.scale.grad.tolist() == [6 / n_ranks, 12 / n_ranks], (name, options)
+
+
 def test_each_copy_of_the_net_is_sharded_over_neighbouring_ranks():
     """Two copies on eight ranks have four shards each."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
@@ -177,3 +203,10 @@ def test_the_other_ranks_wait_at_the_end_until_rank_0_has_finished():
     assert after_rank_0(list, dist.get_rank(), timeout_s=30) == []
     wait_for_rank_0(finish, dist.get_rank(), timeout_s=30)
     assert store.check(["copied"])
+
+    def fail():
+        raise RuntimeError("the disk is full")
+
+    if dist.get_rank() == 0:  # the errors of torch are RuntimeErrors, too
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            wait_for_rank_0(fail, 0, timeout_s=30)

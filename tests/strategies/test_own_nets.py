@@ -143,8 +143,11 @@ def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_
 def test_a_net_without_blocks_is_refused_for_what_works_block_by_block(mode):
     options, net = default_options("single"), torch.nn.Linear(2, 2)
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
-    for key, value in (("activation_checkpointing", mode), ("compile", "blocks")):
-        with pytest.raises(IncompatibleModelError, match="needs `blocks` of Linear") as error:
+    for key, value, others in (
+        ("activation_checkpointing", mode, "none"), ("compile", "blocks", "none, model")
+    ):  # fmt: skip
+        message = f"needs `blocks` of Linear.*; without: {others}$"
+        with pytest.raises(IncompatibleModelError, match=message) as error:
             check_fit(net, options, parallel_dims(options, 1), **modes | {key: value})
         assert error.value.key == f"model.{key}"
     check_fit(net, options, parallel_dims(options, 1), **modes | {"compile": "model"})
@@ -371,6 +374,15 @@ def test_a_module_that_is_called_less_often_under_a_strategy_counts_as_different
     value = torch.ones(2, 3)
     assert is_same_call([[value], [value]], [[value], [value]], 0, 1, 1e-4)
     assert not is_same_call([[value]], [[value], [value]], 0, 1, 1e-4)
+
+
+def test_a_tensor_of_a_rank_is_compared_with_the_same_shard_of_the_plain_nets_tensor():
+    """Three ranks hold 2, 2 and 1 of 5 columns, or all of them and one column of padding."""
+    full = torch.arange(1.0, 11.0).view(2, 5)
+    padded = torch.nn.functional.pad(full, (0, 1), value=7.0)
+    for rank, value in ((0, full[:, :2]), (1, full[:, 2:4]), (2, full[:, 4:]), (2, padded)):
+        for changed, is_same in ((value, True), (value + value.eq(full[1, 2 * rank]), False)):
+            assert is_same_call([[changed]], [[full]], rank, 3, 1e-4) == is_same
 
 
 def test_only_nets_built_from_gptrains_classes_are_not_compared():

@@ -87,6 +87,20 @@ def test_the_groups_of_a_rank_of_two_pipelines_with_three_ranks():
     assert (parallel.n_stages, list(parallel.indices)) == (6, [2, 5])
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_only_the_first_of_three_stages_counts_parameters_outside_the_net(stage):
+    dist.init_process_group("fake", store=dist.HashStore(), rank=stage, world_size=3)
+    try:
+        parallel = Pipeline(default_options("pipeline"), ParallelDims(pipeline=3))
+    finally:
+        dist.destroy_process_group()
+    module = torch.nn.Module()
+    module.net = parallel.net = torch.nn.Linear(1, 1)
+    module.scale = torch.nn.Parameter(torch.ones(2))
+    parallel.prepare(module, torch.optim.SGD(module.parameters()))
+    assert parallel.counted_on_other_stage == (set() if stage == 0 else {module.scale})
+
+
 @on_ranks(2)
 def test_parameters_outside_the_net_count_once_in_the_gradient_norm():
     """Each rank holds them, as it holds the tied weight. The norm of the net is clipped before."""
