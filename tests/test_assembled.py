@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
 from gptrain.assemble.load import build_net
+from gptrain.assemble.planned import plan_run
 from gptrain.assemble.run import TrainingRun
 from gptrain.assemble.start_report import parameters_text, precision_text, typed_options
 from gptrain.checkpoints.lock import RunLock, read_holder
@@ -25,6 +26,7 @@ from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.user_data import SeedAfterSetup
+from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import Process
 from tests.command_line import compose_run, unwatched
 
@@ -196,6 +198,17 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     assert names(endless) == ["TrainingMonitor", "QuietCollector", "ProgressBar", "Timer"]
     assert " per step · no end · lr " in endless.report.lines["batch"]
     assert endless.cfg.model.compile == "none"
+
+
+def test_the_plan_of_a_run_divides_its_states_over_the_ranks_of_all_nodes(tmp_path):
+    cfg = compose_run(*SMALL, "strategy=fsdp", f"output_dir={tmp_path}")
+    n_bytes = {
+        n_nodes: plan_run(cfg, "fsdp", 16, RunDevices("cpu", 2, n_nodes))[1]["strategies"]["fsdp"][
+            "bytes_per_device"
+        ]["optimizer"]
+        for n_nodes in (1, 3)
+    }
+    assert 3 * n_bytes[3] == pytest.approx(n_bytes[1], rel=0.1)  # parts are padded
 
 
 def test_a_rank_reads_the_samples_of_its_data_rank_and_draws_its_own_dropout(build):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from gptrain.config.check import check_config, find_world_size
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
-from gptrain.config.preflight.devices import check_memory, check_visible
+from gptrain.config.preflight.devices import check_devices, check_memory, check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
 from gptrain.runtime.devices import accelerator_of
@@ -347,6 +348,27 @@ def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
     assert not list(check_visible(run, n_visible=8, variable=None))
     # A launcher may show each rank its own GPU alone.
     assert not list(check_visible(run, n_visible=1, variable="3", is_rank=True))
+
+
+def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memory(monkeypatch):
+    """A rank of torchrun may see its own GPU alone. The memory is that of the smallest GPU."""
+    memory = [2**40]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(memory))
+    facts = SimpleNamespace
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: facts(total_memory=memory[i])
+    )
+    words = ["trainer.devices=2", "trainer.accelerator=gpu", "strategy=ddp"]
+    checked = check_config(resolved(compose_command(words)))
+    (line,) = (problem.line for problem in check_devices(checked))
+    assert "only 1 GPU visible" in line and line.endswith("; try: trainer.devices=1")
+    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    assert not list(check_devices(checked))
+    memory.append(3)
+    (line,) = (problem.line for problem in check_devices(checked))
+    assert line.startswith("warning: model: weights, gradients") and "a device has 0 GiB" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 from gptrain.assemble.optimizer import build_optimizer
+from gptrain.config.check import check_config
+from gptrain.config.cli import compose_command
+from gptrain.config.compose import resolved
+from gptrain.config.preflight.classes import check_classes
 from gptrain.core.lengths import plan_batch
 from gptrain.core.strategies import DATA, STRATEGIES, Strategy, StrategyOptions
 from gptrain.costs.choice import compare
@@ -148,14 +152,20 @@ def test_facts_follow_a_class_under_another_path_and_into_a_subclass():
 
 
 def test_an_optimizer_from_outside_makes_its_own_parameter_groups():
-    run = compose_run(
+    words = (
         f"optimizer._target_={__name__}.SharedSigns", "~optimizer.betas", "~optimizer.eps",
         "~optimizer.fused", "optimizer.lr=0.5", "+optimizer.bias_lr=0.25",
         "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=2",
         "optimizer.weight_decay=0.0",
     )  # fmt: skip
+    run = compose_run(*words)
     net = nn.Linear(3, 2)
     optimizer = build_optimizer(run, plan_batch(4, None, 1, 1), net)  # twice the reference
     matrices, biases = optimizer.param_groups
     assert (matrices["params"], matrices["lr"]) == ([net.weight], 1.0)
     assert (biases["params"], biases["lr"]) == ([net.bias], 0.5)
+    # The keys of the groups are allowed, and the error about a misspelt key lists them.
+    for more, allowed in ((), []), (("+optimizer.bais_lr=1",), ["n_signs", "bias_lr"]):
+        checked = check_config(resolved(compose_command([*words, *more])))
+        problems = list(check_classes(checked))
+        assert [key for p in problems for key in p.allowed.split(", ")[-2:]] == allowed

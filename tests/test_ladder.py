@@ -132,6 +132,8 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     tmp_path, monkeypatch
 ):
     """The losses are those of a power law of the parameters outside of tables, without noise."""
+    from matplotlib.figure import Figure
+
     n_matrices, n_tables = (
         (10**5, 4 * 10**5, 2 * 10**6, 10**7),
         (3 * 10**5, 5 * 10**5, 8 * 10**5, 2 * 10**6),
@@ -181,6 +183,13 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     assert [row[-1] for row in table_rows(facts)[:2]] == ["off", "-50.00%"]
     loss = f"{points[3]['loss']:.4f}"
     assert table_rows(facts)[4][:5] == ["900,000", "30,000,000", "5", loss, loss]
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    report.draw(tmp_path / "a.png", facts | {"target": facts["target"] | {"place": "here"}})
+    curves = figures[0].axes[0].lines[::2]  # every other line has the runs of the size
+    for curve, n in zip(curves, n_matrices, strict=True):
+        expected = 7.0 * (n * curve.get_xdata()) ** -0.1
+        assert curve.get_ydata() == pytest.approx(expected, rel=1e-3)
     monkeypatch.setattr(report, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command = {"place": "8 x h100_sxm", "command": "python train.py"}

@@ -14,6 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gptrain.config.check import check_config
+from gptrain.config.cli import compose_command
+from gptrain.config.compose import resolved
+from gptrain.config.preflight.paths import check_files
 from gptrain.data import (
     ByteTokenizer,
     DataError,
@@ -220,6 +224,10 @@ def test_folders_and_files_behind_links_are_part_of_a_corpus(tmp_path, recwarn):
     assert len(find_sources([corpus / "shard", corpus / "b.txt"])) == 2
     (tmp_path / "link").symlink_to(corpus)
     assert [source.name for source in find_sources(tmp_path / "link")] == whole
+    for name, n_problems in (("a", 0), ("b", 1)):  # no folder has a file b.txt
+        words = ["data=text", f"data.path={disk}/**/{name}.txt"]
+        problems = check_files(check_config(resolved(compose_command(words))))
+        assert len(list(problems)) == n_problems
     assert not recwarn.list
 
 

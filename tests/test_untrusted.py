@@ -10,6 +10,8 @@ import shlex
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 import gptrain
+from gptrain.assemble.load import load_for_command
 from gptrain.config import ConfigError
 from gptrain.config.from_run import expand
 from gptrain.models import SimpleGPT
@@ -310,6 +313,12 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     assert f"hydra.searchpath=['file://{world}/conf']" in shlex.split(line)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # a new process has no config
     refused(lambda: gptrain.load(first.folder))
+    trainer, packages = SimpleNamespace(accelerator="cpu"), ["users_nets"]
+    cfg = SimpleNamespace(
+        from_run=str(first.folder), ckpt_path=None, allowed_targets=packages, trainer=trainer
+    )
+    net, _, device = load_for_command(cast(Any, cfg))
+    assert (type(net).__name__, device) == ("Net", "cpu")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux alone has it")

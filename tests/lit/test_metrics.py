@@ -21,6 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.assemble.config_errors import missing_monitor_as_config_error
+from gptrain.assemble.module import check_names
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
@@ -141,6 +142,8 @@ def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names(
 def test_an_invalid_metric_or_objective_is_refused_in_one_line(refused):
     line = refused("objective=val/los")
     assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
+    # An evaluation may have the objective of a run whose callbacks have logged it.
+    check_names(compose_run("task=validate", "objective=val/los"), LanguageModel)
     callback = "+callbacks.c={_target_: lightning.pytorch.callbacks.%s, monitor: %s}"
     for name in ("EarlyStopping", "ModelCheckpoint"):
         line = refused(callback % (name, "val/acc"))

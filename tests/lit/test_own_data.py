@@ -380,11 +380,14 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert run.column("tokens")[-1] == 18 * 64
     assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
     assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
+    (row,) = json.loads((run.folder / "plan.json").read_text())["strategies"].values()
+    assert row["bytes_per_device"]["logits"] == 4 * 16 * 256 * 4  # the loader's 4 samples
     assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
     again = fit(*words, "ckpt_path=last", name=run.copy_until(5, "again"))
     (read_again,) = read_by_ranks(again)
     assert read_again["val"] == read["val"] and again.column("step")[-1] == 18
     validated = fit(f"from_run={run.folder}", "task=validate", name="validated")
+    assert line_of(validated, "batch").endswith(" 2 x 1 ranks")  # the first loader counts
     best = min(run.column("val/loss"))
     assert validated.metrics["val/loss"] == pytest.approx(best, rel=1e-6)
     assert {*read["stages"]} == {"fit"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
+from gptrain.assemble.base import load_start
 from gptrain.lit.strategies import saving
 from gptrain.lit.strategies.base import StrategyInfo
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.lit.strategies.saving import BaseWeights
+from gptrain.parallel.state import Stages
 from gptrain.parallel.strategy import ParallelStrategy, StepMean
+from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
 
@@ -55,7 +59,10 @@ def test_extra_parameters_outside_the_net_are_saved_restored_and_trained(resumes
     assert state["module.mean_loss.mean_value"] > 0
     assert (state["module.gain"] < 0.9).all()  # trained towards 0.5
     assert run.column("gain")[-1] == pytest.approx(float(state["module.gain"].mean()))
-    assert "module.gain" in run.state(6)["optimizer_states"][0]["state"]
+    optimizer = run.state(6)["optimizer_states"][0]
+    assert "module.gain" in optimizer["state"]
+    # A parameter outside the net is never sharded, and has a group of its own.
+    assert [group["params"] for group in optimizer["param_groups"]][2:] == [["module.gain"]]
 
 
 def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the_net(tmp_path):
@@ -70,6 +77,19 @@ def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the
         strategy.load_model_state_dict(checkpoint)
     strategy.load_model_state_dict(checkpoint, strict=False)
     assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
+
+
+def test_a_frozen_weight_of_the_last_stage_is_left_out_under_its_name_in_the_full_net(tmp_path):
+    """The head shares the table of tokens, which the first stage of the pipeline holds."""
+    net, stages = nn.Module(), Stages(aliases={"head.weight": "tokens.weight"})
+    net.head, net.gain = nn.Linear(3, 2, bias=False), nn.Parameter(torch.ones(1))
+    net.head.weight.requires_grad_(False)
+    torch.save({"tokens.weight": torch.full((2, 3), 5.0)}, tmp_path / "base.pt")
+    cfg = compose_run(f"init_from={tmp_path}/base.pt", "init_strict=false")
+    strategy: Any = SimpleNamespace(parallel=SimpleNamespace(stages=stages))
+    load_start(cfg, None, net, strategy)
+    assert net.head.weight.eq(5).all()
+    assert strategy.base.names == {"head.weight", "tokens.weight"}
 
 
 def test_frozen_weights_of_a_base_are_in_no_save_and_none_is_missed(tmp_path):

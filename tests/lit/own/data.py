@@ -226,7 +226,7 @@ class DataModule(pl.LightningDataModule):
         return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self):
-        loaders = [DataLoader(self.val, 2) for _ in range(self.hparams.n_loaders)]
+        loaders = [DataLoader(self.val, 2 + i) for i in range(self.hparams.n_loaders)]
         return loaders if len(loaders) > 1 else loaders[0]
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
