@@ -286,11 +286,11 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     from gptrain.export.__main__ import main
 
     (world / "users_nets.py").write_text(MINE)
-    (world / "conf" / "model").mkdir(parents=True)
-    (world / "conf" / "model" / "users_nets.yaml").write_text(
+    (world / "nets" / "model").mkdir(parents=True)
+    (world / "nets" / "model" / "users_nets.yaml").write_text(
         "_target_: users_nets.Net\nvocab_size: 256\nwidth: 4\n"
     )
-    typed = ["--config-dir", "conf"]
+    typed = ["--config-dir", "nets"]
     small = ["model=users_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
              "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
     first = train(*typed, *small, tiny=False)
@@ -302,7 +302,7 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
     assert more.code == 0 and "warning" not in more.err, more.err
     (line,) = [line for line in more.out.splitlines() if line.startswith("next ")]
-    assert f"hydra.searchpath=['file://{world}/conf']" in shlex.split(line.partition("; ")[0])
+    assert f"hydra.searchpath=['file://{world}/nets']" in shlex.split(line.partition("; ")[0])
     assert type(gptrain.load(first.folder, allowed_targets=["users_nets"])).__name__ == "Net"
     monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
     with pytest.raises(SystemExit) as left:
@@ -310,7 +310,9 @@ def test_the_users_own_runs_are_resumed_without_a_warning(world, train, monkeypa
     out, err = capfd.readouterr()
     assert not left.value.code, err
     (line,) = [line for line in out.splitlines() if line.startswith("next ")]
-    assert f"hydra.searchpath=['file://{world}/conf']" in shlex.split(line)
+    assert f"hydra.searchpath=['file://{world}/nets']" in shlex.split(line)
+    # A yaml file in the --config-dir of the command names the class.
+    assert type(gptrain.load(first.folder)).__name__ == "Net"
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # a new process has no config
     refused(lambda: gptrain.load(first.folder))
     trainer, packages = SimpleNamespace(accelerator="cpu"), ["users_nets"]
