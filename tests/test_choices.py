@@ -112,6 +112,11 @@ def test_both_datasets_of_a_group_get_the_options_of_the_group():
             assert cfg.trainer.limit_val_batches == 10  # a stream has no end
 
 
+def test_the_validation_on_random_tokens_has_other_samples_than_the_training():
+    data = compose_run("data=dummy_text", "seed=5").data
+    assert (data.train.arguments["seed"], data.val.arguments["seed"]) == (5, 6)
+
+
 def test_a_mixture_has_samples_of_one_length_and_masks_documents_if_one_of_its_parts_does():
     parts = [f"+data@data.parts.{name}=text" for name in "ab"]
     words = ("data=mixture", "data.seq_len=24", *parts, "data.parts.b.documents=masked")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from gptrain.core.errors import DataError
 from gptrain.data import ByteTokenizer, load_tokenizer
-from gptrain.text.chat import CHATML, ChatFormat, chatml_for
+from gptrain.text.chat import CHATML, PROBE, ChatFormat, chatml_for
 
 # The forms of templates that are in use: ChatML with a default system message, [INST] without a
 # generation prompt, headers of several tokens, and reasoning that only the last answer keeps.
@@ -24,7 +24,8 @@ TEMPLATES = {
     "{{ '[INST] ' + message.content.strip() + ' [/INST]' }}{% elif message.role == 'assistant' %}"
     "{% generation %}{{ ' ' + message.content.strip() + eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
-    "header": "{% if tools is not none or documents is not none %}{{ raise_exception('no') }}"
+    "header": "{% for message in messages %}{% break %}{% endfor %}"
+    "{% if tools is not none or documents is not none %}{{ raise_exception('no') }}"
     "{% endif %}{% for message in messages %}{{ '<|im_start|>' + message.role + '<|im_end|>\n\n' + "
     "message.content | trim + '<|endoftext|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_end|>\n\n' }}{% endif %}",
@@ -123,6 +124,9 @@ def test_a_call_of_a_tool_is_a_target_without_and_after_a_content(folder):
     answer = chat.tokenizer.decode(tokens[is_target])
     assert answer == '[{"é": ["<|im_end|>", 1]}]<|im_end|>'
     assert tokens[is_target].tolist().count(chat.end_id) == 1
+    # A character by which the code finds an answer is left out of the texts.
+    tokens, is_target = chat.encode([TALK[0], {"role": "assistant", "content": PROBE, "call": 1}])
+    assert chat.tokenizer.decode(tokens[is_target]) == "1<|im_end|>"
     with pytest.raises(DataError, match="needed: messages of role and content, not 'hi'"):
         chat.encode(["hi"])
 
@@ -149,6 +153,10 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
         kept = load_tokenizer(folder / f"{number}")
         assert kept.chat_template == load_tokenizer(folder).chat_template == tokenizer.chat_template
     assert ChatFormat(ByteTokenizer()).template == CHATML
+    (folder / "chat_template.jinja").rename(folder / "another.jinja")
+    (folder / "chat_template.jinja").symlink_to("another.jinja")  # a link is not followed
+    assert load_tokenizer(folder).chat_template == TEMPLATES["inst"]
+    (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"chat_template.jinja: not UTF-8"):
         load_tokenizer(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import warnings
 from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -275,6 +276,11 @@ def test_positions_of_another_number_of_readers_are_refused_with_a_layout_that_h
         module.load_state_dict(state)
     trainer.state.fn = "validate"  # an evaluation reads no training data, whatever its layout
     module.load_state_dict(state)
+    for rank in (0, 1):
+        module = TextDataModule(stream, stream, None, lengths, seed=0, rank=rank, world_size=2)
+        with warnings.catch_warnings(record=True) as warned:
+            module.train_dataloader()
+        assert [str(w.message).count("keeps one of 2") for w in warned] == [1] * (rank == 0)
 
 
 def test_a_stream_without_a_state_or_without_samples_says_so():

@@ -46,9 +46,9 @@ def write_records(path, texts, key="text"):
         return path
     lines = "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
     halves = lines[:99], lines[99:]  # two compressed files that `cat` has joined are one file
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         lines = b"".join(map(pytest.importorskip("zstandard").compress, halves))
-    elif path.suffix == ".gz":
+    elif path.suffix.lower() == ".gz":
         lines = b"".join(map(gzip.compress, halves))
     path.write_bytes(lines)
     return path
@@ -91,7 +91,7 @@ def bpe(jsonl):
 
 @pytest.mark.parametrize(
     "suffix",
-    [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst",
+    [".jsonl", ".JSONL.GZ", ".jsonl.zst", ".json.gz", ".json.ZST",
      pytest.param(".parquet", marks=PYARROW)],
 )  # fmt: skip
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
@@ -114,6 +114,12 @@ def test_the_share_of_validation_holds_over_many_files_of_few_records(tmp_path):
     dataset = read(tmp_path / "many")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 40
     assert 3 <= len(documents_of(dataset, "val")) <= 5  # a tenth of 40
+    # A record without text keeps its number, so that the records after it stay in their set.
+    path = write_records(tmp_path / "bad.jsonl", TEXTS[:60])
+    before = documents_of(read(path), "val")
+    path.write_text(path.read_text().replace(json.dumps(TEXTS[1]), "1"))
+    with pytest.warns(UserWarning, match="1 records left out"):
+        assert documents_of(read(path, on_bad_record="skip"), "val") == before
     dataset = read(write_records(tmp_path / "empty.jsonl", ["", *TEXTS[:20], "", ""]))
     texts = documents_of(dataset, "train") + documents_of(dataset, "val")
     assert sorted(texts) == sorted(f"{text}\n" for text in TEXTS[:20])  # no empty documents
@@ -497,12 +503,15 @@ def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, jsonl,
     (tmp_path / "kept").mkdir()
     load_tokenizer(tmp_path).save(tmp_path / "kept")
     assert load_tokenizer(tmp_path / "kept").end_token == "<stop>"
+    assert "<stop>" in (tmp_path / "kept" / "tokenizer_config.json").read_text()
     # The prepared tokens keep the end token, and those with another end token are no answer.
     (tmp_path / "docs.jsonl").write_bytes(jsonl.read_bytes())
     options = {"tokenizer": str(tmp_path), "vocab_size": 401}
     assert read(tmp_path / "docs.jsonl", **options).end_id == 400
     (tmp_path / "tokenizer_config.json").unlink()
-    assert read(tmp_path / "docs.jsonl", **options).end_id == 399
+    (tmp_path / "tokenizer_config.json").symlink_to("kept/tokenizer_config.json")
+    assert read(tmp_path / "docs.jsonl", **options).end_id == 399  # links are not followed
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<stop>"}')
     shutil.rmtree(tmp_path / "cache")
     assert read(tmp_path / "docs.jsonl", **options).end_id == 400

@@ -328,7 +328,7 @@ def test_with_a_cache_a_step_computes_the_new_token_alone():
     net.blocks[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
     for cfg.cache in (True, False):
         Writer(cfg, net, BYTES, "cpu").write("ab")
-    assert widths == [2, 1, 1, 2, 3, 4]  # without a cache the whole text
+    assert widths == [2, 1, 1, 2, 3, 4]  # the whole text without a cache
 
 
 class WithoutAccents(ByteTokenizer):
@@ -346,14 +346,16 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     typed = iter(["\x1bx", "", "né", KeyboardInterrupt, "a"])
 
     def read_line(mark):
+        assert mark == "> "
         line = next(typed, EOFError)
         if isinstance(line, str):
             return line
         raise line
 
     monkeypatch.setattr("builtins.input", read_line)
+    monkeypatch.setattr("sys.stdin", screen)  # a terminal
     writer.run_interactively()
-    assert screen.getvalue() == "·xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n"
+    assert screen.getvalue() == "·xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n\n"
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
     assert "must be one or more tokens" in lines[1] and lines[2] == "error: no token for 'é'"

@@ -37,7 +37,8 @@ TOKENS = torch.arange(30).view(2, 15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, name):
     net, back = (HuggingFace(61, CONFIGS[name]).eval() for _ in range(2))
-    assert len(net.blocks) == 2 and net(TOKENS).shape == (2, 15, 61)
+    assert len(net.blocks) == net.n_layers == 2 and net(TOKENS).shape == (2, 15, 61)
+    assert net.d_model == 32
     assert torch.equal(net(TOKENS), net.model(TOKENS).logits)
     assert torch.equal(net.head(net.hidden(TOKENS)), net(TOKENS))
     assert all(key.startswith("model.") for key in net.state_dict())  # nothing twice

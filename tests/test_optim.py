@@ -238,8 +238,10 @@ def test_muon_calls_a_closure_with_gradients_on_and_returns_its_loss():
 def test_muon_runs_where_one_half_has_nothing_to_do_and_refuses_vectors():
     weight = nn.Parameter(torch.ones(3, 3))
     weight.grad = torch.eye(3)
+    unused = nn.Parameter(torch.ones(3, 3))  # has no gradient
     for use_muon in (True, False):
-        Muon([{"params": [weight], "use_muon": use_muon}]).step()
+        Muon([{"params": [unused, weight], "use_muon": use_muon}]).step()
+    assert torch.equal(unused, torch.ones(3, 3)) and not torch.equal(weight, unused)
     with pytest.raises(ValueError, match=r"shape \(3,\).*matrices only"):
         Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}])
 

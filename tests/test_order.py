@@ -215,6 +215,7 @@ def test_what_workers_draw_follows_the_seed_and_differs_between_ranks():
         lengths = RunLengths(BatchPlan(1, 2, 1), 2, epoch_steps=2, n_steps=2, validate_every=2)
         options = {"seed": seed, "rank": rank, "world_size": 2, "num_workers": 1}
         module = TextDataModule(Noise(), Noise(), None, lengths, **options)
+        assert module.train_dataloader().persistent_workers  # a worker keeps its place in a stream
         return [tokens.tolist() for tokens, _ in module.val_dataloader()]
 
     before = torch.get_rng_state()

@@ -496,13 +496,23 @@ def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
     for name in ("text", "empty"):
         with pytest.raises(DataError, match="too few"):
             prepare(tmp_path / name, "bytes", tmp_path / "cache")
+    with pytest.raises(DataError, match="2 bytes of text; too few"):  # the bytes of all files
+        prepare(tmp_path, "bytes", tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path):
+def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"), fresh_folder(tmp_path / "done") as draft:
         (draft / "train.bin").write_bytes(b"half")
         raise OSError("disk full")
+    assert folders(tmp_path) == []
+
+    def refuse(path, target):
+        raise OSError("over quota")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="quota"), fresh_folder(tmp_path / "done"):
+        pass
     assert folders(tmp_path) == []
 
 
@@ -528,8 +538,14 @@ def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, 
         TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
 
 
-def test_ends_of_documents_that_are_not_in_order_are_damage(corpus, tmp_path):
+def test_ends_of_documents_that_are_not_in_order_are_damage(corpus, tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     file = prepare(corpus, "bytes", tmp_path).folder / "train.ends"
+    files = [
+        file.parent / f"{split}.{kind}" for split in ("train", "val") for kind in ("bin", "ends")
+    ]
+    assert sorted(synced) == sorted(path.stat().st_size for path in files)  # before the rename
     ends = np.fromfile(file, "<i8")
     np.concatenate([ends[-2::-1], ends[-1:]]).tofile(file)
     with pytest.raises(DataError, match=r"train\.ends: does not match train\.bin; delete "):
@@ -636,6 +652,7 @@ def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, options, m
     model = getattr(tokenizers.models, kind)(vocab={"a": 0, "b": 1}, **options)
     library = tokenizers.Tokenizer(model)
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>"])
     library.save(str(tmp_path / "words.json"))
     text = tmp_path / "text.txt"
     text.write_text("a b a\tb\n" * 40)
@@ -646,7 +663,7 @@ def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, options, m
         with pytest.raises(DataError, match=rf"words\.json: {message}"):
             prepare(text, str(tmp_path / "words.json"), tmp_path / "cache")
         with pytest.raises(DataError, match=message):
-            words.encode(written, special=True)
+            words.encode(f"<s>{written}", special=True)
 
 
 def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):

@@ -173,7 +173,7 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
     names = [keys] if isinstance(keys, str) else keys
     if not isinstance(keys, str) and len(keys) != 2:
         raise DataError(f"data.keys={keys}: allowed: messages, or two keys: [question,answer]")
-    if file.suffix == ".parquet":
+    if format_of(file) == "parquet":
         from pyarrow import parquet  # extra `parquet`
 
         records = parquet.read_table(file, columns=names).to_pylist()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 import gptrain
 from gptrain.core.errors import DataError
 from gptrain.generate.__main__ import main
-from recipes.chat import ChatDataset
+from recipes.chat import ChatDataset, ShowExample
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
@@ -169,7 +170,7 @@ def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_s
     assert targets[-2:].tolist() == [-100] * 2
 
 
-def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
+def test_questions_and_answers_have_two_keys_in_every_format(tmp_path, monkeypatch):
     records = [{"q": f"what {number}?", "a": f"{number}!"} for number in range(20)]
     (tmp_path / "array.json").write_text(json.dumps(records))
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -179,8 +180,8 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
     except ImportError:  # the extra `parquet`
         pass
     else:
-        parquet.write_table(Table.from_pylist(records), tmp_path / "rows.parquet")
-        files.append("rows.parquet")
+        parquet.write_table(Table.from_pylist(records), tmp_path / "rows.PARQUET")
+        files.append("rows.PARQUET")
     fingerprints = {dataset(tmp_path / file, keys=["q", "a"]).fingerprint for file in files}
     assert len(fingerprints) == 1
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, records[:3])))
@@ -194,7 +195,15 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path):
     message = r"other\.jsonl: no conversation for data\.val, 1 left out"
     with pytest.raises(DataError, match=message):
         ChatDataset(str(tmp_path / files[0]), "val", "bytes", **options | {"too_long": "skip"})
-    assert dataset(tmp_path / files[0], keys=["q", "a"]).example().endswith("\n«0!·»\n")
+    data = dataset(tmp_path / files[0], keys=["q", "a"])
+    assert data.example().endswith("\n«0!·»\n")
+    shown: list[str] = []
+    monkeypatch.setattr("recipes.chat.data_of", lambda trainer: SimpleNamespace(train=data))
+    monkeypatch.setattr("recipes.chat.log_note", lambda *note: None)
+    monkeypatch.setattr("recipes.chat.log", SimpleNamespace(info=shown.append))
+    for is_first in (True, False):  # only the first rank shows it
+        ShowExample().on_fit_start(SimpleNamespace(is_global_zero=is_first), None)
+    assert len(shown) == 1
     with pytest.raises(DataError, match="record 1 has no messages; try"):
         dataset(tmp_path / files[0])
     with pytest.raises(DataError, match=r"data.keys=.*allowed: messages, or two keys"):

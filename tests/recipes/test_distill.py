@@ -59,3 +59,5 @@ def test_the_loss_is_the_cross_entropy_and_the_divergence_from_the_teacher(tmp_p
         torch.testing.assert_close(logged["train/kl"], kl, rtol=1e-3, atol=1e-5)
         assert module.training_step((tokens, torch.full_like(targets, -100), *packed), 0) == 0
     assert len(module.state_dict()) == len(net.state_dict())  # the teacher is not saved
+    module.to("meta").on_fit_start()  # the teacher follows to the device of the rank
+    assert all(parameter.is_meta for parameter in module.teacher[0].parameters())

@@ -201,10 +201,10 @@ def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]
     Raises:
         ModuleNotFoundError: If the file needs the package `zstandard` and the package is missing.
     """
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(file) as stream:
             yield cast(BinaryIO, stream)
-    elif path.suffix == ".zst":
+    elif path.suffix.lower() == ".zst":
         zstandard = _import_optional("zstandard", "zstd")
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         with io.BufferedReader(reader) as stream:
