@@ -25,7 +25,7 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.nonfinite import NonFiniteRule
 from gptrain.lit.spikes import SpikeRule
-from gptrain.lit.user_data import SeedAfterSetup
+from gptrain.lit.user_data import USER_DATA, SeedAfterSetup
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import Process
 from tests.command_line import compose_run, unwatched
@@ -237,8 +237,11 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     steps = ("trainer.accumulate_grad_batches=2", "trainer.max_epochs=3", "checkpoint=none")
     process = Process("gptrain", rank=1, local_rank=0, world_size=2)
     with patch.object(assemble, "this_process", lambda: process):
-        run = build(*data, *steps, "seed=5")
+        run = build(*data, *steps, "seed=5", "trainer.val_check_interval=3")
     trainer = cast(Any, run.trainer)
+    data_facts = getattr(run.datamodule, USER_DATA)
+    assert (data_facts.epoch_steps, data_facts.validate_every) == (4, 3)
+    assert trainer.val_check_interval == 6  # micro-batches
     assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
     assert trainer._accelerator_connector.use_distributed_sampler
     first = trainer.callbacks[0]

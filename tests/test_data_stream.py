@@ -8,7 +8,7 @@ import sys
 import warnings
 from itertools import count
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -281,6 +281,23 @@ def test_positions_of_another_number_of_readers_are_refused_with_a_layout_that_h
         with warnings.catch_warnings(record=True) as warned:
             module.train_dataloader()
         assert [str(w.message).count("keeps one of 2") for w in warned] == [1] * (rank == 0)
+
+
+def test_the_workers_of_a_rank_start_at_the_positions_of_their_parts_in_a_checkpoint():
+    lengths = RunLengths(BatchPlan(1, 2, 3), 1, epoch_steps=2, n_steps=2, validate_every=2)
+    stream = as_indexed(Numbers(20), "data.train", None)
+    options = {"rank": 1, "world_size": 2, "num_workers": 2, "pin_memory": True}
+    module = TextDataModule(stream, cast(Any, [0] * 8), None, lengths, seed=0, **options)
+    module.trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(fn="fit"), global_step=0))
+    state = {"step": 0, "place": [0, 0], "tokens": 0, "stream": ["a", "b", "c", "d"]}
+    module.load_state_dict(state)
+    loader = cast(Any, module.train_dataloader())
+    *_, parts = loader.worker_init_fn.args
+    assert parts == [(2, "c"), (3, "d")]
+    assert (loader.read_ahead, loader.positions) == (3, module.positions)
+    evaluated = cast(Any, module.val_dataloader())
+    assert (evaluated.read_ahead, evaluated.positions) == (1, None)
+    assert loader.pin_memory and evaluated.pin_memory
 
 
 def test_a_stream_without_a_state_or_without_samples_says_so():

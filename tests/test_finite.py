@@ -168,9 +168,12 @@ BREAKS_ON_RANK = BREAKS.replace("}", ", rank: %s}")
 
 
 TWO = "trainer.devices=2"
+NODES = "+callbacks.nodes._target_=tests.lit.own.callbacks.OneRankPerNode"
 
 
-@pytest.mark.parametrize("ranks", [(), (TWO,), (TWO, "strategy=fsdp")], ids=["one", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "ranks", [(), (TWO, NODES), (TWO, NODES, "strategy=fsdp")], ids=["one", "ddp", "fsdp"]
+)
 def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
     """With two ranks only the second one has such a layer, and the samples are its own."""
     last = 1 if ranks else 0

@@ -29,7 +29,8 @@ EARLY = (
     "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
     " patience: 9}"
 )
-TWO = ("trainer.devices=2", "data.batch_size=2")
+NODES = f"+callbacks.nodes._target_={CALLBACKS}.OneRankPerNode"
+TWO = ("trainer.devices=2", "data.batch_size=2", NODES)
 WORDS = (
     "trainer.val_check_interval=2", "model.dropout=0.1", "checkpoint.keep=9", "data.num_samples=16",
     "trainer.max_epochs=9", EARLY,
@@ -144,7 +145,7 @@ def test_rank_0_votes_only_for_a_step_that_is_not_saved_anyway(monkeypatch, tmp_
 def test_a_background_save_is_completed_when_all_ranks_have_voted_that_it_is_written(
     hook, monkeypatch, tmp_path
 ):
-    """With several ranks the first call of a vote has no result yet."""
+    """The first call of a vote has no result yet if there are several ranks."""
     calls: list[Any] = []
     results = [None, (True,), (False,)]
     vote = SimpleNamespace(

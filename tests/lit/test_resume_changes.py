@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from gptrain.checkpoints.manifest import read_manifest, seal
+from gptrain.lit.callbacks.options import OptionTracker
 from tests.lit.conftest import OWN, differences
 
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
@@ -227,3 +230,35 @@ def test_model_checkpoint_keeps_the_new_number_of_files(fit):
     # The first start has left 7 and 8, which are out of the ranking. The second start has replaced
     # 9, the worse one of the two that stay in it.
     assert {re.search(r"step=(\d+)", name)[1] for name in kept} == {"7", "8", "10", "11"}
+
+
+class Nested(Callback):
+    """Keeps an option and a counter under the same name in two dicts of its state."""
+
+    def __init__(self, limit):
+        self.parts = {"options": {"limit": limit}, "done": {"limit": 17}}
+
+    def state_dict(self):
+        return self.parts
+
+    def load_state_dict(self, state):
+        self.parts = state
+
+
+def test_only_an_option_that_has_changed_is_set_again_and_an_absolute_path_is_no_option():
+    """A path into the run folder is another one when the folder was moved."""
+
+    def track(limit: int, folder: str) -> tuple[OptionTracker, Nested]:
+        tracker = OptionTracker({})
+        tracker.track("callbacks.nested", nested := Nested(limit), {"limit": limit})
+        node = {"dirpath": folder, "filename": "a/b"}
+        tracker.track("callbacks.top", ModelCheckpoint(**node), node)
+        return tracker, nested
+
+    before, _ = track(3, "/runs/a")
+    now, nested = track(4, "/moved/a")
+    nested.parts["options"]["limit"] = 3  # Lightning has loaded the state of the checkpoint
+    changes = list(now.apply_changes(before.options, ("callbacks.",)))
+    assert changes == ["resumed with callbacks.nested.limit: 3 before, 4 now"]
+    assert nested.parts == {"options": {"limit": 4}, "done": {"limit": 17}}
+    assert before.options["callbacks.top"]["filename"] == "a/b"

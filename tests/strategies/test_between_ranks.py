@@ -2,6 +2,7 @@
 
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,10 +15,12 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import DataError
+from gptrain.core.strategies import ParallelDims
 from gptrain.lit.callbacks import salvage
 from gptrain.lit.callbacks.salvage import may_save
 from gptrain.lit.callbacks.targets import check_evaluated
 from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies.base import find_saved_buffers
 from gptrain.lit.strategies.partitioned import LightningPartitioned
 from gptrain.parallel.mesh import gather
@@ -34,6 +37,7 @@ def test_two_ranks_agree_on_votes_saves_and_sums():
     check_saves_after_an_error(rank, strategy)
     check_sums(rank, own_group, strategy)
     check_buffers(rank, own_group, strategy)
+    check_spikes(rank)
 
 
 def check_votes(rank):
@@ -107,6 +111,20 @@ def check_buffers(rank, own_group, strategy):
     strategy.parallel.data_group = dist.group.WORLD
     strategy.synchronize_buffers()
     assert module.mean.tolist() == [0.5, 7.0]
+
+
+def check_spikes(rank):
+    """Ranks that read the same samples decide by the mean of their losses."""
+    of_rank = torch.tensor(2.0 + 3 * rank)
+    for dims, loss in ((ParallelDims(data=2), float(of_rank)), (ParallelDims(tensor=2), 3.5)):
+        trainer = SimpleNamespace(global_step=1)
+        measured: Any = SimpleNamespace(
+            grad_norm=torch.tensor(7.0), step_mean=SimpleNamespace(loss=of_rank.clone()),
+            parallel=SimpleNamespace(dims=dims), module=SimpleNamespace(trainer=trainer),
+        )  # fmt: skip
+        rule = SpikeRule("warn", 3.0, 4)
+        rule.flag(measured)
+        assert rule.history is not None and rule.history[:, 1].tolist() == [loss, 7.0]
 
 
 def test_votes_are_counted_on_the_cpu_where_the_ranks_have_another_backend():

@@ -150,6 +150,13 @@ class Clock(Callback):
         self.patch.stop()
 
 
+class OneRankPerNode(Callback):
+    """Makes each rank the only one of its node: only the global ranks then differ."""
+
+    def setup(self, trainer, module, stage):
+        trainer.strategy.cluster_environment.local_rank = lambda: 0
+
+
 class SetsPeakMemory(Callback):
     """Makes a rank of a run report a peak memory of 1 GiB, and the next rank one of 2 GiB."""
 
