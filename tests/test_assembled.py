@@ -245,7 +245,9 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
     assert trainer._accelerator_connector.use_distributed_sampler
     first = trainer.callbacks[0]
-    assert isinstance(first, SeedAfterSetup) and first.seed == 5 + 1 + 1
+    assert isinstance(first, SeedAfterSetup)
+    first.setup(trainer, cast(Any, None), "fit")  # after the module's own, with the seed 5
+    assert torch.initial_seed() == first.seed == 5 + 1 + 1
 
 
 def test_a_masked_sample_that_is_longer_than_the_context_of_the_net_is_refused(build, tmp_path):

@@ -24,7 +24,7 @@ from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, describe, measure
 from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.datamodule import Loader
-from gptrain.lit.report import metric_parts, waiting_line
+from gptrain.lit.report import metric_parts, profile_files, waiting_line
 from gptrain.runtime.devices import find_devices
 from tests.campaign.recovery import recovery_times
 from tests.command_line import compose_run
@@ -143,6 +143,16 @@ def test_more_data_workers_are_proposed_up_to_the_number_of_cpus(monkeypatch, n_
     trainer = SimpleNamespace(train_dataloader=Loader([], num_workers=3))
     speed = SimpleNamespace(waited_s=3.0, trained_s=20.0)
     assert waiting_line(trainer, speed) == f"15 % of the time waited for data{advice}"
+
+
+def test_the_files_of_a_profiler_are_those_of_this_start_the_table_first(tmp_path):
+    """The name of a profiler is no pattern."""
+    for name in ("fit-a[1]-0.json", "fit-a[1]-0.txt", "fit-a1-0.txt", "old-a[1].txt"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (9, 4 if name.startswith("old") else 5))
+    profiler = SimpleNamespace(dirpath=str(tmp_path), filename="a[1]")
+    files = profile_files(SimpleNamespace(profiler=profiler), since_s=5.0)
+    assert [path.name for path in files] == ["fit-a[1]-0.txt", "fit-a[1]-0.json"]
 
 
 def test_an_evaluation_names_its_checkpoint(train):

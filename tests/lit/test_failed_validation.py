@@ -18,7 +18,9 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.checkpoints.writer import CheckpointWriter
 from gptrain.lit.callbacks import checkpoints
+from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.salvage import allow_amendment
+from gptrain.lit.datamodule import Loader
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import OWN, differences, same_rows
@@ -269,6 +271,36 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
+def test_the_rank_that_failed_is_named_by_its_global_rank_with_its_own_samples():
+    """The description of the batch becomes a part of the error message of this rank."""
+    beats: list[Any] = []
+    heartbeat = SimpleNamespace(beat=beats.append)
+    guard: Any = SimpleNamespace(heartbeat=heartbeat, doing="")
+    nothing = cast(Any, None)
+    monitor = TrainingMonitor(
+        1, nothing, {}, nothing, guard, nothing, checkpoints=None, compiles=False, typed={}
+    )
+    read = Loader([0] * 8)
+    read.name, read.number = "data.test", 2
+    data = SimpleNamespace(
+        step_samples=lambda step, rank: [step, rank],
+        eval_batches=SimpleNamespace(samples_of=lambda number: [number, 40]),
+    )
+    trainer: Any = SimpleNamespace(
+        loggers=[], datamodule=data, global_step=3, global_rank=5, local_rank=1, training=True,
+        fit_loop=SimpleNamespace(batch_idx=0), testing=True, test_dataloaders=read,
+    )  # fmt: skip
+    monitor.on_exception(trainer, nothing, RuntimeError())
+    # The heartbeat may have counted a step that was not taken.
+    assert (guard.doing, beats) == ("step 3, samples of rank 5: 3, 5", [3])
+    trainer.training = False
+    monitor.on_exception(trainer, nothing, RuntimeError())
+    assert guard.doing == "step 3, evaluation of data.test, samples of rank 5: 2, 40"
+    trainer.test_dataloaders, guard.doing = None, "before"  # the loader of a user's data module
+    monitor.on_exception(trainer, nothing, RuntimeError())
+    assert (guard.doing, beats) == ("before", [3])
+
+
 def test_an_error_is_reported_also_if_the_save_after_it_fails(fit):
     target = f"_target_: {CALLBACKS}.BlocksSaves, hook: on_train_batch_end, step: 3"
     failed = fit(*WORDS, f"+callbacks.blocks={{{target}}}", code=70)
@@ -316,6 +348,7 @@ def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):
     kill = f"+callbacks.fails={{_target_: {CALLBACKS}.FailsInHook, {options}}}"
     failed = fit(*WORDS, *TWO, kill, code=70)
     assert "RuntimeError: the callback is broken" in failed.out
+    assert "at step 3, samples of rank 1: " in failed.out
     assert failed.steps() == [2]
 
 
