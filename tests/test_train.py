@@ -266,7 +266,8 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert b"NonFiniteError: the loss of rank 0 at step" in note.tensor_proto.string_val[0]
     assert note.step == status["step"]
     assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
-    assert read_status(run.folder)["cause"] == "done"
+    status = read_status(run.folder)
+    assert (status["cause"], status["step"]) == ("done", int(step))
     starts = json.loads((run.folder / ".restarts").read_text())["starts"]
     assert [start["after"] for start in starts] == [None, "nonfinite"]
 

@@ -119,7 +119,7 @@ class TrainingMonitor(Callback):
         self.monitored = MonitoredNames()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
-        self.evaluated_step = 0  # step of the checkpoint in an evaluation
+        self.loaded_step = 0  # step of the checkpoint that the run has loaded
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -378,7 +378,7 @@ class TrainingMonitor(Callback):
         if not values and not is_partial_check(trainer):
             check_evaluated(trainer)
         # Log in the sanity check too: a value that cannot be logged then fails before training.
-        step = trainer.global_step or self.evaluated_step
+        step = trainer.global_step or self.loaded_step
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
 
     on_test_epoch_end = on_validation_epoch_end
@@ -421,12 +421,13 @@ class TrainingMonitor(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the step of a checkpoint that is evaluated, as the x axis of its metrics.
+        """Send a heartbeat with the step of the checkpoint, and keep this step.
 
-        Does nothing in a fit.
+        It is the x axis of the metrics of an evaluation, and the last step of a fit without a step
+        left.
         """
-        if trainer.state.fn != "fit":
-            self.evaluated_step = checkpoint["global_step"]
+        self.loaded_step = checkpoint["global_step"]
+        self._beat(self.loaded_step, allow_s=self.guard.heartbeat.progress.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, and show them in the progress bar.
