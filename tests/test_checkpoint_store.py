@@ -369,6 +369,21 @@ def test_no_operation_leaves_a_file_open(store, tmp_path):
     assert count_open() < n_open + 9
 
 
+def test_a_failed_save_names_its_rank_also_if_the_free_space_is_unknown(store, monkeypatch):
+    """Rank 0 has made no folder for the files of rank 1."""
+
+    def refuse(_: Path) -> int:
+        raise OSError(errno.EACCES, "refused")
+
+    save(store, 1)
+    monkeypatch.setattr(writer, "free_bytes", refuse)
+    with pytest.raises(SaveFailedError, match="rank 1; needs 6000 bytes, None bytes free"):
+        save(store, 2, rank=1)
+    with pytest.raises(SaveFailedError, match="on rank 1; needs 4 bytes"):
+        store.amend(1, {"more.bin": b"more"}, {}, rank=1)
+    assert os.listdir(store.folder) == ["step-00000001"] and store.newest_intact().step == 1
+
+
 def test_too_little_space_is_found_out_before_anything_is_written(store):
     store.check_space(1)
     with pytest.raises(

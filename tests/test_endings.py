@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
+import os
 from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
@@ -10,14 +12,21 @@ from omegaconf import OmegaConf
 
 from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
-from gptrain.checkpoints.status import NonFiniteError, PreemptedError, read_status
+from gptrain.checkpoints.status import (
+    NonFiniteError,
+    PreemptedError,
+    read_status,
+    write_status,
+)
 from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import (
+    CAUSES,
     EXIT_CODES,
     UNKNOWN,
     ConfigError,
     ConfigIssue,
     Ending,
+    JobFailedError,
     code_of,
     ending_of,
     exit_code,
@@ -28,7 +37,9 @@ from gptrain.data import DataError
 from gptrain.runtime import rank
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import remove_old_starts
+from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Heartbeat, read_progress
+from tests.command_line import compose_run
 
 
 @pytest.mark.parametrize(
@@ -145,6 +156,33 @@ def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, caps
     assert is_printed == [True, False, True]
 
 
+def test_a_rank_that_has_lost_another_rank_lets_that_rank_report_first(
+    tmp_path, monkeypatch, capsys
+):
+    def lose(*_: object) -> dict[str, float]:
+        raise RuntimeError("Connection closed by peer")
+
+    def wait(_: float) -> None:
+        write_status(tmp_path, cause="data", exit_code=65, rank=1)
+
+    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
+    monkeypatch.setattr(rank.time, "sleep", wait)
+    cfg = compose_run("model=gpt_nano", "trainer=cpu", f"run_dir={tmp_path}")
+    with pytest.raises(JobFailedError):
+        rank.run_rank(lose, cfg, StopFlag())
+    assert read_status(tmp_path)["rank"] == 1 and not capsys.readouterr().err
+
+
+def test_a_rank_whose_supervisor_is_gone_ends_before_it_starts():
+    words: tuple = ("train.py", "train", None, {}, {})
+    late = multiprocessing.get_context("fork").Process(
+        target=rank.rank_process, args=(*words, os.getppid())
+    )
+    late.start()
+    late.join()
+    assert late.exitcode == 70
+
+
 def test_the_exit_code_table_documents_the_consequence_of_each_code():
     """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
 
@@ -156,6 +194,8 @@ def test_the_exit_code_table_documents_the_consequence_of_each_code():
     assert codes("ends_sweep") == {75, 130}
     assert set(EXIT_CODES) - codes("ends_ranks") == {0, 75}
     assert exit_code(3) == UNKNOWN
+    not_salvaged = {name for name, cause in CAUSES.items() if not cause.is_salvaged}
+    assert not_salvaged == {"done", "preempted", "interrupted", "hang", "killed", "peer"}
     assert not UNKNOWN.is_restarted and not UNKNOWN.is_requeued
 
 

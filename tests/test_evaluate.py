@@ -45,7 +45,16 @@ def test_a_run_without_scores_or_without_a_tokenizer_is_one_line(
 
 def test_the_requests_of_the_harness_are_read_without_its_package(speaker, monkeypatch):
     """The functions of lm_eval that are used, and the real package, are in the next test."""
-    monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
+    windows = []
+
+    def divide(tokens, *how):
+        windows.append((len(tokens), *how))
+        return [([1], [2, 3]), ([1, 2, 3], [4])]
+
+    utils = SimpleNamespace(
+        get_rolling_token_windows=divide, make_disjoint_window=lambda pair: (pair[0][-1:], pair[1])
+    )
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", utils)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
     spec = importlib.util.find_spec("gptrain.evaluate.harness")
     harness = importlib.util.module_from_spec(spec)  # does not stay in sys.modules
@@ -56,6 +65,11 @@ def test_the_requests_of_the_harness_are_read_without_its_package(speaker, monke
     requests = [(("", ""), *pair) for pair in pairs]
     scores = [pytest.approx(score) for score in score_continuations(model.net, pairs)]
     assert model._loglikelihood_tokens(requests) == scores
+    (log_prob,) = model.loglikelihood_rolling([SimpleNamespace(args=("the fox",))])
+    end_id, n_max = model.tokenizer.end_id, model.net.max_seq_len
+    assert windows == [(len(model.tok_encode("the fox")), end_id, n_max, 1)]
+    parts = score_continuations(model.net, [([1], [2, 3]), ([3], [4])])
+    assert log_prob == pytest.approx(parts[0][0] + parts[1][0])
     (text,) = generate(model.net, model.tokenizer, ["the"], 20, temperature=0)
     pieces = [text[at : at + 2] for at in range(len(text) - 1)]
     # A stop text of which one character comes earlier, where possible.
@@ -65,6 +79,8 @@ def test_the_requests_of_the_harness_are_read_without_its_package(speaker, monke
     requests = [SimpleNamespace(args=("the", option)) for option in options]
     short = generate(model.net, model.tokenizer, ["the"], 7, temperature=0)
     assert model.generate_until(requests) == [*2 * [text[: text.index(stop)]], *short]
+    model.tokenizer.end_id = None
+    assert model.eot_token_id == 0
 
 
 @pytest.mark.engine("lm_eval")

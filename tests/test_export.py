@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -101,11 +102,13 @@ def test_an_export_generates_the_same_text_as_its_run(
 
     expected = spoken(speaker)
     monkeypatch.setenv("HOME", str(speaker.parent))
+    (speaker / "special_tokens_map.json").write_text("{}")
     _, folder, output = export_run(f"from_run='~/{speaker.name}'", f"format={form}")
     assert "data.path" not in output.partition("next ")[2]  # the run folder is signed
     if form == "hf":
         tokens = AutoTokenizer.from_pretrained(folder)("naïve café")["input_ids"]
         assert tokens == list(load_tokenizer(speaker).encode("naïve café")) and len(tokens) < 12
+    assert (folder / "special_tokens_map.json").read_text() == "{}"
     shutil.rmtree(speaker)
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert spoken(elsewhere) == expected and expected.startswith("def é"), output
@@ -141,6 +144,8 @@ def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
     own = {str(dtype): torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
     write_tensors(tmp_path / "model.safetensors", own, torch.bfloat16)
     read = load_file(tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # older versions of transformers need it
     assert all(str(t.dtype) == name and torch.equal(t, own[name]) for name, t in read.items())
 
 
@@ -282,13 +287,16 @@ def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
 
 
 def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):
-    secret, name = tmp_path / "secret", "chat_template.jinja"
+    secret, names = tmp_path / "secret", ("chat_template.jinja", "merges.txt")
     secret.write_text("mine")
-    (saved_twice.folder / name).symlink_to(secret)
+    for name in names:
+        (saved_twice.folder / name).symlink_to(secret)
     (saved_twice.folder / "added_tokens.json").write_text('{"<x>": 7}')
     _, folder, _ = export_run(f"from_run={saved_twice.folder}", "format=hf")
-    (saved_twice.folder / name).unlink()
-    assert (folder / "config.json").exists() and not (folder / name).exists()
+    assert (folder / "config.json").exists()
+    for name in names:
+        (saved_twice.folder / name).unlink()
+        assert not (folder / name).exists()
     assert (folder / "added_tokens.json").read_text() == '{"<x>": 7}'
 
 

@@ -28,6 +28,7 @@ from gptrain.models.attention import attend
 from gptrain.parallel import mesh
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime import measure
 from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
 from gptrain.runtime.measure import Peak, measure_matmul, wait_for
 from gptrain.runtime.process import expand_gpu_segments
@@ -216,7 +217,7 @@ def test_a_checkpoint_has_the_random_state_of_a_gpu_that_was_used(is_used, monke
     assert state.get("cuda") is (states[0] if is_used else None)
     rng.restore(state | {"cuda": torch.tensor(2)})
     state.pop("cuda", None)
-    rng.restore(state)  # of a run that began on a CPU
+    rng.restore(state)  # the checkpoint was saved on a CPU
     assert [int(value) for value in states] == ([1, 2] if is_used else [1])
 
 
@@ -274,9 +275,12 @@ def test_an_accelerator_is_the_first_that_the_machine_has(has_cuda, has_mps, cho
 def test_the_speed_of_a_device_is_that_of_its_fastest_multiplication(monkeypatch):
     times = [0.0, 10.0, 14.0, 0.3, 20.0, 22.0, 0.6, 30.0, 33.0, 2.0]  # 4 s, 2 s, 3 s, time is over
     times = iter(times)
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    events = []
+    monkeypatch.setattr("time.perf_counter", lambda: events.append("time") or next(times))
+    monkeypatch.setattr(measure, "wait_for", lambda device: events.append("wait"))
     speed = measure_matmul(torch.device("cpu"), torch.float32, side=4, seconds=1.0)
     assert speed == 2 * 4**3 / 2 and next(times, None) is None
+    assert events == ["time", *["wait", "time", "wait", "time", "time"] * 3]
     assert str(Peak(5e9, "measured")) == "peak 5 GFLOP/s (measured)"
     assert str(Peak(1e12, "measured")) == "peak 1 TFLOP/s (measured)"
     waited = []

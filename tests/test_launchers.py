@@ -17,7 +17,13 @@ import pytest
 from command_line import accepted, refused
 
 from gptrain.runtime import process
-from gptrain.runtime.process import LAUNCHERS, Process, this_process
+from gptrain.runtime.process import (
+    LAUNCHERS,
+    Process,
+    attempt_folder,
+    store_path,
+    this_process,
+)
 from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
@@ -129,9 +135,13 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
-def test_a_rank_knows_its_place(launcher, launched):
+def test_a_rank_knows_its_place(launcher, launched, monkeypatch):
     launched(launcher, 5, 8, 1, 4)
     assert this_process() == Process(launcher, rank=5, local_rank=1, world_size=8, n_nodes=2)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert store_path("/runs/a") is None
+    launched(launcher, 1, 4, 1, 4)  # ranks of one node use a file, whatever address is set
+    assert store_path("/runs/a") == str(attempt_folder("/runs/a") / "store")
 
 
 def test_srun_with_pmi_is_srun_and_what_mpi_starts_on_slurms_nodes_is_mpis(launched, monkeypatch):

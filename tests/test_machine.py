@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -136,6 +137,15 @@ def test_a_checkpoint_is_found_for_the_ranks_of_all_nodes_at_each_start(tmp_path
     monkeypatch.setattr(rank_module, "run_rank", lambda train, cfg, stop: {"asked by": stop.signal})
     ended = runtime.run(print, cfg, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert ended == {"asked by": "SIGTERM"}
+    # Rank 1 of a launcher that `gptrain.fit` has started stops when that process ends.
+    dies = []
+    monkeypatch.setattr(runtime, "die_with_parent", lambda *options: dies.append(options))
+    values = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (values | {"GPTRAIN_REPORT": str(tmp_path / "report")}).items():
+        monkeypatch.setenv(name, value)
+    assert runtime.run(print, cfg, None) == {"asked by": None}
+    assert dies == [(os.getppid(), signal.SIGTERM)]
+    assert json.loads((tmp_path / "report").read_text()) == {"folder": str(tmp_path)}
 
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):

@@ -231,6 +231,9 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     shown = describe({"goodput": 0.5, **times, "redone_s": 0.06, "saves_s": 0.04})
     assert shown.startswith("goodput 0.50 (10.0 s steps, ") and "0.1 s redone, " in shown
     assert "saves" not in shown
+    set_back = [phase("steps", 1, 10.0, 14.0), phase("saves", 1, 14.0, 12.0)]
+    set_back += [{"start": 1, "time": 9.0}, phase("steps", 2, 9.0, 11.0)]
+    assert measure(set_back).items() >= {"goodput": 1.0, "steps_s": 6.0, "saves_s": 0.0}.items()
     assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
     assert measure([{"phase": "steps", "step": 1, "begin": 0.5, "time": 10**400}]) == {}
 
@@ -255,6 +258,9 @@ def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_record
         monkeypatch.setattr(timeline.time, "time", partial(float, rows[-1]["time"] + elapsed_s))
         recorded.update(9)
         assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]["step"] == step
+    with pytest.raises(KeyError), recorded.during("saves", 9):
+        raise KeyError  # ends the training, within this phase
+    assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]["phase"] == "saves"
     recorded.end(10)
     recorded.enter("saves", 11)
     assert recorded.end(11) == {}

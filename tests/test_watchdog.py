@@ -371,7 +371,7 @@ def test_a_rank_that_is_done_is_not_missed_and_no_longer_watched(tmp_path):
 
 
 def test_a_rank_that_makes_progress_at_the_last_moment_is_not_ended(tmp_path, monkeypatch):
-    """Its main thread sends a heartbeat while the watchdog collects those of all ranks."""
+    """The main thread sends a heartbeat while the watchdog reads the heartbeats of all ranks."""
     n_reads, ends = [], []
 
     def read_late(folder):
