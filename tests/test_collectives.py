@@ -232,16 +232,17 @@ def test_a_measurement_has_the_bandwidths_of_nccl_tests_and_of_all_ranks_memory(
         link = measurement.measure_link([(4096, 1e-5), (65536, 2e-5), (2**20, 5e-5)], cpu)
     finally:
         dist.destroy_process_group()
+    out = capsys.readouterr().out
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(measurement, "time_calls", time_calls)
+        measurement.sweep("reduce", torch.device("meta"), 2**28)
         measurement.write_speeds([(4096, 1e-5)], cpu, tmp_path / "machine.json")
     finally:
         dist.destroy_process_group()
     alone = json.loads((tmp_path / "machine.json").read_text())
     assert alone["links"] == {"fake": {}}  # a single rank has no link
     assert phases == list(operations.COLLECTIVES)
-    out = capsys.readouterr().out
     tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", out, re.MULTILINE))
     assert tables.keys() == FACTORS.keys()
     for name, factor in FACTORS.items():
@@ -252,7 +253,8 @@ def test_a_measurement_has_the_bandwidths_of_nccl_tests_and_of_all_ranks_memory(
             assert micros == 1000.0
             assert algorithm == pytest.approx(n_bytes / 1e6, abs=1e-3)
             assert bus == pytest.approx(factor * n_bytes / 1e6, abs=1e-3)
-    assert timed[:3] == [20, 20, 16]  # calls of at most 16 MiB in all
+    assert timed[:3] == [20, 20, 16]  # calls of at most 16 MiB in all, but at least one call
+    assert timed[-7:-2] == [20, 20, 16, 1, 1]
     path = tmp_path / "output" / "machine.json"
     assert f"kept in {path}" in out
     facts = json.loads(path.read_text())

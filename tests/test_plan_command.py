@@ -120,6 +120,13 @@ def test_one_device_is_the_best_where_the_link_is_too_slow_for_more(plan):
     assert report["command"].endswith(
         " model=gpt_nano data.batch_size=1 strategy=single trainer.devices=1"
     )
+    words[2] = "trainer.num_nodes=2"  # train.py refuses strategy=single on several nodes
+    slow = ("hardware.link=ethernet_10", "hardware.network=ethernet_10", "trainer.devices=1")
+    report = answer(plan, *words, *slow)
+    assert report["command"].endswith(
+        " data.batch_size=1 strategy=single trainer.devices=1 trainer.num_nodes=1"
+    )
+    assert planned_lines(None, report)[-2] == "best      single"
     typed = ["strategy=fsdp", "strategy.replicas=2", "+data.test=null"]
     assert changed_overrides(typed, {"strategy": "fsdp", "data.test": 1}) == [
         "strategy.replicas=2", "strategy=fsdp", "data.test=1",

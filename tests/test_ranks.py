@@ -123,6 +123,10 @@ ALONE = {
         ADDRESS | {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"},
         "MASTER_ADDR=no-such-host.invalid was not found within",
     ),
+    "no domain name": (
+        ADDRESS | {"RANK": "1", "MASTER_ADDR": "a..b"},
+        "MASTER_ADDR=a..b was not found within 0.2 s (",
+    ),
     "no address": ({"RANK": "1"}, "RANK=1 WORLD_SIZE=3: MASTER_ADDR and MASTER_PORT must be"),
     "no port": (ADDRESS | {"RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x: MASTER_ADDR and"),
     "port taken": (
@@ -188,6 +192,26 @@ def test_of_many_missing_ranks_eight_are_named_and_one_reminder_is_printed(tmp_p
     monkeypatch.setattr(rendezvous, "REMINDER_S", 30.0)
     with pytest.raises(MissingRanksError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 of 9 did"):
         open_store(0, 9, 0.01, str(tmp_path / "store of nine"), ("RANK",))
+
+
+def test_a_rank_whose_rank_0_leaves_names_all_that_are_missing(monkeypatch):
+    """Rank 0 leaves when rank 1 has connected. Rank 2 has not begun."""
+    server = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    held = [server]
+
+    def leave():
+        wait_until(lambda: held[0].check(["rank 1 is here"]), 60)
+        held.clear()
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    del server
+    leaving = Thread(target=leave)
+    leaving.start()
+    with pytest.raises(MissingRanksError, match=r": ranks 0, 2 of 3 did not connect within 60 s;"):
+        open_store(1, 3, 60.0)
+    leaving.join()
 
 
 def test_a_rank_waits_for_the_store_of_torchrun_no_longer_than_its_limit(monkeypatch):

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,11 @@ def test_the_readme_of_a_package_names_its_files_and_what_they_define():
         for name, file in re.findall(r"`(\w+)` \(`([\w/]+\.py)`\)", text):
             path = readme.parent / file
             assert not path.is_file() or re.search(rf"\b{name}\b", path.read_text()), (readme, name)
+        roots = (readme.parent, readme.parents[1], readme.parents[2], ROOT)
+        for file in re.findall(r"`([\w.]+/[\w./]+\.(?:py|md))`", text):
+            assert any((root / file).is_file() for root in roots), (readme, file)
+        for command in re.findall(r"python -m ([\w.]+)", text):
+            assert find_spec(f"{command}.__main__"), (readme, command)
 
 
 def test_packages_stand_in_the_order_in_which_they_import():

@@ -26,6 +26,7 @@ from gptrain.parallel.comparison import (
     needs_comparison,
 )
 from gptrain.parallel.differences import is_same_call
+from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 from gptrain.parallel.strategy import ParallelStrategy
 
@@ -62,7 +63,9 @@ OF_FORWARD = {
 @on_ranks(2)
 def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
     for net_class in (own_nets.OwnNet, own_nets.OnlyChain):
-        build("tensor_parallel", net_class, SAMPLE.roll(dist.get_rank()))  # data of its own
+        sample = SAMPLE.roll(dist.get_rank())  # data of its own
+        net, strategy = build("tensor_parallel", net_class, sample)
+        assert {*strategy.parallel.partial_parameters} < {*net.parameters()}
     check_refused(
         "tensor_parallel",
         {
@@ -188,7 +191,10 @@ def test_a_pipeline_accepts_nets_that_are_a_chain_of_their_parts_and_refuses_the
 @on_ranks(2)
 def test_fsdp_and_activation_checkpointing_accept_any_forward():
     for net_class in (own_nets.OwnNet, own_nets.MaskOfTokens, own_nets.SoftCapped):
-        build("fsdp", net_class, activation_checkpointing="full", precision="bf16-mixed")
+        modes = {"activation_checkpointing": "full", "precision": "bf16-mixed"}
+        net, strategy = build("fsdp", net_class, **modes)
+        # The comparison in fp32 leaves nothing in the strategy of the run.
+        assert (strategy.parallel.precision, strategy.parallel.net) == ("bf16-mixed", net)
     # A net that cannot be compared is trained after a warning that names the first cause.
     for net_class, reason in (
         (own_nets.Infinite, "the logits of the plain net are not finite"),
@@ -345,6 +351,8 @@ def test_a_net_that_cannot_be_built_without_values_has_the_weights_of_its_seed()
     expected = own_nets.ReadsValues()
     assert net.factor == expected.factor
     assert torch.equal(net.blocks[1].up.weight, expected.blocks[1].up.weight)
+    values = build_on_meta_device(lambda: torch.ones(2).numpy())  # a TypeError on the meta device
+    assert values.tolist() == [1.0, 1.0]
 
 
 def test_the_comparison_does_not_change_weights_or_random_generators():

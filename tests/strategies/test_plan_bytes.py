@@ -9,7 +9,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, broadcast, training_bytes
+from kinds import (
+    ACCUMULATE,
+    BATCH,
+    CPU,
+    D,
+    OneProcess,
+    Parallel,
+    T,
+    V,
+    broadcast,
+    close,
+    training_bytes,
+)
 from ranks import on_ranks
 
 from gptrain.core.strategies import ParallelDims, default_options
@@ -128,6 +140,11 @@ def test_diloco_replicas_send_the_planned_bytes_per_step():
         (expected,) = find_traffic(make_work(options, dims))
         assert abs(counted.total / 4 / expected.n_bytes - 1) < 0.01
         assert counted.calls["allreduce"] / 4 == expected.calls
+        weight = next(reference.net.parameters())
+        moved = weight.detach() + 2 * options.outer_lr * (1 + options.outer_momentum)
+        weight.data += 1 + 2 * dist.get_rank()  # 2 on average
+        outer.sync(8)
+        close(weight, moved, 1e-6 if name == "fp32" else 1e-2)
     row = torch.ones(6)
     with Sent() as counted:
         dist.broadcast(row, 0)

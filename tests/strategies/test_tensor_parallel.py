@@ -25,7 +25,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.placement import full_tensor
-from gptrain.parallel.tensor import vocab_parallel_loss
+from gptrain.parallel.tensor import partial_parameters, vocab_parallel_loss
 from gptrain.plan.counters import Sent
 
 
@@ -58,6 +58,13 @@ def test_forward_and_head_return_full_logits_with_the_gradients_of_plain_cross_e
     counts = targets != -100
     close(torch.cat([some for some, _ in chunks]), expected[counts], GRADIENT_RTOL)
     assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[counts])
+
+
+def test_the_first_pattern_that_matches_a_layer_gives_its_role():
+    net = make_net()
+    expected = partial_parameters(net)
+    net.tensor_plan = {**net.tensor_plan, "*": "colwise", "*norm*": "sequence"}
+    assert [id(p) for p in partial_parameters(net)] == [id(p) for p in expected]
 
 
 def make_half_frozen_net():

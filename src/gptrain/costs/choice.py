@@ -84,6 +84,8 @@ def compare(
                 changes = {"strategy": name}
                 if name == "single":
                     changes["trainer.devices"] = 1
+                    if n_nodes > 1:
+                        changes["trainer.num_nodes"] = 1
                 return result | {"best": name, "changes": changes | level}
     return result | {"best": None, "changes": None}
 

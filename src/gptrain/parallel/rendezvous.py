@@ -153,9 +153,8 @@ def _check_port_is_free(port: int, settings: str) -> None:
         try:
             listener.bind(("", port))
         except OSError as error:
-            reason = error.strerror
-            if error.errno == errno.EADDRINUSE:
-                reason = "taken by another process"
+            is_taken = error.errno == errno.EADDRINUSE
+            reason = "taken by another process" if is_taken else error.strerror
             message = f"MASTER_PORT={port} of this host cannot be used by rank 0: {reason}"
             hint = "another MASTER_PORT, the same in all ranks"
             raise MissingRanksError(f"{settings}: {message}; try: {hint}") from None

@@ -94,8 +94,7 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     except OSError as error:
         message = str(error.strerror)
         raise ConfigError.of("topology", source, message, code=INPUT_NOT_FOUND) from error
-    slowest = topology.slowest_ring_link if topology else None
-    if topology and slowest and speed(slowest) < 0:
+    if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
         # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
