@@ -61,7 +61,7 @@ def folder(tmp_path) -> Path:
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>"), AddedToken("[INST]")])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
@@ -104,6 +104,10 @@ def test_a_control_token_in_a_text_is_text(name, folder):
         if role == "assistant" and name == "reasoning":  # <think> belongs to an answer
             counts[1][chat_format.control.index("<think>")] -= 1
         assert counts[0] == counts[1]
+    if name == "chatml":
+        inst = ChatFormat(tokenizer, TEMPLATES["inst"])
+        tokens = inst.encode([{"role": "user", "content": "[INST]"}]).tokens
+        assert tokens.tolist().count(tokenizer.token_to_id("[INST]")) == 1
     lengths = [len(name) for name in chat_format.control]  # no name may hide a longer one
     assert lengths == sorted(lengths, reverse=True)
     decoded = tokenizer.decode(chat_format.encode(attacked).tokens)

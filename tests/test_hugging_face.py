@@ -45,6 +45,8 @@ def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, 
     write_net(net, tmp_path, "hf", "fp32")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(reference(TOKENS).logits, net(TOKENS))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [type(reference).__name__]
     load_weights(back, tmp_path)
     assert torch.equal(back(TOKENS), net(TOKENS))
     # A table of learned positions bounds the context. Rotary positions have no bound.
@@ -121,6 +123,19 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     assert torch.equal(back(TOKENS), net(TOKENS))
     state = back.from_hugging_face({"model_type": "gpt2"}, bare)
     assert state.keys() == back.state_dict().keys()  # a tied tensor under both of its names
+
+
+def test_a_constructor_that_reads_values_is_told_from_keys_that_contradict(monkeypatch):
+    """No value can be read on the meta device. The caller then builds the net without it."""
+
+    def read_value(*args, **options):
+        raise RuntimeError("Tensor.item() cannot be called")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", read_value)
+    with torch.device("meta"), pytest.raises(RuntimeError, match=r"^Tensor\.item"):
+        HuggingFace(61, CONFIGS["gpt2"])
+    with pytest.raises(ValueError, match=r"cannot build this gpt2: Tensor\.item"):
+        HuggingFace(61, CONFIGS["gpt2"])
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])

@@ -61,6 +61,10 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
     write_net(net, tmp_path, "hf", "fp32")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(reference(TOKENS).logits, net(TOKENS), **CLOSE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [type(reference).__name__]
+    # Otherwise transformers takes the ids of its own tokenizer.
+    assert config["bos_token_id"] is config["eos_token_id"] is None
     if isinstance(net, SimpleGPT):
         dropouts = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
         assert {getattr(reference.config, key) for key in dropouts} == {net.dropout.p}
@@ -126,6 +130,7 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
     if name == "gpt2":
         tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 300, 300)
+        tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
         tensors["lm_head.weight"] = tensors["wte.weight"].clone()
         del config["activation_function"]  # the default is gelu_new
         config["n_inner"] = 4 * 36  # the default, written as a number
@@ -163,6 +168,9 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
          "function=relu in the config, gelu_new in the net"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {},
          "inverse_layer_idx=True in the config"),
+        ("gpt2", {"layer_norm_epsilon": 1e-6, "scale_attn_weights": False,
+                  "add_cross_attention": True, "tie_word_embeddings": False}, {},
+         "epsilon=1e-06 in .*; scale_attn_weights=False .*; add_cross_attention=True .*; tie_word"),
         ("gpt2", {"n_inner": 100}, {}, "n_inner=100 in the config"),
         ("gpt2", {"model_type": "gpt_neo"}, {},
          "model_type=gpt_neo in the config, gpt2 in the net"),
@@ -173,8 +181,10 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         ("grouped", {}, {"qk_norm": True}, r"model_type=llama in the config, qwen3 in the net$"),
         ("wide heads", {}, {"d_head": 8}, "head_dim=16 in the config, 8 in the net$"),
         ("grouped", {"model_type": None}, {}, "model_type=None in the config, llama in the net"),
-        ("grouped", {"attention_bias": True, "mlp_bias": True, "use_sliding_window": True}, {},
-         "attention_bias=True in .*; mlp_bias=True in .*; use_sliding_window=True in the config"),
+        ("grouped", {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True,
+                     "use_sliding_window": True}, {},
+         "act=gelu in the config, silu in .*; attention_bias=True in .*; mlp_bias=True in .*; "
+         "use_sliding_window=True in the config"),
     ],
 )  # fmt: skip
 def test_config_differences_that_shapes_do_not_show_are_one_line(

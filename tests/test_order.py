@@ -327,6 +327,10 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
         (lambda x: [1] * (5 - max(2, int(x[0]))), "sample 3 is list of 2, but sample 0 is list of"),
         (lambda x: {"xy"[int(x[0]) // 3]: x}, r"sample 3 is \{y: int64 \(3,\)\}, but sample 0 is "),
         (lambda x: None, "sample 0 is NoneType, but torch cannot stack it"),
+        (
+            lambda x: dict.fromkeys(range(20)),  # the message shows eight of the keys
+            r"sample 0 is \{0: NoneType, .*, 7: NoneType\}, but torch cannot stack it",
+        ),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named(sample, message):

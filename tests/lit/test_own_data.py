@@ -224,8 +224,12 @@ def test_hugging_face_dicts_train_like_the_same_pairs(fit, kind, module):
 def test_pairs_of_dicts_keep_the_tokenizer_and_the_end_token_of_their_dataset():
     dicts = Odd(4, 17, 256, 0, "dict")
     dicts.tokenizer, dicts.end_id = ByteTokenizer(), 255
+    dicts.token_bytes, dicts.fingerprint = dicts.tokenizer.token_bytes, "of the dicts"
     pairs = as_pairs(dicts, "data.train")
     assert pairs is not dicts and (pairs.tokenizer, pairs.end_id) == (dicts.tokenizer, 255)
+    assert (pairs.token_bytes is dicts.token_bytes) and pairs.fingerprint == "of the dicts"
+    with pytest.warns(UserWarning, match="data.val: key is not used: idx$"):
+        as_pairs([{"input_ids": [1], "labels": [1], "idx": 0}], "data.val")
     empty = Odd(0, 17, 256, 0, "dict")
     assert as_pairs(empty, "data.val") is empty
 
@@ -262,6 +266,11 @@ FORMS = {
         ({"input_ids": [1.0, 2.0], "labels": [1.0, 2.0]}, r"needed: integers of one shape \(T,\)"),
         ({"input_ids": [1, 2], "labels": [1]}, r"needed: integers of one shape \(T,\)"),
         ({"input_ids": [[1]], "labels": [[1]]}, r"needed: integers of one shape \(T,\)"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 4]}, r"^labels\[2\]=4, input_ids\[2\]=3; "),
+        (
+            {"input_ids": [1, 2], "labels": [1, 2], "idx": 0, "ids": [0, 1]},
+            r"ids: unknown key; .*; try: dataset\.remove_columns\(\['ids'\]\)$",
+        ),
     ],
 )
 def test_a_dict_of_another_form_is_described(sample, message):
