@@ -226,7 +226,9 @@ def test_a_rank_reads_the_samples_of_its_data_rank_and_draws_its_own_dropout(bui
         patch.object(assemble, "this_process", lambda: process),
         patch.object(assemble, "parallel_dims", lambda *_: ParallelDims(data=2, tensor=2)),
     ):
-        data: Any = build("seed=5", "checkpoint=none").datamodule
+        # A validation of the user's own needs a sample for each data rank, not for each rank.
+        own = ("module._target_=tests.lit.own.modules.CrossEntropy", "data.val.num_samples=3")
+        data: Any = build("seed=5", "checkpoint=none", *own).datamodule
     assert (data.rank, data.world_size, data.ranks_per_sample) == (1, 2, 2)
     assert torch.initial_seed() == 5 + 1 + 3
 

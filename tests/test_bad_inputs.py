@@ -363,6 +363,11 @@ def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memor
     checked = check_config(resolved(compose_command(words)))
     (line,) = (problem.line for problem in check_devices(checked))
     assert "only 1 GPU visible" in line and line.endswith("; try: trainer.devices=1")
+    memory.append(3)
+    for other in (["trainer.devices=1"], ["strategy=fsdp", "strategy.cpu_offload=true"]):
+        unlike = check_config(resolved(compose_command([*words, *other])))
+        assert not [p for p in check_devices(unlike) if "GiB" in p.message]
+    del memory[1]
     for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     assert not list(check_devices(checked))

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from gptrain.config import cli
 from gptrain.core.locations import LIBRARY
+from gptrain.plan.__main__ import main
 from gptrain.runtime.streams import Lines, RunStream, flush_output, prepare_streams
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,11 @@ def test_a_run_continues_without_its_output_and_writes_its_log_file(place, train
 )
 def test_a_command_that_prints_ends_as_a_filter(words, code, output):
     assert shell(f"{PLAN} {words}") == (code, output)
+
+
+def test_an_error_keeps_its_code_if_the_output_fails_too(typed, monkeypatch):
+    monkeypatch.setattr(cli, "flush_output", lambda: 74)
+    assert [typed(main, f"model={name}")[0] for name in ("nothing", "gpt_nano")] == [2, 74]
 
 
 def test_a_character_that_the_terminal_does_not_have_is_replaced(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -118,8 +119,10 @@ def test_a_folder_that_is_not_a_run_is_named(tmp_path):
     assert "load" in dir(gptrain)  # for a notebook's completion
 
 
-def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker):
+def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker, monkeypatch):
+    monkeypatch.setenv("GPTRAIN_CONF", "/another")  # the run's project is selected
     run = gptrain.FinishedRun(speaker, ROOT / "conf")
     tokens = run.tokenizer.encode("café")
     assert run.tokenizer.decode(tokens) == "café"
+    assert os.environ["GPTRAIN_CONF"] == str(ROOT / "conf")
     assert not run.net.training and run.net(torch.tensor([[*tokens]])).shape[-1] == 270

@@ -493,6 +493,8 @@ def test_what_a_lightning_data_module_cannot_do_is_refused_in_one_line(fit, refu
     saved = identity(compose_run(*words), 4)  # neither of the two keys changes the result
     words = (*words, "data.num_workers=3", "data.batch_size=4")
     assert differences(compose_run(*words), saved, 4) == []
+    cfg = compose_run("model=gpt_nano", "trainer=cpu", *DATA_MODULE, "trainer.num_nodes=3")
+    assert build_user_data(cfg, cfg.data).module.trainer.num_nodes == 3  # `setup` may read it
     data = compose_run("model=gpt_nano", *DATA_MODULE).data
     assert (data.batch_size, data.global_batch_size, data.num_workers) == (1, None, 0)
     with pytest.raises(
