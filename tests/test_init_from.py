@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.weights import load_weights, loaded_names
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.status import read_status
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.config.compose import resolved
+from gptrain.parallel.state import NO_STAGES
 from gptrain.parallel.unmatched import Unmatched
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
@@ -130,6 +131,8 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     _, left = load_weights(net, file, resizes=True)
     assert left.positions == {"positions": (6, 9)}
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
+    # If they are frozen, the new positions are in no other file: a checkpoint has to hold them.
+    assert {"tokens.weight", "positions"} & loaded_names(net, left, NO_STAGES) == {"tokens.weight"}
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
     others = {
         "positions": (OwnPositions(11), OwnPositions(8, width=7), OwnPositions(6, width=9)),

@@ -186,10 +186,10 @@ def test_the_law_counts_what_predicts_the_largest_size_and_finds_the_best_size_b
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
     report.draw(tmp_path / "a.png", facts | {"target": facts["target"] | {"place": "here"}})
-    curves = figures[0].axes[0].lines[::2]  # every other line has the runs of the size
-    for curve, n in zip(curves, n_matrices, strict=True):
-        expected = 7.0 * (n * curve.get_xdata()) ** -0.1
-        assert curve.get_ydata() == pytest.approx(expected, rel=1e-3)
+    axes = figures[0].axes[0]  # every other line has the runs of the size
+    for curve, interval, n in zip(axes.lines[::2], axes.collections, n_matrices, strict=True):
+        for x, y in (curve.get_data(), interval.get_paths()[0].vertices.T):
+            assert y == pytest.approx(7.0 * (n * x) ** -0.1, rel=1e-3)
     monkeypatch.setattr(report, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         command = {"place": "8 x h100_sxm", "command": "python train.py"}

@@ -109,7 +109,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
     monkeypatch.setattr(assemble, "start_group", start_group)
     monkeypatch.setattr(RunDevices, "backend", "the machine's")
     words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
-    words.append(f"run_dir={tmp_path}")
+    words += [f"run_dir={tmp_path}", "trainer.num_nodes=2"]
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
         cfg = compose_run(*words, f"strategy.backend={asked}")
         guard = unwatched(cfg)
@@ -118,8 +118,8 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path
         progress = guard.heartbeat.progress
         assert (progress.phase, progress.allow_s) == ("connect", 5.0 + 60.0)
         options = {"timeout_s": 5.0, "store_path": None, "variables": ()}
-        assert made.value.args == (backend, torch.device("cpu"), 0, 3, options)
-    assert calls == [3, 3]
+        assert made.value.args == (backend, torch.device("cpu"), 0, 6, options)
+    assert calls == [3, 3]  # three ranks share the cores of a node
     monkeypatch.setattr(assemble, "build_datasets", lambda cfg: guard.stop.error)
     assert isinstance(assemble.prepare_data(cfg, 0, guard), PreemptedError)
     assert guard.stop.error is None
