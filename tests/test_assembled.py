@@ -14,12 +14,14 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
+from gptrain.assemble import trainer as trainer_of
 from gptrain.assemble.load import build_net
 from gptrain.assemble.planned import plan_run
 from gptrain.assemble.run import TrainingRun
 from gptrain.assemble.start_report import parameters_text, precision_text, typed_options
 from gptrain.checkpoints.lock import RunLock, read_holder
 from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.strategies import ParallelDims
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
@@ -250,6 +252,23 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     assert isinstance(first, SeedAfterSetup)
     first.setup(trainer, cast(Any, None), "fit")  # after the module's own, with the seed 5
     assert torch.initial_seed() == first.seed == 5 + 1 + 1
+
+
+def test_lightning_is_told_the_ranks_of_a_node_and_the_number_of_nodes(tmp_path):
+    """Lightning divides the samples of a user's data module over nodes x ranks of a node."""
+    cfg = compose_run(*SMALL, "checkpoint=none", f"run_dir={tmp_path}", f"output_dir={tmp_path}")
+    lengths = RunLengths(BatchPlan(2, 6, 3), 4, epoch_steps=5, n_steps=7, validate_every=4)
+    devices, data, nothing = RunDevices("cpu", 2, 3), cast(Any, [0] * 180), cast(Any, None)
+    with (
+        patch.object(trainer_of, "get_method", lambda _: dict),
+        patch.object(trainer_of, "disable_signals_and_autoresume", lambda options: options),
+    ):
+        made = trainer_of.build_trainer(cfg, devices, nothing, lengths, unwatched(cfg), data)
+    options = cast(Any, made)
+    assert (options["num_nodes"], options["devices"]) == (3, 2)
+    assert [plugin.n_local for plugin in options["plugins"]] == [2]
+    assert (options["max_steps"], options["accumulate_grad_batches"]) == (7, 3)
+    assert options["val_check_interval"] == 3 * 4 and options["limit_train_batches"] is None
 
 
 def test_a_masked_sample_that_is_longer_than_the_context_of_the_net_is_refused(build, tmp_path):

@@ -205,7 +205,10 @@ def test_a_layer_of_a_later_stage_comes_before_the_loss_of_the_first_rank(train)
     [("weight", "not finite in the parameter blocks.1.mlp.down_proj.weight",
       ["module._target_=tests.lit.own.modules.WrapsBlocks"]),
      ("gradient", "the gradient is first not finite in blocks.1.mlp.down_proj",
-      ["module._target_=tests.lit.own.modules.Returns", "+module.kind=dict"])],
+      ["module._target_=tests.lit.own.modules.Returns", "+module.kind=dict"]),
+     # The step is repeated in its own precision.
+     ("'bf16 output'", "first not finite in blocks.1.mlp.down_proj\n",
+      ["trainer.precision=bf16-mixed"])],
 )  # fmt: skip
 def test_a_parameter_or_a_gradient_is_named_where_that_is_first(train, at, named, words):
     run = train("trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", at), *words)

@@ -191,6 +191,27 @@ def test_only_a_loss_in_training_step_is_divided_by_the_targets_of_the_step():
     assert (arguments, options) == (("c",), {"batch_idx": 2})
 
 
+def test_a_module_that_clips_twice_corrects_its_gradients_once(monkeypatch):
+    """Targets that were changed in training_step scale the gradients, once in each step."""
+    calls: list[Any] = []
+    strategy = LightningSingleDevice(parallel := ParallelStrategy())
+    strategy.connect(module := AsksForDivisor(parallel))
+    fit_loop = SimpleNamespace(batch_idx=0)
+    module.trainer = SimpleNamespace(accumulate_grad_batches=1, fit_loop=fit_loop)
+    optimizer = torch.optim.SGD(module.parameters())
+    strategy.optimizers = [optimizer]
+    strategy.step_mean = SimpleNamespace(reduce=lambda _: 0.5, reset_counts=lambda: None)
+    strategy.decide_step = lambda _: calls.append("decided")
+    monkeypatch.setattr(parallel, "finish_gradients", lambda: calls.append("finished"))
+    monkeypatch.setattr(parallel, "measure_and_clip", lambda _, *options: calls.append(options))
+    of_a_step = ["finished", (None, 0.5), "decided", (1.0, None), "decided"]
+    for n_steps in (1, 2):
+        strategy.training_step("a", batch_idx=0)
+        strategy.clip(optimizer, None)
+        strategy.clip(optimizer, 1.0)
+        assert calls == n_steps * of_a_step
+
+
 @pytest.mark.parametrize(
     ("device", "is_partitioned", "is_moved"),
     [("cpu", False, True), ("cpu", True, False), ("cuda", False, False), ("cuda", True, False)],

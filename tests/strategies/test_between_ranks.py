@@ -73,7 +73,8 @@ def check_saves_after_an_error(rank, strategy):
 def check_sums(rank, own_group, strategy):
     """A reduction is over the group that is given, and keeps the fraction of a mean."""
     for operation, group, expected in (
-        ("mean", None, 18.5), ("AVG", None, 18.5), ("sum", None, 37), ("sum", own_group, 18 + rank)
+        ("mean", None, 18.5), ("AVG", None, 18.5), ("sum", None, 37), ("sum", own_group, 18 + rank),
+        ("max", None, 19),
     ):  # fmt: skip
         # Lightning reduces an integer tensor in place.
         assert strategy.reduce(torch.tensor(18 + rank), group, operation) == expected

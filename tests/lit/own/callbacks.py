@@ -227,7 +227,8 @@ class Counts(Callback):
 class BreaksLayer(Callback):
     """Makes a layer's weight, output or output's gradient non-finite from step 2 on.
 
-    With `rank`, only that rank has non-finite values of its own.
+    At "bf16 output" only an output of mixed precision becomes non-finite. With `rank`, only that
+    rank has non-finite values of its own.
     """
 
     def __init__(self, layer, at, rank=None):
@@ -241,8 +242,13 @@ class BreaksLayer(Callback):
             part.weight.data[0, 0] = float("nan")
         elif self.at == "output":
             part.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        elif self.at == "bf16 output":
+            part.register_forward_hook(self.break_bf16)
         else:
             part.register_forward_hook(self.break_gradient)
+
+    def break_bf16(self, module, inputs, output):
+        return output * float("nan") if output.dtype == torch.bfloat16 else output
 
     def break_gradient(self, module, inputs, output):
         if output.requires_grad:
