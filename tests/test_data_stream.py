@@ -283,17 +283,21 @@ def test_positions_of_another_number_of_readers_are_refused_with_a_layout_that_h
         assert [str(w.message).count("keeps one of 2") for w in warned] == [1] * (rank == 0)
 
 
-def test_the_workers_of_a_rank_start_at_the_positions_of_their_parts_in_a_checkpoint():
+def test_the_workers_of_a_rank_start_at_the_positions_of_their_parts_in_a_checkpoint(monkeypatch):
     lengths = RunLengths(BatchPlan(1, 2, 3), 1, epoch_steps=2, n_steps=2, validate_every=2)
     stream = as_indexed(Numbers(20), "data.train", None)
     options = {"rank": 1, "world_size": 2, "num_workers": 2, "pin_memory": True}
     module = TextDataModule(stream, cast(Any, [0] * 8), None, lengths, seed=0, **options)
     module.trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(fn="fit"), global_step=0))
-    state = {"step": 0, "place": [0, 0], "tokens": 0, "stream": ["a", "b", "c", "d"]}
+    saved = [{"epoch": 0, "state": None, "n_read": number} for number in range(1, 5)]
+    state = {"step": 0, "place": [0, 0], "tokens": 0, "stream": saved}
     module.load_state_dict(state)
     loader = cast(Any, module.train_dataloader())
     *_, parts = loader.worker_init_fn.args
-    assert parts == [(2, "c"), (3, "d")]
+    assert parts == [(2, saved[2]), (3, saved[3])] and module.batches.n_turns == 2
+    monkeypatch.setattr("gptrain.lit.datamodule.ignore_in_worker", lambda parent_pid: None)
+    loader.worker_init_fn(1)  # as in the second worker
+    assert (stream.number, stream.n_read) == (3, 4)
     assert (loader.read_ahead, loader.positions) == (3, module.positions)
     evaluated = cast(Any, module.val_dataloader())
     assert (evaluated.read_ahead, evaluated.positions) == (1, None)

@@ -159,6 +159,12 @@ def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_s
     assert alone.describe(0) == f"{line} targets"
     assert alone.tokenizer.chat_template  # is saved with the run
     assert (alone.end_id, len(alone.token_bytes)) == (255, 256)
+    # The end is that of an answer, which the template decides.
+    alone.tokenizer.save(tmp_path)
+    template = "{% for message in messages %}{{ message.content }}<|im_start|>{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    options = {**OPTIONS, "keys": "messages", "held_out": 0.0}
+    assert ChatDataset(str(file), "train", str(tmp_path), **options).end_id == 254
     n_positions = len(alone.chats[0].tokens) - 1
     assert len(dataset(file, held_out=0.0, seq_len=2 * n_positions, documents="masked")) == 1
     packed = dataset(file, held_out=0.0, seq_len=2 * n_positions + 2, documents="masked")

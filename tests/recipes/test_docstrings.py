@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -25,7 +26,11 @@ def docs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["docstrings.py", str(folder)])
+        patch.setattr(sys, "stdout", io.StringIO())
         main()
+        said = sys.stdout.getvalue()
+    counts = [len(read_lines(folder / f"{name}.jsonl")) for name in ("chats", "held_out")]
+    assert said == f"{folder}: {counts[0]} questions to train on, {counts[1]} held out\n"
     return folder
 
 
