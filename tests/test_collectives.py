@@ -75,6 +75,7 @@ def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_rin
     text = (tmp_path / "out").read_text()
     assert text.startswith("gloo, 4 ranks; the root is rank 0\n")
     assert "\nall-reduce of 8.0 MiB " in text
+    assert "rank 0 sends n - 1 buffers" in text and "\n2(n - 1)/n buffers, all ranks" in text
     check_pictures(text, 4)
     # The ranks used this folder as their rendezvous.
     assert not list((tmp_path / "run #4%41" / ".beats").iterdir())

@@ -140,6 +140,13 @@ class HalfLogits(OwnNet):
         return 0.5 * super().forward(tokens)
 
 
+class ScaledByBatch(OwnNet):
+    """A net whose logits depend a little on the size of the batch, as kernels do."""
+
+    def forward(self, tokens):
+        return (1 + 1e-3 / len(tokens)) * super().forward(tokens)
+
+
 class DetachedEmbedding(OwnNet):
     """A net whose `hidden` does not train its embedding, which `forward` does."""
 

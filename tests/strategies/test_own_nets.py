@@ -4,6 +4,7 @@ import os
 import random
 import unittest
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy
 import own_nets
@@ -48,6 +49,7 @@ def check_refused(name, cases):
         with pytest.raises(IncompatibleModelError) as error:
             build(name, net_class)
         assert piece in str(error.value), (net_class.__name__, str(error.value))
+        assert error.value.key == "strategy.name"
         assert "\n" not in str(error.value) and "gptrain.models" in str(error.value)
 
 
@@ -94,15 +96,18 @@ def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
     with pytest.raises(IncompatibleModelError) as error:
         check_fit(net_class(), options, parallel_dims(options, 2), **modes)
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(message) and error.value.key == "strategy.name"
     llama = Llama(61, 32, 4, 2, n_layers=1, d_ff=40, max_seq_len=16)
     with pytest.raises(
         IncompatibleModelError, match=r"4 ranks do not divide n_kv_heads=2; .* 1, 2"
-    ):
+    ) as error:
         check_fit(llama, options, parallel_dims(options, 4), **modes)
+    assert error.value.key == "strategy.tensor_parallel_size"
     llama.head = torch.nn.Linear(32, 61)
-    with pytest.raises(IncompatibleModelError, match="head is a Linear; allowed: Linear without b"):
+    message = r"head is a Linear; allowed: Linear without bias$"
+    with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(llama, options, parallel_dims(options, 2), **modes)
+    assert error.value.key == "strategy.name"
     llama.head = torch.nn.Linear(32, 61, bias=False)
     check_fit(llama, options, parallel_dims(options, 2), **modes)
     own_linear = type("OwnLinear", (torch.nn.Linear,), {})(32, 32, bias=False)
@@ -116,11 +121,15 @@ def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_an
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
     net = SimpleGPT(61, 32, n_heads=4, n_layers=4, max_seq_len=16)
     check_fit(net, options, parallel_dims(options, 2), **modes)
-    with pytest.raises(IncompatibleModelError, match="make 6 stages, but the net has 4 blocks"):
+    message = "3 ranks under interleaved_1f1b make 6 stages, but the net has 4 blocks"
+    with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(net, options, parallel_dims(options, 3), **modes)
+    assert error.value.key == "strategy.pipeline_parallel_size"
     net.head.weight = net.blocks[0].attention.q_proj.weight
-    with pytest.raises(IncompatibleModelError, match=r"this net shares blocks\.0.* = head\.weight"):
+    message = r"this net shares blocks\.0.* = head\.weight"
+    with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(net, options, parallel_dims(options, 2), **modes)
+    assert error.value.key == "strategy.name"
 
 
 def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_plan():
@@ -138,8 +147,10 @@ def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_
         (("layers.*",), r"\('layers.\*',\) names no module of the net \(see"),
     ):
         net.context_plan = plan
-        with pytest.raises(IncompatibleModelError, match=rf"\.context_plan=.*{reason}"):
+        message = rf"\.context_plan=.*{reason}"
+        with pytest.raises(IncompatibleModelError, match=message) as error:
             check_fit(net, options, parallel_dims(options, 2), **modes)
+        assert error.value.key == "strategy.name"
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -165,8 +176,9 @@ def test_a_net_without_a_layout_is_refused_for_documents_that_do_not_see_each_ot
     net = SimpleGPT(61, 32, n_heads=4, n_layers=1, max_seq_len=16)
     check_fit(net, options, parallel_dims(options, 1), **modes)
     check_layout(net, 16)  # as many positions as the net has
-    with pytest.raises(IncompatibleModelError, match="a sample has 17 positions"):
+    with pytest.raises(IncompatibleModelError, match="a sample has 17 positions") as error:
         check_layout(net, 17)
+    assert error.value.key == "model.max_seq_len"
 
 
 @on_ranks(2)
@@ -282,6 +294,18 @@ def test_a_net_that_does_not_fit_into_memory_is_not_compared(monkeypatch, caplog
     assert line.endswith("plain net: the comparison takes 0.0 GiB, and 0.0 GiB are free")
 
 
+def test_errors_of_memory_and_of_communication_are_no_errors_of_the_net():
+    for error in (torch.OutOfMemoryError("full"), dist.DistNetworkError("closed")):
+        partition = Mock(side_effect=error)
+        compared = Comparison(own_nets.OwnNet, partition, ParallelStrategy(), CPU, "a.key", "needs")
+        with pytest.raises(type(error), match=str(error)):
+            compared.check(SAMPLE)
+    partition.side_effect = KeyError("width")
+    with pytest.raises(IncompatibleModelError, match="net: KeyError: 'width'; needs") as refused:
+        compared.check(SAMPLE)
+    assert refused.value.key == "a.key"
+
+
 def test_the_message_of_an_error_is_that_of_its_first_cause():
     error = RuntimeError("the last")
     error.__cause__ = KeyError("in between")
@@ -296,8 +320,10 @@ def small_capped_gpt():
 
 def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
     """The loss is computed from `hidden` and `head`, also for a subclass of SimpleGPT."""
-    build("single", own_nets.OwnNet)
-    build("single", own_nets.SoftCapped)
+    with unittest.TestCase().assertNoLogs("gptrain", "WARNING"):
+        for net_class in (own_nets.OwnNet, own_nets.SoftCapped, own_nets.ScaledByBatch):
+            build("single", net_class)
+        build("single", own_nets.Infinite)  # a net that cannot be compared, and is not partitioned
     for net_class in (own_nets.HalfLogits, own_nets.OnlyFloat32, small_capped_gpt):
         with pytest.raises(
             IncompatibleModelError, match=r"all modules agree, and \w+.forward does not"
@@ -323,12 +349,14 @@ def test_a_net_is_compared_if_the_run_calls_other_parts_of_it_or_calls_blocks_tw
 def test_of_a_large_net_each_stage_is_compared_with_one_block(n_stages, n_compared, monkeypatch):
     net, parallel = own_nets.OnlyChain(n_layers=5), ParallelStrategy()
     parallel.n_stages = n_stages
+    net.register_buffer("angles", torch.ones(2, dtype=torch.complex64))
     n_parameters = comparison.count_parameters(net)
     for limit, n_blocks in ((n_parameters, 5), (n_parameters - 1, n_compared)):
         monkeypatch.setattr(comparison, "MAX_PARAMETERS", limit)
         comparison.prepare_net(net, parallel, torch.float64)
         assert len(net.blocks) == n_blocks and not net.training
         assert net.norm.weight.dtype == net.scale.dtype == torch.float64
+        assert net.angles.is_complex()
 
 
 def test_a_batch_for_the_comparison_is_short_and_of_a_length_that_ranks_divide_as_the_sample():
@@ -391,6 +419,9 @@ def test_a_tensor_of_a_rank_is_compared_with_the_same_shard_of_the_plain_nets_te
     for rank, value in ((0, full[:, :2]), (1, full[:, 2:4]), (2, full[:, 4:]), (2, padded)):
         for changed, is_same in ((value, True), (value + value.eq(full[1, 2 * rank]), False)):
             assert is_same_call([[changed]], [[full]], rank, 3, 1e-4) == is_same
+    mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    for other, is_same in ((mask.clone(), True), (mask.T, False)):
+        assert is_same_call([[other]], [[mask]], 0, 1, 1e-4) == is_same
 
 
 def test_only_nets_built_from_gptrains_classes_are_not_compared():

@@ -229,6 +229,11 @@ def test_an_unknown_parameter_and_an_invalid_option_are_named():
     states.load_optimizer_state(
         parameters, one_group, state["state"], state["param_groups"]
     )  # options are equal
+    one_group.add_param_group({"params": []})  # of a stage without such parameters
+    states.load_optimizer_state(
+        parameters, one_group, state["state"], states.named_groups(parameters, one_group)
+    )
+    one_group.param_groups.pop()
     state["param_groups"][1]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"module.stray: not in a group with token_embedding"):
         states.load_optimizer_state(parameters, one_group, state["state"], state["param_groups"])
