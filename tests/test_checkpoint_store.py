@@ -365,6 +365,8 @@ def test_no_operation_leaves_a_file_open(store, tmp_path):
     with (tmp_path / "run" / ".lock").open() as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)  # another `gptrain.runs` looks, too
         assert not is_held(tmp_path / "run")
+    (tmp_path / "other" / ".lock").mkdir(parents=True)
+    assert not is_held(tmp_path / "other")
     verify(store.folder / "step-00000001")
     assert count_open() < n_open + 9
 

@@ -40,9 +40,11 @@ def test_data_parallelism_uses_the_ranks_that_tensor_and_pipeline_leave(
     ("name", "world_size", "tensor", "pipeline", "words"),
     [
         ("fsdp_tensor_parallel", 8, 3, None, "data 2 x tensor 3 x pipeline 1 = 6"),
-        ("fsdp_tensor_parallel", 2, 4, None, "must divide 2: 1, 2"),
+        ("fsdp_tensor_parallel", 2, 4, None, "; tensor_parallel_size must divide 2: 1, 2"),
         ("tensor_parallel", 4, 2, None, "use tensor_parallel_size=4"),
-        ("pipeline", 4, None, 8, "pipeline 8 = 8, but there are 4 ranks"),
+        ("pipeline", 4, None, 8, "8 = 8, but there are 4 ranks; use pipeline_parallel_size=4"),
+        ("ddp_pipeline", 6, None, 4, "; pipeline_parallel_size must divide 6: 1, 2, 3, 6"),
+        ("single", 2, None, None, "; use one device, or strategy=ddp"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_equation(
@@ -58,7 +60,8 @@ def test_a_context_group_has_the_ranks_of_a_node_unless_its_size_is_given():
     assert parallel_dims(given, 16, n_nodes=2) == ParallelDims(data=2, context=8)
     sized = given.model_copy(update={"context_parallel_size": 3})
     assert parallel_dims(sized, 6) == ParallelDims(data=2, context=3)
-    with pytest.raises(ValueError, match=r"data 2 x context 3 .*= 6, but there are 8 ranks"):
+    words = r"data 2 x context 3 .*= 6, but there are 8 ranks; context_parallel_size must divide 8"
+    with pytest.raises(ValueError, match=words):
         parallel_dims(sized, 8)
 
 

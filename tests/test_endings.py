@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import os
+from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
@@ -156,6 +158,22 @@ def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, caps
     assert is_printed == [True, False, True]
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
+def test_a_stop_is_logged_or_printed_by_a_rank_without_a_log(
+    level, tmp_path, monkeypatch, capsys, caplog
+):
+    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
+    monkeypatch.setattr(rank, "resume_command", lambda _: "python train.py ckpt_path=last")
+    caplog.set_level(level, "gptrain.runtime.rank")
+    cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
+    rank.report_ending(cfg, ending_of(PreemptedError(5)), 1)
+    lines = ["stopped   asked to stop: saved at step 5", "next      python train.py ckpt_path=last"]
+    out, err = capsys.readouterr()
+    assert (caplog.messages, out.splitlines(), err) == (
+        (lines, [], "") if level == logging.INFO else ([], lines, "")
+    )
+
+
 def test_a_rank_that_has_lost_another_rank_lets_that_rank_report_first(
     tmp_path, monkeypatch, capsys
 ):
@@ -199,7 +217,7 @@ def test_the_exit_code_table_documents_the_consequence_of_each_code():
     assert not UNKNOWN.is_restarted and not UNKNOWN.is_requeued
 
 
-def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
+def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path, monkeypatch):
     attempt, victim = attempt_folder(tmp_path), tmp_path / "victim"
     folder = attempt.parent
     victim.mkdir()
@@ -207,6 +225,13 @@ def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
     now = Heartbeat(attempt, rank=1)  # has opened its file before rank 0 cleans up
     Heartbeat(folder / "123-45.67-0", rank=0)
     (folder / "of a stranger").symlink_to(victim)
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EBUSY, "a rank that hangs has its heartbeat open")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "remove_tree", refuse)
+        remove_old_starts(tmp_path)
     remove_old_starts(tmp_path)
     assert list(folder.iterdir()) == [attempt]
     now.beat(7)

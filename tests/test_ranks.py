@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Thread
@@ -45,19 +46,22 @@ def one_log_and_no_traces_of_other_ranks(folder):
 
 
 class Warns(Callback):
-    """Logs a warning on each rank."""
+    """Logs a warning and a detail on each rank, and warns as Python does."""
 
     def on_fit_start(self, trainer, pl_module) -> None:
         logging.getLogger(__name__).warning("warning: of each rank")
+        logging.getLogger(__name__).debug("a detail of the first rank")
+        warnings.warn("of the first rank", stacklevel=1)
 
 
 def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     """The tests in tests/strategies compare the training of two ranks with one rank."""
     log = "hydra.job_logging.formatters.file.format='[${name}] %(message)s'"  # a key of the run
     warns = "+callbacks.warns._target_=tests.test_ranks.Warns"
-    two = train(*LOGGED, log, warns, "trainer.devices=2", name="two words = ä")
+    words = (*LOGGED, log, warns, "hydra.verbose=tests.test_ranks", "trainer.devices=2")
+    two = train(*words, name="two words = ä")
     assert two.code == 0, two.err
-    assert "warning:" not in two.err
+    assert "warning:" not in two.err and two.err.count("UserWarning: of the first rank") == 1
     one_log_and_no_traces_of_other_ranks(two.folder)
     for row in map(json.loads, (two.folder / "metrics.jsonl").read_text().splitlines()):
         assert row["perf/slowest_rank"] in (0, 1) and row["perf/slowest_over_median"] >= 1
@@ -65,7 +69,8 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     names = ["model", "strategy", "batch", "plan", "run", "warning:", "result", "next"]
     assert labels == names  # the other rank logs errors only
     lines = (two.folder / "train.log").read_text().splitlines()
-    assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
+    assert "[train] a detail of the first rank" in lines  # not on the terminal
+    assert len(lines) == len(labels) + 1 and all(line.startswith("[train] ") for line in lines)
     phases = [row.get("phase") for row in read_json_lines(two.folder / "timeline.jsonl")]
     assert phases.count("starting") == 1  # the first rank alone records its times
 

@@ -48,9 +48,11 @@ def test_outside_local_sweeps_all_visible_gpus_stay_visible(monkeypatch):
     reserve_gpus(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "900,901,902"
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "910,911")
-    reserve_gpus(3)  # does not wait for ever: the start of the run reports that one is missing
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "910,911"
+    # Too many do not wait for ever: the start of the run reports that one is missing.
+    for devices, shown in ((3, "910,911"), ("auto", "912,913")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        reserve_gpus(devices)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
 
 
 def test_a_job_waits_rather_than_take_fewer_gpus_than_it_asks_for(monkeypatch):

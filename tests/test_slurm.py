@@ -84,6 +84,10 @@ def test_the_network_interface_is_that_of_the_most_specific_route(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda _: "\n".join(["Iface ...", *lines]))
     addresses = ("10.1.2.3", "10.2.2.3", "11.1.2.3")
     assert list(map(interface_towards, addresses)) == ["ib0", "ib1", "eth0"]
+    del lines[0]  # no route leads to 11.1.2.3
+    assert list(map(interface_towards, addresses)) == ["ib0", "ib1", "ib0"]
+    lines.clear()
+    assert interface_towards("10.1.2.3") is None
 
 
 def test_tasks_of_one_node_connect_through_a_file_of_their_step(task):

@@ -244,6 +244,9 @@ def test_a_user_without_a_home_folder_has_no_key(monkeypatch, tmp_path):
     fill(tmp_path, {".hydra/signature": b"of an earlier start, which had a key"})
     sign_record(tmp_path)
     assert not (tmp_path / ".hydra" / "signature").exists()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # does not count, by the standard
+    assert read_key(make=True) == (tmp_path / ".config" / "gptrain" / "key").read_bytes()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
