@@ -172,6 +172,10 @@ def test_only_the_samples_that_a_run_reads_are_checked():
     check_evaluation("data.val", mixed, 3, is_own=False)
     with pytest.raises(ConfigError, match=r"data\.val \(part b\): 2 samples for 3 ranks: "):
         check_evaluation("data.val", mixed, 3, is_own=True)
+    with pytest.raises(
+        ConfigError, match=r"data\.test: no samples$"
+    ):  # a hint for the validation has no effect
+        check_evaluation("data.test", DummyTextDataset(0, 9, 256, 0), 1, is_own=False)
     # A training without a validation still checks what it trains on.
     cfg = compose_run(*words, f"data.train._target_={DATA}.Points", "trainer.limit_val_batches=0")
     with pytest.raises(ConfigError, match=r"data\.train: sample 0 is "):

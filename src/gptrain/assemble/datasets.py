@@ -283,7 +283,7 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
     for name, part in parts.items():
         place, n_samples = f"{key} (part {name})" if name else key, len_of(part)
         if n_samples == 0:
-            hint = "trainer.limit_val_batches=0 trains without a validation"
+            hint = "trainer.limit_val_batches=0" if key == "data.val" else None
             raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
         if n_samples < world_size and is_own:
             n_text = count_text(n_samples, "sample")
