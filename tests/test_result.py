@@ -284,6 +284,7 @@ def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     phases = [row["phase"] for row in rows[done + 2 :] if "phase" in row]
     assert phases[:2] == ["starting", "steps"] and phases.count("starting") == 1
     assert phases[phases.index("validation") + 1] == "steps"  # between two validations
+    assert phases[-1] == "saves"  # the end of the run trains no further
     age_s = rows[-1]["time"] - rows[0]["time"] - (started["time"] - rows[done]["time"])
     assert sum(made[f"{name}_s"] for name in TIMES) == pytest.approx(age_s, abs=0.1)
     assert made["redone_s"] > 0 and made["goodput"] == pytest.approx(

@@ -122,6 +122,8 @@ def test_a_first_step_without_a_target_is_refused(fit, n_ranks):
     run = fit(*of("Odd", "kind=ignored"), f"trainer.devices={n_ranks}", code=65)
     (line,) = run.errors
     assert "data.train: no target counts, all are -100 in step 0; samples: " in line
+    named = line.partition("samples: ")[2].partition(";")[0]
+    assert len({*named.split(", ")}) == 4 * n_ranks  # those of all ranks, four on each
 
 
 def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(fit):
