@@ -61,6 +61,21 @@ else:
     time.sleep(0.5)  # and dies before its worker has come to anything
 """
 
+CHILD = """
+import os, signal, time
+from gptrain.runtime.signals import StopFlag, die_with_parent
+parent = os.getpid()
+if os.fork() == 0:
+    with StopFlag() as flag:
+        die_with_parent(parent, signal.SIGTERM)
+        os.write(1, b"ready")
+        while not flag:
+            time.sleep(0.01)
+        os.write(1, flag.signal.encode())
+else:
+    time.sleep(60)
+"""
+
 
 @pytest.fixture
 def start():
@@ -143,6 +158,13 @@ def test_a_data_worker_dies_with_a_rank_that_is_killed(start):
 def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
     out, _ = start(LATE_WORKER).communicate(timeout=30)  # until nobody has the pipe open
     assert out == b""
+
+
+def test_a_run_whose_parent_is_killed_is_asked_to_stop(start):
+    process = start(CHILD)
+    process.kill()
+    out, _ = process.communicate(timeout=30)
+    assert out == b"SIGTERM"
 
 
 @pytest.mark.parametrize("number", SIGNALS)
