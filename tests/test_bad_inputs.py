@@ -11,6 +11,7 @@ import torch
 from gptrain.config.check import check_config, find_world_size
 from gptrain.config.cli import compose_command
 from gptrain.config.compose import resolved
+from gptrain.config.preflight import check_paths
 from gptrain.config.preflight.devices import check_devices, check_memory, check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias, nearest_key
 from gptrain.core.errors import INPUT_NOT_FOUND
@@ -452,8 +453,13 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_that_holds_a_finished_run(tmp_path):
+def test_a_folder_that_holds_a_finished_run(tmp_path, monkeypatch):
     (tmp_path / "result.json").write_text("{}")
     (line,) = refused(f"run_dir={tmp_path}", *NANO, code=73)
     assert "already holds a finished run" in line and "ckpt_path=last" in line
     accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
+    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    checked = check_config(resolved(compose_command(["trainer.devices=2", *NANO])))
+    # Rank 0 may have written its record before rank 1 checks the config.
+    assert not list(check_paths(checked, str(tmp_path)))

@@ -111,6 +111,10 @@ def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_
     ):
         write_result(tmp_path / "1-other" / "result.json", {}, steps=4, ended=ended)
         assert twice_as_long(read_run(tmp_path / "1-other")) == longer
+    # Without the objective no job is the best.
+    write_result(tmp_path / "0-best" / "result.json", {"train/loss": 1.0}, steps=4, ended=ended)
+    report_sweep(tmp_path)
+    assert "train/loss" in (printed := capsys.readouterr().out) and "best job" not in printed
 
 
 def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_again(train):

@@ -19,7 +19,7 @@ from gptrain.lit.strategies.base import StrategyInfo
 from gptrain.lit.strategies.replicated import LightningSingleDevice
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.lit.strategies.saving import BaseWeights
-from gptrain.parallel.state import Stages
+from gptrain.parallel.state import NO_STAGES, Stages
 from gptrain.parallel.strategy import ParallelStrategy, StepMean
 from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN, differences
@@ -79,11 +79,16 @@ def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the
     assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
 
 
-def test_a_frozen_weight_of_the_last_stage_is_left_out_under_its_name_in_the_full_net(tmp_path):
-    """The head shares the table of tokens, which the first stage of the pipeline holds."""
-    net, stages = nn.Module(), Stages(aliases={"head.weight": "tokens.weight"})
-    net.head, net.gain = nn.Linear(3, 2, bias=False), nn.Parameter(torch.ones(1))
+@pytest.mark.parametrize("is_stage", [True, False])
+def test_a_frozen_weight_that_is_tied_is_left_out_under_all_its_names(is_stage, tmp_path):
+    """The head of a last pipeline stage has the table, which the first stage holds, too."""
+    net, stages = nn.Module(), NO_STAGES
+    net.tokens, net.head = nn.Embedding(2, 3), nn.Linear(3, 2, bias=False)
+    net.head.weight, net.gain = net.tokens.weight, nn.Parameter(torch.ones(1))
     net.head.weight.requires_grad_(False)
+    if is_stage:
+        del net.tokens
+        stages = Stages(aliases={"head.weight": "tokens.weight"})
     torch.save({"tokens.weight": torch.full((2, 3), 5.0)}, tmp_path / "base.pt")
     cfg = compose_run(f"init_from={tmp_path}/base.pt", "init_strict=false")
     strategy: Any = SimpleNamespace(parallel=SimpleNamespace(stages=stages))
