@@ -139,10 +139,11 @@ WRONG = [
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", *(json.dumps(MEASURED | damage) for damage in WRONG)],
-    ids=range(2 + len(WRONG)),
+    ["", "[]", "a folder", *(json.dumps(MEASURED | damage) for damage in WRONG)],
+    ids=range(3 + len(WRONG)),
 )
 def test_a_damaged_measurement_is_named(text, tmp_path):
-    (tmp_path / "machine.json").write_text(text)
+    path = tmp_path / "machine.json"
+    path.write_text(text) if text != "a folder" else path.mkdir()
     with pytest.raises(DamagedMeasurementError, match=r"machine\.json: damaged .*; try: python -m"):
         this_machine(tmp_path, 1)

@@ -388,6 +388,8 @@ def test_a_run_is_planned_with_all_of_its_options():
         compile="blocks",
         is_cpu=True,
     )
+    of_launcher = run.changed({"trainer.num_nodes": "auto"})  # counts as one node
+    assert find_work(of_launcher, 33, "diloco", 4, is_cpu=True).dims.replicas == 4
     for name, n_ranks in (
         ("tensor_parallel", 3), ("context_parallel", 6), ("pipeline", 8),
         ("diloco", 3),  # three ranks on two nodes, with a copy each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -97,3 +98,11 @@ def test_a_machine_without_nvidia_smi_has_no_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nvidia_smi("topo", "-m") == ""
     assert read_topology(None).gpus == ()
+    limits = []
+
+    def hang(words, *, timeout, **_):
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(subprocess, "check_output", hang)
+    assert nvidia_smi("topo", "-m") == "" and limits == [20]  # a driver that hangs

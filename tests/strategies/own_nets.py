@@ -185,6 +185,15 @@ class ReadsValues(OwnNet):
         self.factor = self.embedding.weight.sum().item()
 
 
+class DrawsOnCPU(OwnNet):
+    """A net with a buffer that draws from the CPU's generator, also on the meta device."""
+
+    def __init__(self):
+        factor = torch.rand((), device="cpu").item()
+        super().__init__()
+        self.factor = factor
+
+
 class OnlyFloat32(HalfLogits):
     """A net that cannot compute in float64."""
 

@@ -374,11 +374,12 @@ def test_a_batch_for_the_comparison_is_short_and_of_a_length_that_ranks_divide_a
 
 
 def test_a_net_that_cannot_be_built_without_values_has_the_weights_of_its_seed():
-    net, _ = build("single", own_nets.ReadsValues, None)
-    torch.manual_seed(0)
-    expected = own_nets.ReadsValues()
-    assert net.factor == expected.factor
-    assert torch.equal(net.blocks[1].up.weight, expected.blocks[1].up.weight)
+    for net_class in (own_nets.ReadsValues, own_nets.DrawsOnCPU):
+        net, _ = build("single", net_class, None)
+        torch.manual_seed(0)
+        expected = net_class()
+        assert net.factor == expected.factor
+        assert torch.equal(net.blocks[1].up.weight, expected.blocks[1].up.weight)
     values = build_on_meta_device(lambda: torch.ones(2).numpy())  # a TypeError on the meta device
     assert values.tolist() == [1.0, 1.0]
 
