@@ -139,7 +139,8 @@ def test_special_tokens_are_encoded_on_request_only(folder):
     for tokenizer in (load_tokenizer(folder), ByteTokenizer()):
         end_id = tokenizer.token_to_id("<|im_end|>")
         a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
-        assert tokenizer.encode("a<|im_end|>b", special=True).tolist() == [a, end_id, b]
+        for text in ("a<|im_end|>b", b"a<|im_end|>b"):
+            assert tokenizer.encode(text, special=True).tolist() == [a, end_id, b]
         plain = tokenizer.encode("a<|im_end|>b")
         assert end_id not in plain and tokenizer.decode(plain) == "a<|im_end|>b"
         assert tokenizer.token_to_id("no such token") is None
