@@ -271,15 +271,32 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
+def make_monitor(guard) -> TrainingMonitor:
+    nothing = cast(Any, None)
+    return TrainingMonitor(
+        1, nothing, {}, nothing, guard, nothing, checkpoints=None, compiles=False, typed={}
+    )
+
+
+def test_a_rank_that_is_asked_to_stop_while_it_loads_a_checkpoint_takes_no_step():
+    def leave_if_asked():
+        raise PreemptedError
+
+    beats: list[Any] = []
+    heartbeat = SimpleNamespace(beat=lambda *of, **options: beats.append(of))
+    guard = SimpleNamespace(heartbeat=heartbeat, leave_if_asked=leave_if_asked)
+    trainer, module = cast(Any, SimpleNamespace(global_step=3)), cast(Any, None)
+    with pytest.raises(PreemptedError):
+        make_monitor(guard).on_train_start(trainer, module)
+    assert not beats
+
+
 def test_the_rank_that_failed_is_named_by_its_global_rank_with_its_own_samples():
     """The description of the batch becomes a part of the error message of this rank."""
     beats: list[Any] = []
     heartbeat = SimpleNamespace(beat=beats.append)
     guard: Any = SimpleNamespace(heartbeat=heartbeat, doing="")
-    nothing = cast(Any, None)
-    monitor = TrainingMonitor(
-        1, nothing, {}, nothing, guard, nothing, checkpoints=None, compiles=False, typed={}
-    )
+    nothing, monitor = cast(Any, None), make_monitor(guard)
     read = Loader([0] * 8)
     read.name, read.number = "data.test", 2
     data = SimpleNamespace(
