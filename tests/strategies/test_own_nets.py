@@ -27,6 +27,7 @@ from gptrain.parallel.comparison import (
     needs_comparison,
 )
 from gptrain.parallel.differences import is_same_call
+from gptrain.parallel.pipeline import keep_stages
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 from gptrain.parallel.strategy import ParallelStrategy
@@ -125,11 +126,28 @@ def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_an
     with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(net, options, parallel_dims(options, 3), **modes)
     assert error.value.key == "strategy.pipeline_parallel_size"
+    net.head.bias = net.offset = torch.nn.Parameter(torch.zeros(61))
+    message = (
+        r"can share one weight, .* shares token_\w+\.weight = head\.weight; offset = head\.bias$"
+    )
+    with pytest.raises(IncompatibleModelError, match=message):
+        check_fit(net, options, parallel_dims(options, 2), **modes)
+    net.head.bias = None
     net.head.weight = net.blocks[0].attention.q_proj.weight
     message = r"this net shares blocks\.0.* = head\.weight"
     with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(net, options, parallel_dims(options, 2), **modes)
     assert error.value.key == "strategy.name"
+
+
+def test_the_first_stage_keeps_the_parameters_outside_of_all_layers():
+    kept = []
+    for stage in (0, 1):
+        net = own_nets.ExtraBias()
+        keep_stages(net, range(stage, stage + 1), 2)
+        parts = {"bias": net.bias, "embedding": net.embedding, "norm": net.norm, "head": net.head}
+        kept.append([*net.blocks, *(name for name, part in parts.items() if part is not None)])
+    assert kept == [["0", "bias", "embedding"], ["1", "norm", "head"]]
 
 
 def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_plan():
@@ -179,6 +197,8 @@ def test_a_net_without_a_layout_is_refused_for_documents_that_do_not_see_each_ot
     with pytest.raises(IncompatibleModelError, match="a sample has 17 positions") as error:
         check_layout(net, 17)
     assert error.value.key == "model.max_seq_len"
+    net.max_seq_len = None  # any number of positions
+    check_layout(net, 17)
 
 
 @on_ranks(2)
