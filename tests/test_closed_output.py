@@ -119,7 +119,10 @@ def test_output_that_cannot_be_written_is_discarded_with_one_warning(
         assert caplog.messages == [line] * is_named
         monkeypatch.setattr(sys, "stdout", full)
         monkeypatch.setattr(full, "flush", lambda: full.write(""))
+        with (tmp_path / "other").open("w") as other:
+            os.dup2(other.fileno(), file.fileno())
         assert flush_output() == (74 if is_named else 70)
+        assert os.path.samestat(os.fstat(file.fileno()), os.stat(os.devnull))
         assert capsys.readouterr().err.startswith("error: ")
 
 
