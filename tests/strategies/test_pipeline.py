@@ -88,7 +88,7 @@ def test_the_groups_of_a_rank_of_two_pipelines_with_three_ranks():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_only_the_first_of_three_stages_counts_parameters_outside_the_net(stage):
+def test_of_three_stages_the_first_counts_extra_parameters_and_the_last_sends_metrics(stage):
     dist.init_process_group("fake", store=dist.HashStore(), rank=stage, world_size=3)
     try:
         parallel = Pipeline(default_options("pipeline"), ParallelDims(pipeline=3))
@@ -99,6 +99,10 @@ def test_only_the_first_of_three_stages_counts_parameters_outside_the_net(stage)
     module.scale = torch.nn.Parameter(torch.ones(2))
     parallel.prepare(module, torch.optim.SGD(module.parameters()))
     assert parallel.counted_on_other_stage == (set() if stage == 0 else {module.scale})
+    with patch.object(dist, "broadcast_object_list") as sent:  # a metric, from the last stage
+        parallel.broadcast_metric(lambda: torch.ones(()))
+    assert sent.call_args.args[0] == [torch.ones(()) if stage == 2 else None]
+    assert sent.call_args.kwargs == {"group": parallel.group, "group_src": 2}
 
 
 @on_ranks(2)
