@@ -10,7 +10,7 @@ import torch
 import gptrain
 from gptrain.data import ByteTokenizer, load_tokenizer, train_bpe
 from gptrain.models import SimpleGPT
-from gptrain.text.scoring import score_continuations
+from gptrain.text.scoring import encode_pair, score_continuations
 
 BYTES, LIMIT = ByteTokenizer(), 8
 TEXT = "für naïve 數據, and more"
@@ -111,6 +111,12 @@ def test_a_continuation_is_scored_after_all_of_its_context_that_the_net_can_see(
             answers.append([*answers[-1], int(choose(logits))])
     scores = score_continuations(net, [(context, answer) for answer in answers[1:]])
     assert [is_best for _, is_best in scores] == [True, False]
+
+
+def test_white_space_at_the_end_of_a_context_belongs_to_its_continuation():
+    """As in lm-evaluation-harness, because a net mostly reads a space and its word as one token."""
+    context, continuation = encode_pair(BYTES, " two words \n", "more")
+    assert (bytes(context), bytes(continuation)) == (b" two words", b" \nmore")
 
 
 def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):
