@@ -50,6 +50,21 @@ def test_a_run_continues_without_its_output_and_writes_its_log_file(place, train
     assert logged.count(f"warning: /dev/full: {FULL}, discarded") == (place is not None)
 
 
+def test_a_closed_stderr_keeps_its_number_so_that_no_file_gets_it(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", None)
+    kept = os.dup(2)
+    try:
+        os.close(2)
+        prepare_streams(is_run=True)
+        assert sys.stderr.fileno() == 2
+        assert os.path.samestat(os.fstat(2), os.stat(os.devnull))
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "output"),
     [

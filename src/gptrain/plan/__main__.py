@@ -41,7 +41,7 @@ from gptrain.runtime.process import count_devices, count_nodes
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-# Keys by which the best strategy is selected
+# Keys by which the best strategy is selected.
 CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes")
 
 
