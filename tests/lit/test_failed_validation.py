@@ -271,6 +271,18 @@ def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
     assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
 
 
+def test_what_the_end_of_an_epoch_draws_is_drawn_once_if_the_next_step_fails(fit):
+    """The epoch has four steps, and its last one is saved after the error of the fifth."""
+    words = ("model.dropout=0.1", "data.num_samples=16", "trainer.limit_val_batches=0",
+             f"+callbacks.draws._target_={CALLBACKS}.DrawsAtEpochEnd")  # fmt: skip
+    full = fit(*words, name=None)
+    fails = f"{{_target_: {CALLBACKS}.FailsInHook, hook: on_before_backward, step: 4}}"
+    failed = fit(*words, f"+callbacks.fails={fails}", code=70)
+    assert failed.steps() == [4] and "step 4, before the error" in failed.out
+    resumed = fit(*words, "ckpt_path=last")
+    assert not (mismatches := differences(full.state(6), resumed.state(6))), mismatches[:8]
+
+
 def make_monitor(guard) -> TrainingMonitor:
     nothing = cast(Any, None)
     return TrainingMonitor(

@@ -124,6 +124,13 @@ class FailsInHook(Callback):
             raise RuntimeError("the callback is broken")
 
 
+class DrawsAtEpochEnd(Callback):
+    """Draws random numbers after the last step of an epoch."""
+
+    def on_train_epoch_end(self, trainer, module):
+        torch.rand(3)
+
+
 class BlocksSaves(FailsInHook):
     """Raises after it has put a file in the place of the folder of the checkpoints."""
 
