@@ -110,6 +110,9 @@ ONE_LINE = {
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],
     "strategy=pipeline trainer.devices=8": ["strategy.pipeline_parallel_size", "model.n_layers=6"],
     "trainer.devices=2 strategy.static_graph=true trainer.accumulate_grad_batches=2": ["=false"],
+    "trainer.devices=2 strategy.static_graph=true data.batch_size=2 data.global_batch_size=8": [
+        "gradient accumulation; try: strategy.static_graph=false",
+    ],
     "strategy=pipeline trainer.devices=2 data.batch_size=11": ["4 microbatches; try: ", "_size=8"],
     "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["strategy.microbatches=8,"],
     "strategy=fsdp strategy.replicas=3 trainer.devices=4": ["strategy.replicas=3", "1, 2, 4"],

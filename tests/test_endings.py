@@ -149,7 +149,8 @@ def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, caps
     cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
     rank.report_ending(cfg, Ending(70, "error", "error: \x1b[2J\ntry: b"), 1, replace=True)
     assert capsys.readouterr().err == "error: \\x1b[2J\ntry: b\n"  # cannot clear the terminal
-    for error, failed in ((SaveFailedError(errno.ENOSPC, "a", 10, 5, 3), 3), (ValueError(), 1)):
+    errors = [(SaveFailedError(errno.ENOSPC, "a", 10, 5, failed), failed) for failed in (0, 3)]
+    for error, failed in (*errors, (ValueError(), 1)):
         assert rank.record_ending(cfg, ending_of(error), 1, 5, replace=True)
         assert read_status(tmp_path).items() >= {"rank": failed, "step": 5}.items()
     cfg.run_dir = str(tmp_path / "missing")  # each rank would print the same error
@@ -165,6 +166,8 @@ def test_a_stop_is_logged_or_printed_by_a_rank_without_a_log(
     monkeypatch.setattr(rank, "resume_facts", lambda _: {})
     monkeypatch.setattr(rank, "resume_command", lambda _: "python train.py ckpt_path=last")
     caplog.set_level(level, "gptrain.runtime.rank")
+    # Runs of other tests in this process have left handlers of closed files.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
     rank.report_ending(cfg, ending_of(PreemptedError(5)), 1)
     lines = ["stopped   asked to stop: saved at step 5", "next      python train.py ckpt_path=last"]

@@ -319,6 +319,17 @@ def test_the_third_restart_in_a_row_that_made_no_progress_ends_the_run(compose, 
     start(again=False)  # a person's start
 
 
+@pytest.mark.parametrize("task, found", [("fit", "last"), ("test", "best")])
+def test_a_training_that_is_restarted_loads_its_newest_checkpoint_and_an_evaluation_the_typed_one(
+    task, found, compose, tmp_path
+):
+    save(compose(f"run_dir={tmp_path}"), 5)
+    cfg = compose(f"run_dir={tmp_path}", f"task={task}", "ckpt_path=best")
+    looked = []
+    prepare_start(cfg, lambda cfg, *_: looked.append(cfg.ckpt_path), LOCK, world_size=1, again=True)
+    assert looked == [found]
+
+
 def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
     steps = [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True), (5, True)]
     counted = [record_start(tmp_path, step, again) for step, again in steps]
