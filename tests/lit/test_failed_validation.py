@@ -303,6 +303,18 @@ def test_a_rank_that_is_asked_to_stop_while_it_loads_a_checkpoint_takes_no_step(
     assert not beats
 
 
+def test_a_run_that_has_read_its_checkpoint_keeps_the_time_that_building_is_allowed():
+    beats: list[Any] = []
+    heartbeat = SimpleNamespace(
+        beat=lambda *of, **options: beats.append((of, options)),
+        progress=SimpleNamespace(allow_s=600.0),
+    )
+    guard = SimpleNamespace(heartbeat=heartbeat, leave_if_asked=lambda: None)
+    trainer, module = cast(Any, SimpleNamespace(global_step=0)), cast(Any, None)
+    make_monitor(guard).on_load_checkpoint(trainer, module, {"global_step": 7})
+    assert beats == [((7,), {"allow_s": 600.0})]
+
+
 def test_the_rank_that_failed_is_named_by_its_global_rank_with_its_own_samples():
     """The description of the batch becomes a part of the error message of this rank."""
     beats: list[Any] = []
