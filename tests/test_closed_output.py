@@ -83,6 +83,7 @@ def test_an_error_keeps_its_code_if_the_output_fails_too(typed, monkeypatch):
     assert typed(main, "model=nothing")[0] == 2
 
 
+@pytest.mark.slow  # a fast test prepares such a stream in its own process
 def test_a_character_that_the_terminal_does_not_have_is_replaced(tmp_path):
     code, output = shell(f"{RUN} run_dir={tmp_path}/ran", PYTHONIOENCODING="ascii")
     assert (code, output) == (0, "")

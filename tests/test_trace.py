@@ -131,6 +131,7 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
     assert trace["wire_bytes_per_step"] == pytest.approx(sent, rel=most, abs=100)
 
 
+@pytest.mark.slow  # the fast tests trace nets of few layers
 def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkeypatch):
     words = "model=llama_nano", "model.n_layers=5", "strategy=fsdp", "trainer.devices=4", "--trace"
     whole = answer(plan, *words, "data.seq_len=33", "data.batch_size=2")

@@ -90,8 +90,15 @@ def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
     assert " samples/s" in line_of(run, "result") and "tokens/s" not in run.out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
-@pytest.mark.parametrize("n_samples", [1, 5])
+@pytest.mark.parametrize(
+    "strategy, n_samples",
+    [
+        *((strategy, 5) for strategy in ("ddp", "fsdp", "tensor_parallel", "pipeline")),
+        ("ddp", 1),
+        # The fast tests have these strategies with five samples.
+        *(pytest.param(strategy, 1, marks=pytest.mark.slow) for strategy in ("fsdp", "pipeline")),
+    ],
+)
 def test_fewer_samples_than_ranks_times_batch_size_give_the_loss_of_one_device(
     fit, strategy, n_samples
 ):

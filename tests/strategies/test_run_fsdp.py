@@ -8,7 +8,7 @@ class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "fsdp", [0, 1]
 
 
-@pytest.mark.parametrize("source", ["single", "pipeline"])
+@pytest.mark.parametrize("source", ["single", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_checkpoints_of_other_strategies_can_be_resumed(source, runs):
     helpers.check_reads_checkpoints_of(runs, "fsdp", source)
 
