@@ -65,6 +65,7 @@ def command_line() -> None:
     runpy.run_module("gptrain.collectives", run_name="__main__")
 
 
+@pytest.mark.slow  # the fast tests run its parts in one process
 def test_each_rank_gets_the_collectives_result_and_sends_the_same_bytes_in_a_ring(typed, tmp_path):
     """The buffer of the last comparison has 8 MiB."""
     words = (f"run_dir='{tmp_path}/run #4%41'", "--explain", "trainer.accelerator=cpu")

@@ -69,7 +69,13 @@ def truth(runs):
     return train(Llama(**SIZES).double(), batches, RECIPE)
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("single", "ddp", "fsdp"),
+        pytest.param("fsdp on three ranks", marks=pytest.mark.slow),  # two ranks are fast
+    ],
+)
 def test_ten_steps_with_a_resume_equal_the_plain_loop(name, runs, truth):
     _, run = run_with_resume(runs, name)
     assert [float(step) for step in run.column("step")] == list(range(1, N_STEPS + 1))
