@@ -186,6 +186,31 @@ def typed(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
     return run
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a function that puts this process into the environment of a launcher.
+
+    It takes the launcher's name, the rank, the number of ranks, the local rank and the number of
+    ranks of a node.
+    """
+    from gptrain.runtime.process import LAUNCHERS
+
+    def place_variables(launcher: str) -> list[str]:
+        names = LAUNCHERS[launcher]
+        places = (names.rank, names.world_size, names.local_rank, names.local_world_size)
+        return [name for name in places if name]
+
+    for launcher in LAUNCHERS:
+        for name in place_variables(launcher):
+            monkeypatch.delenv(name, raising=False)
+
+    def put(launcher: str, *numbers: int) -> None:
+        for name, number in zip(place_variables(launcher), numbers, strict=False):
+            monkeypatch.setenv(name, str(number))
+
+    return put
+
+
 # The net and the batches are so small that a step takes milliseconds.
 TINY = (
     "model=gpt_nano", "model.d_model=32", "model.n_heads=2", "model.n_layers=2",

@@ -354,7 +354,9 @@ def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
     assert not list(check_visible(run, n_visible=1, variable="3", is_rank=True))
 
 
-def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memory(monkeypatch):
+def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memory(
+    launched, monkeypatch
+):
     """A rank of torchrun may see its own GPU alone. The memory is that of the smallest GPU."""
     memory = [2**40]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -372,8 +374,7 @@ def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memor
         unlike = check_config(resolved(compose_command([*words, *other])))
         assert not [p for p in check_devices(unlike) if "GiB" in p.message]
     del memory[1]
-    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
+    launched("torchrun", 1, 2, 1, 2)
     assert not list(check_devices(checked))
     memory.append(3)
     (line,) = (problem.line for problem in check_devices(checked))
@@ -456,13 +457,12 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_that_holds_a_finished_run(tmp_path, monkeypatch):
+def test_a_folder_that_holds_a_finished_run(tmp_path, launched):
     (tmp_path / "result.json").write_text("{}")
     (line,) = refused(f"run_dir={tmp_path}", *NANO, code=73)
     assert "already holds a finished run" in line and "ckpt_path=last" in line
     accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
-    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
+    launched("torchrun", 1, 2, 1, 2)
     checked = check_config(resolved(compose_command(["trainer.devices=2", *NANO])))
     # Rank 0 may have written its record before rank 1 checks the config.
     assert not list(check_paths(checked, str(tmp_path)))

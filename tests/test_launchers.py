@@ -18,7 +18,6 @@ from command_line import accepted, refused
 
 from gptrain.runtime import process
 from gptrain.runtime.process import (
-    LAUNCHERS,
     Process,
     attempt_folder,
     store_path,
@@ -112,26 +111,6 @@ def train(cfg, guard):
 
 config.main(lambda cfg: runtime.run(train, cfg, lambda *_: None), conf=conf)
 """
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Puts this process into the environment of a launcher: its name, then the four numbers."""
-
-    def place_variables(launcher: str) -> list[str]:
-        names = LAUNCHERS[launcher]
-        places = (names.rank, names.world_size, names.local_rank, names.local_world_size)
-        return [name for name in places if name]
-
-    for launcher in LAUNCHERS:
-        for name in place_variables(launcher):
-            monkeypatch.delenv(name, raising=False)
-
-    def put(launcher: str, *numbers: int) -> None:
-        for name, number in zip(place_variables(launcher), numbers, strict=False):
-            monkeypatch.setenv(name, str(number))
-
-    return put
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])

@@ -96,7 +96,10 @@ def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
         *((strategy, 5) for strategy in ("ddp", "fsdp", "tensor_parallel", "pipeline")),
         ("ddp", 1),
         # The fast tests have these strategies with five samples.
-        *(pytest.param(strategy, 1, marks=pytest.mark.slow) for strategy in ("fsdp", "pipeline")),
+        *(
+            pytest.param(strategy, 1, marks=pytest.mark.slow)
+            for strategy in ("fsdp", "tensor_parallel", "pipeline")
+        ),
     ],
 )
 def test_fewer_samples_than_ranks_times_batch_size_give_the_loss_of_one_device(
@@ -181,9 +184,8 @@ def test_only_the_samples_that_a_run_reads_are_checked():
     check_evaluation("data.val", mixed, 3, is_own=False)
     with pytest.raises(ConfigError, match=r"data\.val \(part b\): 2 samples for 3 ranks: "):
         check_evaluation("data.val", mixed, 3, is_own=True)
-    with pytest.raises(
-        ConfigError, match=r"data\.test: no samples$"
-    ):  # a hint for the validation has no effect
+    # A hint for the validation has no effect on a test.
+    with pytest.raises(ConfigError, match=r"data\.test: no samples$"):
         check_evaluation("data.test", DummyTextDataset(0, 9, 256, 0), 1, is_own=False)
     # A training without a validation still checks what it trains on.
     cfg = compose_run(*words, f"data.train._target_={DATA}.Points", "trainer.limit_val_batches=0")

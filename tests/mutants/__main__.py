@@ -35,14 +35,18 @@ def run(checkout: Path, *module: str, limit_s: int = 150) -> bool:
     """Run a Python module in the checkout, and return whether it failed within the time limit."""
     paths = f"{checkout / 'src'}:{HERE}"  # the latter has the plugin
     env = {**os.environ, "PYTHONPATH": paths, "COVERAGE_RCFILE": str(HERE / "coverage.ini")}
-    # `timeout` also ends the processes that the tests have started.
+    # GNU timeout also ends the processes that the tests have started.
     command = ("timeout", "--kill-after=5", str(limit_s), sys.executable, "-m", *module)
     done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
     return done.returncode not in (0, 124, 137)  # the last two: after the limit
 
 
 class Records:
-    """Lines and seconds of the tests of a checkout, which are recorded if they are not there."""
+    """Lines and seconds of the tests, which are recorded if they are not there.
+
+    Args:
+        checkout: The checkout in which the tests run.
+    """
 
     def __init__(self, checkout: Path):
         folder = checkout / "outputs" / "coverage"
