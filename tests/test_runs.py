@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptrain.checkpoints.manifest import read_manifest, seal
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.runs.__main__ import main
 from gptrain.runs.folder import read_run
 from tests.conftest import ROOT
@@ -92,9 +90,6 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
     assert lines[2].endswith("early stop: val/loss=3.5 not better than 3.4, at step 10")
     assert lines[3].split(maxsplit=3) == ["sweep/1", "9", "7", "nonfinite: the loss is nan"]
     assert lines[4].split() == ["sweep/10", "lost"]
-    head, *rows = show("--diff", four / "sweep" / "1", four / "a")[1]
-    assert head.split() == ["sweep/1", "a"]
-    assert ["ended", "nonfinite", "early", "stop"] in [row.split() for row in rows]
     # Most runs that have the metric took 10 steps, though more runs failed at step 7.
     for name in ("2", "3"):
         make_run(four / "sweep" / name, status={"cause": "nonfinite", "exit_code": 79, "step": 7})
@@ -110,7 +105,7 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
 def test_help_describes_every_option(show):
     code, lines, _ = show("--help")
     assert code == 0
-    for option in ("folders", "--json", "--diff", "--prune", "--yes"):
+    for option in ("folders", "--json"):
         assert re.search(rf"^  {option}\s+\S+ \S+", "\n".join(lines), re.M), option
 
 
@@ -145,9 +140,6 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     "words, code, message",
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
-        (["--diff"], 2, "error: --diff: needs exactly two runs, found 4"),
-        (["--json", "--diff"], 2, "error: argument --diff: not allowed with argument --json"),
-        (["--yes"], 2, "error: --yes: has an effect with --prune only"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
 )
@@ -185,7 +177,7 @@ def test_strange_values_are_no_figures_and_no_control_characters(tmp_path, show)
      "checkpoints", "checkpoints/step-00000001/manifest.json"],
 )  # fmt: skip
 def test_an_odd_file_costs_a_run_a_warning_at_most(name, four, show):
-    """Whatever is in it: the others are in the table, and in what two of them differ."""
+    """Whatever is in it: the others are in the table."""
     odd = four / "a" / name
     (four / "a/result.json").unlink()
     odd.parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +193,6 @@ def test_an_odd_file_costs_a_run_a_warning_at_most(name, four, show):
         code, lines, err = show(four)
         assert code == 0 and {"sweep/0", "0"} & {line.split()[0] for line in lines[1:]}, text
         assert all(line.startswith("warning: ") for line in err)
-        assert show("--diff", four / "a", four / "sweep/0")[0] in (0, 2)
     odd.unlink()
     odd.mkdir()
     assert show(four)[0] == 0
@@ -235,101 +226,3 @@ def test_hundreds_of_runs_take_seconds_and_no_torch(tmp_path):
     after, lines = os.times(), output.splitlines()
     assert len(lines) == 202 and lines[-1] == "set()" and lines[1].split()[0] == "0"
     assert after.children_user - before.children_user < 4
-
-
-def test_diff_shows_what_differs_and_nothing_else(train, show):
-    """Two runs of one code on one machine: an option, and what came of it."""
-    first = train("optimizer.lr=1e-3", "logger=none", name="one")
-    second = train("optimizer.lr=2e-3", "logger=none", name="other")
-    code, lines, _ = show("--diff", first.folder, second.folder)
-    assert code == 0 and lines[0].split() == ["one", "other"]
-    keys = {line.split()[0] for line in lines[1:]}
-    assert "optimizer.lr" in keys and "metrics.train/loss" in keys
-    measured = ("metrics.", "seconds", "peak_memory_bytes")
-    assert not [key for key in keys if not key.startswith(("optimizer.lr", *measured))]
-    result = json.loads((second.folder / "result.json").read_text())
-    result["versions"]["torch"], result["git"] = "1.0", {"commit": "abc", "dirty": True}
-    write(second.folder / "result.json", json.dumps(result))
-    values = {
-        line.split()[0]: line.split()[1:] for line in show("--diff", first.folder, second.folder)[1]
-    }
-    assert values["versions.torch"][1] == "1.0" and "git.commit" in values
-
-
-class Terminal(io.StringIO):
-    """Terminal whose user types a text, or Ctrl-D if there is none."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(
-    train, typed, tmp_path, monkeypatch
-):
-    words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=lr", "checkpoint.mode=max",
-             "trainer.val_check_interval=1", f"checkpoint.mirror={tmp_path}/mirror")  # fmt: skip
-    for n_kept in (1, 0):
-        line = train(*words, f"checkpoint.keep={n_kept}").err
-        assert f"checkpoint.keep={n_kept}: must be >= 2: if the newest is damaged" in line
-    run = train(*words, "checkpoint.keep=9")
-    assert re.search(r"^result .* · lr 0\.", run.out, re.M)  # the monitored metric is shown
-    folder = run.folder / "checkpoints"
-    names = [f"step-{step:08d}" for step in range(1, 5)]
-    n_bytes = sum(path.stat().st_size for path in (folder / names[1]).iterdir())
-    outside = tmp_path / "outside"
-    (folder / names[2]).rename(outside)
-    (folder / names[2]).symlink_to(outside)
-    assert typed(main, "--yes")[2] == "error: --yes: has an effect with --prune only\n"
-    code, _, err = typed(main, "--prune")
-    assert (code, err) == (2, "error: --prune: needs a folder; try: --prune FOLDER\n")
-    monkeypatch.setattr("sys.stdin", Terminal())
-    assert typed(main, "--prune", str(run.folder))[0] == 2
-    monkeypatch.undo()
-    code, out, err = typed(main, "--prune", str(run.folder))  # stdin is not a terminal
-    assert code == 2 and f"delete    {folder / names[1]}" in out and "--yes" in err
-    assert f"keep      {run.folder}: {names[0]}, {names[3]}" in out
-    assert sorted(path.name for path in folder.glob("step-*")) == names
-    with (run.folder / ".lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        code, _, err = typed(main, "--prune", str(run.folder), "--yes")
-        assert code == 73 and "is running" in err and (folder / names[1]).exists()
-    manifest = read_manifest(folder / names[0])
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    manifest["config"]["base"] = {"path": str(link / names[1]), "sha256": ""}
-    user = run.folder.parent / "lora" / "checkpoints" / names[0]
-    user.mkdir(parents=True)
-    (user / "manifest.json").write_bytes(seal(manifest))
-    first = make_run(tmp_path / "far" / "away")
-    code, out, err = typed(main, "--prune", str(first), str(run.folder), "--yes")
-    assert code == 0 and "nothing to delete" in out, err
-    assert f"keep      {folder / names[1]}: it has the frozen weights of {user.parents[1]}" in out
-    deep = run.folder.parent / "a" / "b" / "c" / "lora"  # only found as the default folder's run
-    shutil.copytree(user.parents[1], deep)
-    shutil.rmtree(user)
-    with monkeypatch.context() as environment:
-        environment.setenv("GPTRAIN_OUTPUT_DIR", str(deep.parents[2]))
-        out = typed(main, "--prune", str(run.folder), "--yes")[1]
-    assert f"keep      {folder / names[1]}: it has the frozen weights of {deep}" in out
-    shutil.rmtree(deep)
-    second = shutil.copytree(run.folder, tmp_path / "second", symlinks=True)
-    (second / "checkpoints" / names[2]).unlink()
-    shutil.copytree(outside, second / "checkpoints" / names[2])
-    n_bytes = 2 * n_bytes + sum(path.stat().st_size for path in outside.iterdir())
-    monkeypatch.setattr("sys.stdin", Terminal("Y\n"))
-    code, out, err = typed(main, "--prune", str(run.folder), str(second))
-    assert "delete 3 checkpoints? [y/N] " in out
-    assert code == 0 and f"deleted 3 checkpoints, {n_bytes / 2**20:.1f} MiB;" in out, err
-    assert len(list((second / "checkpoints").glob("step-*"))) == 2
-    assert sorted(path.name for path in folder.glob("step-*")) == [names[0], *names[2:]]
-    assert any(outside.iterdir()) and len([*(tmp_path / "mirror").rglob("state.ckpt")]) == 4
-    (folder / names[3] / "state.ckpt").write_bytes(b"")  # a damaged newest checkpoint stays, too
-    assert "nothing to delete" in typed(main, "--prune", str(run.folder), "--yes")[1]
-    for name in (names[0], names[2]):
-        (folder / name / "state.ckpt").write_bytes(b"")
-    code, _, err = typed(main, "--prune", str(run.folder), "--yes")
-    assert code == 73 and f"{folder}: nothing was deleted: " in err
-    folder.rename(tmp_path / "moved")
-    folder.symlink_to(tmp_path / "moved")
-    code, _, err = typed(main, "--prune", str(run.folder), "--yes")
-    assert code == 73 and f"{folder}: is a link; checkpoints behind a link are not deleted" in err

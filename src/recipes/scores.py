@@ -1,4 +1,4 @@
-"""Score multiple-choice questions during training, and for a finished run.
+"""Score multiple-choice questions during training, or with `task=validate` for a finished run.
 
 Config: conf/callbacks/scores.yaml. A file of JSON lines has questions in the form of HellaSwag
 (`ctx` or `ctx_a`, `ctx_b` and `activity_label`; `endings`, `label`) or of ARC (`question`,
@@ -107,18 +107,6 @@ class Scores(Callback):
                 counts = count(net, encode, questions, data.rank, data.world_size)
             total = cast(Tensor, trainer.strategy.reduce(counts, reduce_op="sum"))
             scores |= named_scores(name, total)
-        return scores
-
-    def evaluate(self, net: nn.Module, tokenizer: Any) -> dict[str, float]:
-        """Return logged name -> score of a net, for `python -m gptrain.evaluate`.
-
-        Args:
-            net: Full net, in evaluation mode.
-            tokenizer: Tokenizer of the net.
-        """
-        scores, encode = {}, self.encoder(tokenizer)
-        for name, questions in self.questions.items():
-            scores |= named_scores(name, count(net, encode, questions))
         return scores
 
     def encoder(self, tokenizer: Any) -> Encoder:

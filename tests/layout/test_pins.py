@@ -22,13 +22,11 @@ def lines(*names: str) -> list[str]:
 
 
 def asked() -> list[Requirement]:
-    """Return the requirements of all extras of pyproject.toml, and of a new project."""
+    """Return the requirements of pyproject.toml, those of all extras, too."""
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [text for texts in extras["optional-dependencies"].values() for text in texts]
-    requirements = [
-        Requirement(text) for text in [*extras, *lines("src/gptrain/adopt/files/requirements.txt")]
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for texts in project["optional-dependencies"].values() for text in texts]
+    requirements = [Requirement(text) for text in [*project["dependencies"], *extras]]
     return [
         requirement for requirement in requirements if requirement.name != "gptrain"
     ]  # an extra made of others

@@ -121,7 +121,7 @@ def main() -> None:
     records, results = Records(checkout), checkout / "outputs" / "verdicts.json"
     verdicts = json.loads(results.read_text()) if results.exists() else {}
     library = checkout.glob("src/gptrain/**/*.py")
-    files = [str(file.relative_to(checkout)) for file in library if "template" not in file.parts]
+    files = [str(file.relative_to(checkout)) for file in library]
     mutants = {str(m): m for m in draw(checkout, typed.files or files, typed.n, typed.seed)}
     for name, mutant in mutants.items():
         if name not in verdicts:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.evaluate.__main__ import main as evaluate
 from gptrain.generate.__main__ import main as generate
 from recipes.docstrings import main
 from recipes.scores import cleaned, read_questions
@@ -95,10 +94,8 @@ def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, tmp_path)
     run(train, *start, "experiment=quickstart", f"run_dir={base}", *text)
     run(train, *start, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files,
         scores)  # fmt: skip
-    scored = run(evaluate, f"from_run={chat}")
-    assert {line.split("\t")[0] for line in scored.splitlines()} == {
-        "eval/docs/acc", "eval/docs/acc_norm",
-    }  # fmt: skip
+    metrics = json.loads((chat / "result.json").read_text())["metrics"]
+    assert metrics.keys() >= {"eval/docs/acc", "eval/docs/acc_norm"}
     question = "What does os.path.join do?"
     ask = [f"from_run={chat}", f"prompt={question}", "chat=true", "n_tokens=8"]
     assert run(generate, *ask)

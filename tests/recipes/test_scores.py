@@ -15,8 +15,7 @@ import torch
 
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import ByteTokenizer
-from gptrain.evaluate.__main__ import main
-from recipes.scores import Scores, count, read_questions
+from recipes.scores import Scores, count, named_scores, read_questions
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 HELLASWAG = [
@@ -106,7 +105,7 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
     # Three ranks do not divide four questions: none of them counts twice.
     parts = [count(net, encode, questions, rank, 3) for rank in range(3)]
     assert sum(parts).tolist() == expected
-    scores = callback.evaluate(net, tokenizer)
+    scores = named_scores("hs", torch.tensor(expected))
     assert scores == {"eval/hs/acc": expected[0] / 4, "eval/hs/acc_norm": expected[1] / 4}
 
 
@@ -127,7 +126,7 @@ def test_the_scores_of_a_run_are_those_of_all_data_ranks_in_the_precision_of_the
     callback.tokenizer = ByteTokenizer()
     encode = callback.encoder(callback.tokenizer)
     others = [count(net, encode, questions, rank, 3) for rank in (0, 1)]
-    expected = callback.evaluate(net, callback.tokenizer)
+    expected = named_scores("hs", count(net, encode, questions))
     net.register_forward_pre_hook(lambda *_: precisions.append(torch.is_autocast_enabled("cpu")))
 
     def reduce(counts, reduce_op):
@@ -194,7 +193,7 @@ def test_scores_need_the_full_net_and_the_tokenizer_of_the_validation(monkeypatc
     ],
 )
 def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
-    run, ranks, files, tmp_path, capfd
+    run, ranks, files, tmp_path
 ):
     train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
     words = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
@@ -211,12 +210,9 @@ def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     logged = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     start = {name: logged.pop(name) for name in [*logged] if name.endswith("_start")}
     assert start.keys() == {f"{name}_start" for name in logged} and len(logged) == 4
-    capfd.readouterr()
-    second = f"{{_target_: recipes.scores.Scores, files: {{second: {files['arc']}}}}}"
     words = (f"from_run={tmp_path}/run", "ckpt_path=last", f"run_dir={tmp_path}/new")
-    run(main, *words, f"+callbacks.second={second}")
-    assert not (tmp_path / "new").exists()
+    run(train, *words, "task=validate", f"+callbacks.scores.files.second={files['arc']}")
+    metrics = json.loads((tmp_path / "new" / "result.json").read_text())["metrics"]
     for name in ("acc", "acc_norm"):
         logged[f"eval/second/{name}"] = logged[f"eval/arc/{name}"]
-    lines = [line.split("\t") for line in capfd.readouterr().out.splitlines()]
-    assert {name: pytest.approx(float(value), rel=1e-5) for name, value in lines} == logged
+    assert {name: pytest.approx(metrics[name], rel=1e-5) for name in logged} == logged

@@ -66,11 +66,6 @@ class RunRecord:
         """Values of the composed config by dotted key. Empty if config.yaml cannot be read."""
         return flatten(read_facts(self.path / CONFIG, read_yaml))
 
-    @property
-    def result(self) -> dict[str, Any]:
-        """Values of result.json by dotted key. Empty if the file is missing or damaged."""
-        return flatten(read_facts(self.path / RESULT_NAME))
-
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     """Return the runs at or below each folder, each once.

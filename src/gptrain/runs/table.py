@@ -1,4 +1,4 @@
-"""Comparison of runs: a table with the best run first, and the keys in which runs differ."""
+"""Comparison of runs: a table with the best run first."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from gptrain.runs.folder import RunRecord
 
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
 # Endings of keys that hold a location: equal runs may have different ones.
-LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")
+LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path")
 CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
 MARK = " *"  # appended to the number of steps of a run
 MARKED = "a different number of steps than most of these runs: the metrics are not comparable"

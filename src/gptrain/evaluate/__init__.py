@@ -1,1 +1,0 @@
-"""The command `python -m gptrain.evaluate`, which scores the net of a finished run."""

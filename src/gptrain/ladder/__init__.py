@@ -1,1 +1,0 @@
-"""Scaling-law sweep: predict the loss of a large model from runs of smaller models."""

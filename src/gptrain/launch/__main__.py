@@ -1,5 +1,0 @@
-"""Run the command `python -m gptrain.launch`."""
-
-from gptrain.launch.command import main
-
-main()
