@@ -38,7 +38,7 @@ LONGEST = [
     "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_project",
     "test_run_fsdp", "test_run_mixes", "test_run_options", "test_generate",
-    "test_lightning_features", "test_run_nets", "test_run_diloco", "test_resume_changes",
+    "test_lightning_features", "test_run_nets", "test_resume_changes",
     "test_train", "test_plan_accuracy", "test_learning_rate", "test_run_tensor_parallel",
     "test_mirror", "test_run_pipeline", "test_run_one_device", "test_own_modules",
     "test_run_ddp", "test_untrusted_files", "test_watchdog",

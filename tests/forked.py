@@ -26,7 +26,6 @@ PRELOAD = [  # before Python 3.13, a fork server can only import installed packa
     "gptrain.lit.loggers.csv",
     "gptrain.lit.perf",
     "gptrain.parallel.ddp",
-    "gptrain.parallel.diloco",
     "gptrain.parallel.pipeline",
     "gptrain.parallel.sharded",
     "gptrain.checkpoints.safe_load",

@@ -41,12 +41,11 @@ RUNS = (
                                 "model.compile=blocks", "model.dropout=0.1", "strategy=ddp",
                                 "strategy.comm_hook=bf16", "strategy.bucket_cap_mb=50"]),
     ("v100", 3, 512, ["model=llama_124m", "trainer.precision=32-true", "data.batch_size=4",
-                      "strategy=diloco", "strategy.outer_dtype=bf16", "strategy.sync_every=20"]),
+                      "strategy=ddp", "strategy.comm_hook=bf16"]),
     ("cpu", 2, 256, ["model=simple_gpt", "trainer.precision=bf16-mixed", "data.batch_size=8",
-                     "strategy=context_parallel", "strategy.shard=false"]),
+                     "strategy=context_parallel"]),
     ("cpu", 1, 256, ["model=simple_gpt", "optimizer=muon", "data.batch_size=8",
-                     "strategy=pipeline", "strategy.schedule=interleaved_1f1b",
-                     "strategy.microbatches=4"]),
+                     "strategy=pipeline", "strategy.microbatches=4"]),
 )  # fmt: skip
 
 

@@ -87,24 +87,10 @@ ONE_LINE = {
     "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": [
         "no effect under strategy=fsdp; allowed: under strategy=ddp",
     ],
-    "strategy=context_parallel strategy.shard=false strategy.accumulate_shards=true "
-    "trainer.devices=2": ["strategy.accumulate_shards=true: no effect on weights that are not"],
-    "strategy=context_parallel strategy.shard=false strategy.cpu_offload=true trainer.devices=2": [
-        "=true: no effect on weights that are not sharded; try: strategy.shard=true",
-    ],
-    "strategy=diloco on_spike=skip trainer.devices=2": ["on_spike=skip: each replica", "none"],
     "strategy=tensor_parallel trainer.devices=2 model.compile=blocks "
     "model.activation_checkpointing=full": ["model.compile=blocks", "checkpointing=none"],
     "data.global_batch_size=64 trainer.accumulate_grad_batches=2": [
         "data.global_batch_size=64: excludes trainer.accumulate_grad_batches=2",
-    ],
-    "strategy=pipeline trainer.devices=4 strategy.schedule=interleaved_1f1b": [
-        "8 stages, but model.n_layers=6",
-    ],
-    "strategy=pipeline trainer.devices=2 strategy.schedule=interleaved_1f1b data.batch_size=3 "
-    "strategy.microbatches=3": [
-        "strategy.microbatches=3", "a multiple of the 2 pipeline ranks",
-        "try: strategy.microbatches=4, or strategy.schedule=gpipe",
     ],
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],

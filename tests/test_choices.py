@@ -83,7 +83,7 @@ def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_t
 
 
 OPTIONS = {
-    "data=text": "path=a pattern=*.b format=jsonl text_key=body on_bad_record=skip tokenizer=bytes "
+    "data=text": "path=a pattern=*.b format=jsonl text_key=body tokenizer=bytes "
     "end_of_document=true documents=separate val_fraction=0.125 seq_len=24",
     "experiment=chat": "path=a held_out=0.25 keys=said tokenizer=bytes too_long=skip "
     "documents=separate seq_len=24",

@@ -71,20 +71,11 @@ def test_replicas_are_of_the_data_axis():
     assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8
 
 
-def test_a_replica_of_diloco_is_a_machine_or_on_one_machine_a_rank():
-    given = default_options("diloco")
-    assert [given.on_ranks(nodes, 8).copies for nodes in (1, 2)] == [8, 2]
-    assert given.model_copy(update={"replicas": 4}).on_ranks(2, 8).copies == 4
-
-
 def test_options_that_two_strategies_share_are_taken_over_when_strategies_are_compared():
     copies = default_options("fsdp").model_copy(update={"replicas": 2, "cpu_offload": True})
     assert options_for("fsdp", copies) == copies
     compared = options_for("fsdp_tensor_parallel", copies)
     assert (compared.name, compared.cpu_offload) == ("fsdp_tensor_parallel", True)
-    # A replica of DiLoCo is no copy of HSDP.
-    replicas = default_options("diloco").model_copy(update={"replicas": 4})
-    assert options_for("fsdp", replicas) == default_options("fsdp")
     buckets = default_options("auto").model_copy(update={"bucket_cap_mb": 3})
     ddp = options_for("ddp", buckets)
     assert (ddp.name, ddp.bucket_cap_mb) == ("ddp", 3)

@@ -314,10 +314,9 @@ def test_a_refused_step_names_the_rank_and_the_samples_that_have_caused_it(
     monkeypatch.setattr(nonfinite, "gather", lambda *_: gathered)
     repeated = []
     monkeypatch.setattr(nonfinite, "find_first", lambda *arguments: repeated.append(arguments[-1]))
-    asked, parallel = [], SimpleNamespace(step_group=None)
+    asked = []
     data = SimpleNamespace(step_samples=lambda step, rank: asked.append((step, rank)) or [31, 32])
-    strategy = SimpleNamespace(parallel=parallel)
-    trainer: Any = SimpleNamespace(strategy=strategy, datamodule=data, global_rank=1)
+    trainer: Any = SimpleNamespace(strategy=None, datamodule=data, global_rank=1)
     step: Any = SimpleNamespace(step=9, micro_losses=[])
     error = NonFiniteRule("stop").describe(trainer, step)
     named, micro_step, rank = expected
@@ -448,8 +447,3 @@ def test_all_ranks_skip_a_spike_of_one_rank_under_every_strategy(train):
         assert losses[name] == pytest.approx(losses["ddp"], abs=1e-5)
         reported = re.search(r"the loss at step 7 is .* above the mean (\S+) of the last 8", line)
         assert reported and float(reported[1]) == pytest.approx(mean(losses[name][:7]), rel=1e-3)
-
-
-def test_the_spike_guard_is_refused_under_diloco(train):
-    run = train("on_spike=warn", TWO, "strategy=diloco")
-    assert run.code == 2 and "error: on_spike=warn: each replica" in run.err

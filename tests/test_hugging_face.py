@@ -186,7 +186,7 @@ def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train, mo
         "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4", tiny=False,
     )  # fmt: skip
     assert run.code == 2 and "needs embed, norm" in run.err
-    assert "strategies that work without: single, ddp, fsdp, diloco" in run.err
+    assert "strategies that work without: single, ddp, fsdp" in run.err
     assert not run.folder.exists()
 
 

@@ -157,13 +157,8 @@ def test_several_micro_steps_of_fsdp_keep_full_gradients_or_shards():
 
 
 def test_options_of_a_strategy_change_what_a_rank_stores():
-    """Diloco keeps the last weights and a momentum. Buckets of DDP are a second gradient."""
+    """Buckets of DDP are a second gradient."""
     dims, n_bytes = ParallelDims(data=2), 4 * GPT2.n_parameters
-    for momentum, n_states in ((0.9, 4), (0.0, 3)):
-        options = default_options("diloco").model_copy(update={"outer_momentum": momentum})
-        work = Work(GPT2, options, dims, 4, 512)
-        assert estimate_states(work)["optimizer"] == n_states * n_bytes
-        assert work.costs.step_ranks == 1  # each rank is a replica by default
     totals = []
     for is_view in (False, True):
         options = default_options("ddp").model_copy(update={"gradient_as_bucket_view": is_view})
@@ -369,14 +364,14 @@ def test_the_states_of_muon_are_divided_with_the_layers():
 def test_a_run_is_planned_with_all_of_its_options():
     words = ["model=simple_gpt", "model.dropout=0.25", "model.compile=blocks", "data.batch_size=4",
              "model.activation_checkpointing=selective", "trainer.precision=bf16-true",
-             "trainer.accumulate_grad_batches=3", "trainer.num_nodes=2", "strategy=diloco",
-             "strategy.sync_every=7", "optimizer._target_=torch.optim.SGD",
+             "trainer.accumulate_grad_batches=3", "trainer.num_nodes=2", "strategy=fsdp",
+             "strategy.replicas=2", "optimizer._target_=torch.optim.SGD",
              "+optimizer.momentum=0.9", "~optimizer.betas", "~optimizer.eps"]  # fmt: skip
     run = compose_run(*words)
-    work = find_work(run, 33, "diloco", 4, is_cpu=True)
+    work = find_work(run, 33, "fsdp", 4, is_cpu=True)
     assert work == Work(
         find_shape(run.model),
-        default_options("diloco").model_copy(update={"sync_every": 7, "replicas": 2}),
+        default_options("fsdp").model_copy(update={"replicas": 2}),
         ParallelDims(data=4, replicas=2),
         batch_size=4,
         seq_len=33,
@@ -388,11 +383,9 @@ def test_a_run_is_planned_with_all_of_its_options():
         compile="blocks",
         is_cpu=True,
     )
-    of_launcher = run.changed({"trainer.num_nodes": "auto"})  # counts as one node
-    assert find_work(of_launcher, 33, "diloco", 4, is_cpu=True).dims.replicas == 4
     for name, n_ranks in (
         ("tensor_parallel", 3), ("context_parallel", 6), ("pipeline", 8),
-        ("diloco", 3),  # three ranks on two nodes, with a copy each
+        ("fsdp", 3),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="does not divide the heads, layers, batch or copies"):
             find_work(run, 33, name, n_ranks, is_cpu=True)
@@ -452,22 +445,6 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
     # Gloo gathers two shards, then the quarters of all ranks.
     on_cpu = {entry.what: entry.n_bytes for entry in find_traffic(replace(work, is_cpu=True))}
     assert on_cpu["updates of Muon"] == n_bytes / 2 + n_bytes * 3 / 4
-
-
-def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
-    """Two replicas of two ranks: each rank all-reduces half of the fp32 weights with one other.
-
-    An all-reduce of two ranks sends as much as it reduces. The sums are gathered in the replica.
-    """
-    options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 8})
-    work = Work(GPT2, options, ParallelDims(data=4), 4, 512)
-    sent = {entry.what: entry.n_bytes for entry in find_traffic(work)}
-    half = 4 * GPT2.n_parameters / 2
-    assert sent == {
-        "gradients": 2 * half,
-        "parameter changes": half / 8,
-        "averaged changes": half / 8,
-    }
 
 
 def test_fewer_key_value_heads_leave_less_for_the_backward_pass():

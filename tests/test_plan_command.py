@@ -82,7 +82,7 @@ def test_every_strategy_has_its_bytes_time_and_traffic(plan):
     assert report["parameters"] == 124_439_808
     rows = report["strategies"]
     assert rows.keys() == {"single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
-                           "pipeline", "ddp_pipeline", "diloco", "context_parallel"}  # fmt: skip
+                           "pipeline", "ddp_pipeline", "context_parallel"}  # fmt: skip
     for name, row in rows.items():
         held = row["bytes_per_device"]
         states = held["weights"] + held["gradients"] + held["optimizer"]
@@ -92,8 +92,6 @@ def test_every_strategy_has_its_bytes_time_and_traffic(plan):
         assert (row["wire_bytes_per_step"] > 0) == (name != "single")
         assert row["hours"] == pytest.approx(1e10 / row["tokens_per_s"] / 3600)
         assert row["device_hours"] == pytest.approx(row["hours"] * (1 if name == "single" else 4))
-    share = rows["diloco"]["wire_bytes_per_step"] / rows["ddp"]["wire_bytes_per_step"]
-    assert share == pytest.approx(1 / 32)
     assert rows["ddp"]["wire_bytes_per_step"] == pytest.approx(1.5 * 4 * 124_439_808, abs=1)
 
 
@@ -115,8 +113,8 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
 def test_one_device_is_the_best_where_the_link_is_too_slow_for_more(plan):
     """Options of another strategy are left out of the command, those of the same are kept."""
     words = ["model=gpt_nano", "data.batch_size=1", "trainer.devices=2", "hardware=t4"]
-    report = answer(plan, *words, "hardware.link=ethernet_10", "strategy=diloco",
-                    "strategy.sync_every=1")  # fmt: skip
+    report = answer(plan, *words, "hardware.link=ethernet_10", "strategy=ddp",
+                    "strategy.bucket_cap_mb=50")  # fmt: skip
     assert report["command"].endswith(
         " model=gpt_nano data.batch_size=1 strategy=single trainer.devices=1"
     )

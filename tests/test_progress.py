@@ -51,13 +51,11 @@ def test_a_bar_appears_for_long_work_only(monkeypatch):
 def test_the_bar_of_a_training_shows_the_last_logged_step():
     lengths = RunLengths(BatchPlan(4, 1, 1), 1, 50, n_steps=40, validate_every=9, unit="samples")
     values = {"train/loss": torch.tensor(2.5), "lr": 3e-4, "step": 10, "perf/step_s": 2.0,
-              "perf/tokens_per_s": 12345.6, "perf/slowest_rank": 3.0,
-              "perf/slowest_over_median": 1.25}  # fmt: skip
+              "perf/tokens_per_s": 12345.6}  # fmt: skip
     bar = ProgressBar()
     bar.take_step(values, lengths)
     shown = {name: str(value) for name, value in bar.logged.items() if name != "train/loss"}
-    assert shown == {"lr": "0.0003", "samples/s": "12,346", "left": "0:01:00",
-                     "slowest": "rank 3, 1.25 of the median"}  # fmt: skip
+    assert shown == {"lr": "0.0003", "samples/s": "12,346", "left": "0:01:00"}
 
 
 class Count:

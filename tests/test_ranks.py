@@ -5,7 +5,6 @@ Spawned ones, as a person's are, start in test_project.py and test_signals_run.p
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -63,8 +62,6 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert two.code == 0, two.err
     assert "warning:" not in two.err and two.err.count("UserWarning: of the first rank") == 1
     one_log_and_no_traces_of_other_ranks(two.folder)
-    for row in map(json.loads, (two.folder / "metrics.jsonl").read_text().splitlines()):
-        assert row["perf/slowest_rank"] in (0, 1) and row["perf/slowest_over_median"] >= 1
     labels = [line.split()[0] for line in two.out.splitlines()]
     names = ["model", "strategy", "batch", "plan", "run", "warning:", "result", "next"]
     assert labels == names  # the other rank logs errors only

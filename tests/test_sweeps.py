@@ -5,22 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-import sys
 import weakref
-from importlib.metadata import version
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from gptrain.assemble import run as build
 from gptrain.checkpoints.status import write_result, write_status
-from gptrain.config import cli, study
+from gptrain.config import cli
 from gptrain.config.compose import job_folder
 from gptrain.config.overrides import parse
 from gptrain.config.sweep import find_finished, report_finished, report_sweep, twice_as_long
-from gptrain.core.errors import ConfigError
 from gptrain.runs.folder import read_run
 from tests.conftest import TINY
 
@@ -171,15 +166,12 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
         nets.append(weakref.ref(run.module.net))
         return run
 
-    reserved: list[int] = []
     begun: list[int] = []
     monkeypatch.setattr(cli, "begin_command", lambda: begun.append(len(alive)))
-    monkeypatch.setattr(cli, "reserve_gpus", reserved.append)
     monkeypatch.setattr(build, "build", watched)
     sweep = train("-m", "trainer.devices=1,2", "seed=1,2", "trainer.max_steps=2")
     assert sweep.code == 0, sweep.err
     assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
-    assert reserved == [1, 1, 2, 2]  # each job takes its own number of GPUs
     assert begun == [0, 0, 1, 2, 2]  # the command, and each job before its net is made
     for timeline in sweep.folder.glob("*/timeline.jsonl"):  # rank 0 alone writes the file
         assert timeline.read_text().count('"starting"') == 1
@@ -223,91 +215,6 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     first, norms = search("first")
     assert len(set(norms)) == 3 and first.best_value == max(norms)
     assert first == search("second")[0]
-
-
-@pytest.fixture
-def search(train, tmp_path):
-    """Run a search of two trials whose study is kept in an sqlite file."""
-    words = ("hydra.sweeper.n_trials=2", "trainer.max_steps=2", "trainer.limit_val_batches=0",
-             "objective=train/loss", "checkpoint=none", "hydra.sweeper.study_name=s",
-             f"hydra.sweeper.storage='sqlite:///{tmp_path}/study.db'")  # fmt: skip
-    return lambda *more: train("-m", "hparams_search=optuna", *words, *more, name="search")
-
-
-@pytest.mark.engine("optuna")
-def test_an_interrupted_search_continues_from_its_sqlite_file_with_new_points(search, monkeypatch):
-    if int(version("sqlalchemy").partition(".")[0]) > 1:
-        refused = search()
-        assert refused.code == 2 and "cannot store a study; try: pip install" in refused.err
-        pytest.skip("needs sqlalchemy<2: pip install -e '.[engines]' -c .ci/constraints.txt")
-    starts, make = [], build.build
-
-    def interrupted(cfg, guard):
-        starts.append(cfg.optimizer.lr)
-        if len(starts) == 2:
-            raise KeyboardInterrupt
-        return make(cfg, guard)
-
-    monkeypatch.setattr(build, "build", interrupted)
-    assert search().code == 130
-    again = search()
-    assert again.code == 0, again.err
-    assert "study     s: continues after 2 trials" in again.out
-    assert len(starts) == len(set(starts)) == 4
-    assert (again.folder / "results.csv").read_text().count("steps done") == 3
-
-
-class StoredStudies:
-    """Stand-in for optuna and SQLAlchemy, whose database has two studies or cannot be read."""
-
-    WARNING = 30
-    SQLAlchemyError = LookupError
-    is_readable = True
-
-    def set_verbosity(self, level: int) -> None:
-        """Do nothing."""
-
-    def get_all_study_summaries(self, storage: str) -> list[SimpleNamespace]:
-        """Return the summaries, or raise the error of a database that cannot be read."""
-        if not self.is_readable:
-            raise LookupError(f"{storage} is locked")
-        return [SimpleNamespace(study_name=name, n_trials=n) for name, n in (("a", 3), ("b", 9))]
-
-
-def test_a_search_continues_after_the_trials_of_its_own_study(monkeypatch, capsys):
-    stored: Any = StoredStudies()
-    stored.logging = stored
-    for name in ("optuna", "sqlalchemy", "sqlalchemy.exc"):
-        monkeypatch.setitem(sys.modules, name, stored)
-    monkeypatch.setattr(study, "find_spec", lambda name: True)
-    monkeypatch.setattr(study, "check_versions", lambda storage: None)
-
-    def more(**options: Any) -> list[str]:
-        sweeper = {"storage": "sqlite:///x", "study_name": "a", "sampler": {"seed": 7}} | options
-        return study.continue_study(OmegaConf.create({"hydra": {"sweeper": sweeper}}))
-
-    assert more() == ["hydra.sweeper.sampler.seed=10"]
-    assert capsys.readouterr().out == "study     a: continues after 3 trials\n"
-    for options in ({"study_name": "new"}, {"storage": None}, {"sampler": {"seed": None}}):
-        assert more(**options) == []
-    stored.is_readable = False
-    with pytest.raises(ConfigError, match="storage=sqlite:///x: cannot be opened: ") as refused:
-        more()
-    assert refused.value.code == 66
-
-
-def test_packages_that_cannot_store_a_study_are_refused_with_the_command(monkeypatch):
-    versions = {"optuna": "2.10.1", "sqlalchemy": "2.0.1"}
-    monkeypatch.setattr(study, "version", versions.get)
-    with pytest.raises(ConfigError) as refused:
-        study.check_versions("sqlite:///a.db")
-    assert str(refused.value).endswith(
-        "=sqlite:///a.db: optuna 2.10.1 with sqlalchemy 2.0.1 cannot store a study; "
-        'try: pip install "sqlalchemy<2" "alembic<1.20"'
-    )
-    for name, number in (("optuna", "3.0.0"), ("sqlalchemy", "1.4.54")):
-        monkeypatch.setattr(study, "version", (versions | {name: number}).get)
-        study.check_versions("sqlite:///a.db")
 
 
 @pytest.mark.engine("optuna")

@@ -483,13 +483,13 @@ def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     text[changed] = 0xFF
     (tmp_path / "text").write_bytes(text)
     (source,) = find_sources(tmp_path / "text")
-    assert scan_source(source, "text") == (None, reported)
+    assert scan_source(source) == (None, reported)
     # What is written to a file after it was found is no part of the corpus.
     (tmp_path / "text").write_bytes(text[:changed])
     (source,) = find_sources(tmp_path / "text")
-    before = scan_source(source, "text")
+    before = scan_source(source)
     (tmp_path / "text").write_bytes(text)
-    assert scan_source(source, "text") == before
+    assert scan_source(source) == before
 
 
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):

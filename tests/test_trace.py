@@ -33,7 +33,6 @@ def answer(plan, *words):
 GPT, LLAMA, WIDE = "model=gpt_nano", "model=llama_nano", "model.vocab_size=20000"
 HALF, FULL = "trainer.precision=bf16-mixed", "model.activation_checkpointing=full"
 SELECTIVE = "model.activation_checkpointing=selective"
-COPIES = "strategy=context_parallel strategy.shard=false"
 GROUPS = "strategy=context_parallel model.n_kv_heads=1"  # fewer than the ranks of a context group
 HOOK = "strategy=ddp strategy.comm_hook=bf16"
 ACCUMULATE, FSDP = "trainer.accumulate_grad_batches=4", "strategy=fsdp"
@@ -43,7 +42,6 @@ FEW = [
     ("ddp", 8, f"{LLAMA} optimizer=muon data.global_batch_size=128 {HOOK}"),
     ("fsdp", 8, f"{LLAMA} {FSDP} trainer.precision=bf16 {ACCUMULATE}"),  # short for bf16-mixed
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel trainer.precision=bf16-true"),
-    ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
     ("context_parallel", 8, f"{LLAMA} strategy=context_parallel {HALF}"),
 ]
 MORE = [
@@ -67,14 +65,10 @@ MORE = [
     ("fsdp", 512, f"{LLAMA} {FSDP}"),
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE}"),
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE} strategy.accumulate_shards=true"),
-    ("diloco", 8, f"{GPT} strategy=diloco strategy.replicas=2"),
-    ("diloco", 4, f"{LLAMA} strategy=diloco strategy.outer_dtype=bf16"),
     ("fsdp_tensor_parallel", 4, f"{GPT} strategy=fsdp_tensor_parallel"),
     ("fsdp_tensor_parallel", 8, f"{LLAMA} strategy=fsdp_tensor_parallel {HALF}"),
     ("context_parallel", 4, f"{GPT} strategy=context_parallel {FULL}"),
     ("context_parallel", 4, f"{LLAMA} strategy=context_parallel {SELECTIVE} {ACCUMULATE}"),
-    ("context_parallel", 4, f"{GPT} {COPIES} optimizer=muon"),
-    ("context_parallel", 8, f"{GPT} {COPIES} strategy.context_parallel_size=2"),
     ("context_parallel", 8, f"{LLAMA} {GROUPS} strategy.context_parallel_size=4 {HALF} {FULL}"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),
@@ -111,7 +105,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_states(plan):
 def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name, n_ranks, words):
     # A context group of four ranks divides 32 samples into as many tokens per rank.
     size = 32 if name == "context_parallel" else 8
-    n_nodes = 2 if name in ("ddp", "fsdp", "diloco", "context_parallel") else 1
+    n_nodes = 2 if name in ("ddp", "fsdp", "context_parallel") else 1
     words = [*words.split(), f"trainer.devices={n_ranks // n_nodes}", "data.seq_len=65"]
     words += [f"trainer.num_nodes={n_nodes}", f"data.batch_size={size}"]
     traced, formulas = answer(plan, *words, "--trace"), answer(plan, *words)

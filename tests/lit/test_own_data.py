@@ -404,8 +404,6 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert run.column("tokens")[-1] == 18 * 64
     assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
     assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
-    (row,) = json.loads((run.folder / "plan.json").read_text())["strategies"].values()
-    assert row["bytes_per_device"]["logits"] == 4 * 16 * 256 * 4  # the loader's 4 samples
     assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
     again = fit(*words, "ckpt_path=last", name=run.copy_until(5, "again"))
     (read_again,) = read_by_ranks(again)

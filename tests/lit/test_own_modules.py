@@ -343,7 +343,7 @@ def test_a_net_that_returns_no_tensor_is_refused_in_one_line(fit, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "diloco"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strategy):
     """A checkpoint has the buffers of one rank: other ranks would evaluate and resume with others.
 

@@ -101,15 +101,14 @@ def check_buffers(rank, own_group, strategy):
     module.register_buffer("mean", torch.tensor([0.5, 7.0]) + rank)
     module.register_buffer("scratch", torch.tensor(rank), persistent=False)
     strategy._buffer_places = find_saved_buffers(module)
-    strategy.parallel.data_group = dist.group.WORLD
-    strategy.synchronize_buffers(own_group)  # a group of one rank
+    strategy.parallel.data_group = own_group  # a group of one rank
+    strategy.synchronize_buffers()
     assert module.n_seen == 2**40 + 1 + rank and module.mean[1] == 7 + rank
-    strategy.parallel.data_group = own_group
-    strategy.synchronize_buffers(dist.group.WORLD)  # the replicas of DiLoCo
+    strategy.parallel.data_group = dist.group.WORLD
+    strategy.synchronize_buffers()
     assert module.n_seen == 2**40 + 1 and module.mean.tolist() == [0.5, 7.0]
     assert module.scratch == rank
     module.mean += rank
-    strategy.parallel.data_group = dist.group.WORLD
     strategy.synchronize_buffers()
     assert module.mean.tolist() == [0.5, 7.0]
 

@@ -1,6 +1,5 @@
 """Evaluation and the forward pass of a pipeline of two ranks."""
 
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +23,6 @@ from ranks import on_ranks
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models.attention import layout_argument
-from gptrain.parallel import clock
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.requirements import IncompatibleModelError
 
@@ -43,7 +41,7 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
     """
     tokens, targets = (part[:6] for part in make_batch(0, 0))
     expected = loss_of_one_process(tokens, targets)
-    for schedule in ("1f1b", "interleaved_1f1b"):
+    for schedule in ("1f1b", "gpipe"):
         kind = Parallel("pipeline", schedule=schedule)
         for dtype in (torch.bfloat16, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
@@ -74,8 +72,7 @@ def test_the_groups_of_a_rank_of_two_pipelines_with_three_ranks():
     """Only the first and the last rank of a pipeline share a tied weight."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=5, world_size=6)
     try:
-        words = {"schedule": "interleaved_1f1b", "microbatches": 9}
-        options = default_options("ddp_pipeline").model_copy(update=words)
+        options = default_options("ddp_pipeline").model_copy(update={"microbatches": 9})
         parallel = Pipeline(options, ParallelDims(data=2, pipeline=3))
         groups = (parallel.group, parallel.data_group, parallel.ends_group)
         ranks = [dist.get_process_group_ranks(group) for group in groups]
@@ -84,7 +81,7 @@ def test_the_groups_of_a_rank_of_two_pipelines_with_three_ranks():
         dist.destroy_process_group()
     assert ranks == [[1, 3, 5], [4, 5], [1, 5]] and copies == [4, 5]
     assert (parallel.rank, parallel.last, parallel.microbatches) == (2, 2, 9)
-    assert (parallel.n_stages, list(parallel.indices)) == (6, [2, 5])
+    assert parallel.n_stages == 3
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -111,13 +108,7 @@ def test_parameters_outside_the_net_count_once_in_the_gradient_norm():
     kind = Parallel("pipeline")
     kind.module.scale = torch.nn.Parameter(torch.ones(2))
     kind.parallel.prepare(kind.module, kind.optimizer)
-    now_s = [0.0]
-    for block in kind.net.blocks.values():  # the schedule runs them, and the clock is paused
-        block.register_forward_hook(lambda *_: now_s.append(now_s[-1] + 100.0))
-    with patch.object(clock, "time", SimpleNamespace(perf_counter=lambda: now_s[-1])):
-        kind.parallel.clock.start_step()
-        kind.step(0)
-        assert kind.parallel.clock.read() == 0.0 < now_s[-1]
+    kind.step(0)
     kind.module.scale.grad = torch.tensor([3.0, 4.0])
     norm = kind.parallel.measure_and_clip([*kind.module.parameters()], None, None)
     close(norm, torch.tensor(MAX_NORM**2 + 25).sqrt(), LOSS_RTOL)

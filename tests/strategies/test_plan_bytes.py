@@ -14,17 +14,14 @@ from kinds import (
     BATCH,
     CPU,
     D,
-    OneProcess,
     Parallel,
     T,
     V,
     broadcast,
-    close,
     training_bytes,
 )
 from ranks import on_ranks
 
-from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import find_traffic
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.optimizers import MuonFacts
@@ -32,7 +29,6 @@ from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
 from gptrain.optim import Muon, muon_groups
 from gptrain.optim.muon import native_dtype
-from gptrain.parallel.diloco import DiLoCo
 from gptrain.plan import measure
 from gptrain.plan.counters import COLLECTIVES, Sent
 
@@ -75,8 +71,7 @@ def test_sent_and_kept_bytes_equal_the_plan():
     check_bytes("fsdp", accumulate_shards=True)
     for mode in ("none", "full", "selective"):
         check_bytes("tensor_parallel", recomputes=mode)
-    for schedule in ("1f1b", "interleaved_1f1b"):
-        check_bytes("pipeline", schedule=schedule)
+    check_bytes("pipeline")
 
 
 @pytest.mark.slow
@@ -86,7 +81,7 @@ def test_sent_and_kept_bytes_of_combined_strategies_equal_the_plan():
     check_bytes("ddp_pipeline")
     check_bytes("fsdp", replicas=2)
     check_bytes("context_parallel", context_parallel_size=2)
-    check_bytes("context_parallel", shard=False, recomputes="selective")
+    check_bytes("context_parallel", recomputes="selective")
     kind = Parallel("fsdp", replicas=2)
     kind.step(0)
     muon = Muon(muon_groups(kind.net))
@@ -127,24 +122,7 @@ def test_the_slowest_rank_and_the_bandwidth_of_all_ranks_are_kept_beside_other_l
 
 
 @on_ranks(2)
-def test_diloco_replicas_send_the_planned_bytes_per_step():
-    """The replicas synchronize every fourth step, in fp32 and in bf16."""
-    reference, dims = OneProcess(), ParallelDims(data=2)
-    options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 4})
-    for name in ("fp32", "bf16"):
-        options = options.model_copy(update={"outer_dtype": name})
-        outer = DiLoCo(options, dims)
-        outer.prepare(reference.net, reference.optimizer)
-        with Sent() as counted:
-            outer.sync(4)
-        (expected,) = find_traffic(make_work(options, dims))
-        assert abs(counted.total / 4 / expected.n_bytes - 1) < 0.01
-        assert counted.calls["allreduce"] / 4 == expected.calls
-        weight = next(reference.net.parameters())
-        moved = weight.detach() + 2 * options.outer_lr * (1 + options.outer_momentum)
-        weight.data += 1 + 2 * dist.get_rank()  # 2 on average
-        outer.sync(8)
-        close(weight, moved, 1e-6 if name == "fp32" else 1e-2)
+def test_a_broadcast_and_an_all_to_all_are_counted():
     row = torch.ones(6)
     with Sent() as counted:
         dist.broadcast(row, 0)

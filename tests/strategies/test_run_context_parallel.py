@@ -16,12 +16,6 @@ class TestResumeAndPrecision(helpers.PrecisionTests):
 
 
 @pytest.mark.slow
-def test_muon_on_copies_of_the_weights_equals_one_process(runs, monkeypatch):
-    monkeypatch.setitem(helpers.PLACES, NAME, (*helpers.PLACES[NAME], "strategy.shard=false"))
-    helpers.check_muon(runs, NAME)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["ddp", "pipeline"])
 def test_checkpoints_of_other_strategies_can_be_resumed(source, runs):
     helpers.check_reads_checkpoints_of(runs, NAME, source)

@@ -26,12 +26,10 @@ def test_a_pipeline_starts_from_sharded_weights(runs):
 
 
 # Passes of the first rank's first block in a micro-step of two or four microbatches. gpipe: all
-# forward passes first; 1f1b: one forward, one backward once the pipeline is full;
-# interleaved_1f1b: two rounds of two, with two stages per rank.
+# forward passes first; 1f1b: one forward, one backward once the pipeline is full.
 ORDERS = {
     "gpipe": (["0", "1"], "FFBB", "strategy.microbatches=2"),
     "1f1b": (["0", "1"], "FFBFBFBB"),
-    "interleaved_1f1b": (["0", "2"], "FFFFBBBB"),
 }
 
 

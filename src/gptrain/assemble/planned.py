@@ -1,4 +1,4 @@
-"""Estimates of the planner for the line `plan` at the start of a run and for plan.json."""
+"""Estimates of the planner for the line `plan` at the start of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,14 @@ from gptrain.costs.speed import unit_of
 from gptrain.runtime.devices import RunDevices
 
 
-def plan_run(
-    run: RunConfig, name: str, sample_tokens: int, devices: RunDevices
-) -> tuple[str, dict[str, Any]]:
-    """Estimate memory and speed of a run under its own strategy and under all others.
+def plan_run(run: RunConfig, name: str, sample_tokens: int, devices: RunDevices) -> str:
+    """Return a line with the estimated memory and speed of a run, and the best strategy.
 
     Args:
         run: Config of the run, with its precision resolved.
         name: Strategy of the run, such as `ddp`.
         sample_tokens: Number of positions of one sample.
         devices: Accelerator and number of ranks of the run.
-
-    Returns:
-        A line about the run's own strategy, and a dict: `strategies` (name -> estimate), `best`
-        (name of the best strategy), `changes` (config changes that it needs), `parameters` (number
-        of parameters) and `machine` (source of the machine's figures).
 
     Raises:
         ValueError: If the planner does not know the net, the strategy or the GPU, or if the
@@ -41,7 +34,6 @@ def plan_run(
     else:
         raise ValueError("the device is not in the table of gptrain.costs.hardware")
     estimates: dict[str, Any] = compare(run, sample_tokens, machine, devices.n_nodes)
-    estimates["machine"] = machine.source
     if name not in estimates["strategies"]:
         raise ValueError(f"the planner has no estimate of strategy {name}")
     row = estimates["strategies"][name]
@@ -52,4 +44,4 @@ def plan_run(
         line += " (does not fit)"
     if row["step_s"] is not None:
         line += f" · {1e3 * row['step_s']:,.0f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
-    return f"{line} · best: {estimates['best'] or 'nothing fits'} · {machine.source}", estimates
+    return f"{line} · best: {estimates['best'] or 'nothing fits'} · {machine.source}"

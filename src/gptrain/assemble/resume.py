@@ -22,7 +22,7 @@ from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
-from gptrain.core.strategies import STRATEGIES, parallel_dims
+from gptrain.core.strategies import parallel_dims
 from gptrain.core.value_types import Section
 from gptrain.runtime.process import count_nodes
 
@@ -165,10 +165,9 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Return the keys that must not change for an exact resume, with their values.
 
     They are the keys that decide the result: those of the groups model, module, data, optimizer and
-    scheduler, the seed, the global batch size, the precision and the clipping of gradients. Under a
-    strategy that does not compute the same as one process (diloco) the options of the strategy are
-    among them. Keys inside data.train and data.val that only repeat a key of data or model are left
-    out, and so are keys that do not change the result, such as `data.num_workers`.
+    scheduler, the seed, the global batch size, the precision and the clipping of gradients. Keys
+    inside data.train and data.val that only repeat a key of data or model are left out, and so are
+    keys that do not change the result, such as `data.num_workers`.
 
     Args:
         cfg: Configuration of the run.
@@ -180,8 +179,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
         "trainer.precision": full_name(cfg.trainer.precision),
     }
-    row = STRATEGIES.get(cfg.strategy.name)  # "auto" has no row
-    for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
+    for group in DECISIVE:
         section: Section = getattr(cfg, group)
         keeping = section.keys_that_keep_the_result()
         node = {key: value for key, value in section.plain().items() if key not in keeping}

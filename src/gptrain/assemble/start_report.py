@@ -84,14 +84,13 @@ def build_report(
     lines["batch"] = " · ".join(parts)
     facts: dict[str, Any] = describe_run(devices) if trainer.is_global_zero else {"overrides": []}
     options = cfg.plain() | {"typed": typed_options(cfg, facts)}
-    planned = None
     is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
     if trainer.is_global_zero and is_planned:
         precise = cfg.changed(
             {"trainer.precision": str(trainer.precision), "data.batch_size": batch.batch_size}
         )
         try:
-            lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, devices)
+            lines["plan"] = plan_run(precise, info.name, lengths.sample_tokens, devices)
         except DamagedMeasurementError as error:
             lines["plan"] = f"none: {error}"
         except ValueError:
@@ -101,7 +100,7 @@ def build_report(
     if trainer.is_global_zero and HydraConfig.initialized():  # the benchmark has no Hydra
         typed = HydraConfig.get().overrides
         repeated_overrides = words_to_repeat([*typed.hydra, *typed.task], cfg.run_dir)
-    return Report(lines, options, facts, planned, repeated_overrides)
+    return Report(lines, options, facts, repeated_overrides)
 
 
 def parameters_text(n_parameters: int, n_trained: int) -> str:

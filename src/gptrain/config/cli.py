@@ -30,7 +30,6 @@ from gptrain.config.compose import compose_and_explain, open_hydra, plain, resol
 from gptrain.config.from_run import expand
 from gptrain.config.overrides import line_of, parse
 from gptrain.config.preflight import check_machine, check_paths
-from gptrain.config.study import continue_study
 from gptrain.config.sweep import (
     LOG_LEVELS,
     find_finished,
@@ -47,11 +46,10 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.runtime.process import (
     expand_gpu_segments,
-    reserve_gpus,
     stop_idle_spinning,
     this_process,
 )
-from gptrain.runtime.streams import flush_output, prepare_streams
+from gptrain.runtime.streams import prepare_streams
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
 # launcher start within these seconds, so rank 0 can print the error before the launcher kills it.
@@ -86,8 +84,6 @@ def main(
     expand_gpu_segments()
     locations.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
-    output_code = flush_output()
-    code = code or output_code
     if code == errors.BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
     sys.exit(code)
@@ -138,7 +134,7 @@ def run_command(
             sweep = Path(cfg.hydra.sweep.dir)
             search_path = [word for word in overrides if word.startswith("hydra.searchpath=")]
             log_levels = [key for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
-            overrides += [*job_options(parsed, log_levels), *continue_study(cfg)]
+            overrides += job_options(parsed, log_levels)
         else:
             cfg, problems = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
@@ -377,7 +373,6 @@ def _run(
                 if finished := find_finished(folder, words):
                     codes.append(errors.DONE)
                     return report_finished(finished, cfg.objective)
-                reserve_gpus(cfg.trainer.devices)
                 _, warnings = check(cfg, schema, folder=str(folder))
                 _print(warnings)
             value = job(typed_config(cfg, schema, str(folder)))

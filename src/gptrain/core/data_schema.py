@@ -107,7 +107,6 @@ class TextConfig(DataConfig):
         pattern: Pattern of the names of the files that are read in folders.
         format: Format of all files. None decides by the suffix of each file.
         text_key: Key of the text in a record of jsonl, json or parquet.
-        on_bad_record: Whether a record without text is an error, or is skipped and counted.
         tokenizer: `bytes`, `bpe` (trained on the data), or the path of a tokenizer.json.
         end_of_document: Whether a token ends each document. None: only if the tokenizer has such a
             token and is not `bytes`.
@@ -121,7 +120,6 @@ class TextConfig(DataConfig):
     pattern: Name
     format: Literal["text", "jsonl", "json", "parquet"] | None
     text_key: Name
-    on_bad_record: Literal["error", "skip"]
     tokenizer: LocalPath
     end_of_document: bool | None
     documents: Literal["packed", "separate", "masked"]

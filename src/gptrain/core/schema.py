@@ -446,8 +446,7 @@ class RunConfig(Section):
         seed: Seed of weights, data order and dropout.
         max_tokens: Number of tokens after which the run ends, over all ranks, or None.
         on_nonfinite: Reaction to a loss or a gradient that is NaN or infinite.
-        on_spike: Reaction to a spike of the loss or the gradient norm. Refused under diloco, whose
-            replicas would skip different steps.
+        on_spike: Reaction to a spike of the loss or the gradient norm.
         spike: Definition of a spike.
         max_skips: Number of steps in a row after which the run ends, if `on_nonfinite`, `on_spike`
             or the loss scaler of 16-mixed skips all of them.

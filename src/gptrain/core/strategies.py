@@ -7,25 +7,19 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import field_validator
-from typing_extensions import Self
 
 from gptrain.core.value_types import (
-    BelowOne,
     Count,
-    KeepsResult,
     OpenSection,
     Positive,
-    PositiveNumber,
     check_choice,
 )
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
-# Number of pipeline stages that one rank holds, by `strategy.schedule`.
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
 DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
 
 
@@ -41,8 +35,8 @@ class StrategyOptions(OpenSection):
     """
 
     name: str
-    timeout_s: Annotated[Positive, KeepsResult]
-    backend: Annotated[Literal["nccl", "gloo", "mpi"] | None, KeepsResult]
+    timeout_s: Positive
+    backend: Literal["nccl", "gloo", "mpi"] | None
 
     @field_validator("name")
     @classmethod
@@ -77,17 +71,6 @@ class StrategyOptions(OpenSection):
         """True if weights and optimizer states are in host memory, whatever the device is."""
         return False
 
-    def on_ranks(self, n_nodes: int, world_size: int) -> Self:
-        """Return the options with the defaults that depend on the number of ranks filled in.
-
-        The base class has no such default and returns itself.
-
-        Args:
-            n_nodes: Number of machines.
-            world_size: Number of ranks of the job.
-        """
-        return self
-
 
 class SingleOptions(StrategyOptions, extra="forbid"):
     """Options of `single`: only those that every strategy has."""
@@ -111,42 +94,6 @@ class DDPOptions(StrategyOptions, extra="forbid"):
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
 
 
-class DiLoCoOptions(StrategyOptions, extra="forbid"):
-    """Options of `diloco` (arXiv:2311.08105): replicas that synchronize every few steps.
-
-    Attributes:
-        replicas: Number of replicas. None stands for one per machine, or one per rank on a single
-            machine.
-        sync_every: Optimizer steps between two synchronizations.
-        outer_lr: Learning rate of the outer optimizer, which is SGD.
-        outer_momentum: Nesterov momentum of the outer optimizer.
-        outer_dtype: Dtype of the parameter changes that replicas send.
-    """
-
-    replicas: Count | None
-    sync_every: Count
-    outer_lr: PositiveNumber
-    outer_momentum: BelowOne
-    outer_dtype: Literal["fp32", "bf16"]
-
-    @property
-    def copies(self) -> int:
-        """Number of replicas, or 1 if `replicas` is None."""
-        return self.replicas or 1
-
-    def on_ranks(self, n_nodes: int, world_size: int) -> Self:
-        """Return the options with `replicas` as a number.
-
-        None becomes the number of machines or, on one machine, the number of ranks.
-
-        Args:
-            n_nodes: Number of machines.
-            world_size: Number of ranks of the job.
-        """
-        n_replicas = count_replicas(self.replicas, n_nodes, world_size)
-        return self.model_copy(update={"replicas": n_replicas})
-
-
 class ShardedOptions(StrategyOptions, extra="forbid"):
     """Options of every strategy that shards weights with FSDP2.
 
@@ -155,10 +102,7 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
         accumulate_shards: Whether gradients are reduced after each micro-step, so that only shards
             of them are held in memory.
         cpu_offload: Whether weights, gradients and optimizer states are in host memory.
-        NEED_SHARDS: Switches that must be off if the weights are not sharded.
     """
-
-    NEED_SHARDS: ClassVar[tuple[str, ...]] = ("accumulate_shards", "cpu_offload")
 
     reshard_after_forward: bool
     accumulate_shards: bool
@@ -211,17 +155,9 @@ class ContextParallelOptions(ShardedOptions):
     Attributes:
         context_parallel_size: Number of ranks that share a sequence. None stands for all ranks of a
             node.
-        shard: Whether weights, gradients and optimizer states are sharded over all ranks by FSDP2.
-            Otherwise every rank has a copy, and the options of FSDP2 have no effect.
     """
 
     context_parallel_size: Count | None
-    shard: bool
-
-    @property
-    def keeps_weights_on_cpu(self) -> bool:
-        """True if FSDP offloads weights and optimizer states to the CPU. False without `shard`."""
-        return self.shard and self.cpu_offload
 
     def axis_size(self, axis: str) -> int | None:
         """Return `context_parallel_size` for the context axis, and None for any other axis."""
@@ -236,13 +172,12 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
             all ranks, and under `ddp_pipeline` for 2.
         microbatches: Parts into which the batch of a micro-step is divided. None stands for two per
             pipeline rank.
-        schedule: Order of forward and backward passes. With `interleaved_1f1b` a rank holds two
-            stages, otherwise one.
+        schedule: Order of forward and backward passes.
     """
 
     pipeline_parallel_size: Count | None
     microbatches: Count | None
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
+    schedule: Literal["gpipe", "1f1b"]
 
     def axis_size(self, axis: str) -> int | None:
         """Return `pipeline_parallel_size` for the pipeline axis, None for any other axis."""
@@ -258,8 +193,6 @@ class Strategy:
         needs: Attributes that a net must have, such as `blocks` and `head`.
         parallel: `module:class` of the ParallelStrategy that partitions and trains the net.
         check: `module:function` that raises an error for a net, options and dims that do not fit.
-        is_exact: True if the strategy computes the same losses and weights as one process, up to
-            rounding.
         is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
             of fp16 works, and the data may be a user's LightningDataModule.
         options: Type of the `strategy` group under this strategy.
@@ -273,7 +206,6 @@ class Strategy:
     needs: tuple[str, ...]
     parallel: str
     check: str = ""
-    is_exact: bool = True
     is_standard: bool = False
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
@@ -356,15 +288,6 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE, options=PipelineOptions),
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE, options=PipelineOptions),
-    "diloco": Strategy(
-        (DATA,),
-        (),
-        f"{_PARALLEL}.diloco:DiLoCo",
-        is_exact=False,
-        options=DiLoCoOptions,
-        lightning=f"{_LIGHTNING}.diloco:LightningDiLoCo",
-        costs=f"{_COSTS}:DiLoCoCosts",
-    ),
 }
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 
@@ -412,7 +335,7 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 
     The planner compares strategies in this way. If both strategies have the same type of options,
     the result is a copy of `given` with another name. Otherwise an option that is not set in
-    `given`, and `replicas`, have the default of the strategy's yaml file.
+    `given` has the default of the strategy's yaml file.
 
     Args:
         name: Key of STRATEGIES.
@@ -421,8 +344,7 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
     kind = options_type(name)
     if type(given) is kind:
         return given.model_copy(update={"name": name})
-    # `replicas` has another meaning in fsdp than in diloco.
-    shared = kind.model_fields.keys() & given.model_fields_set - {"name", "replicas"}
+    shared = kind.model_fields.keys() & given.model_fields_set - {"name"}
     return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
 
 
@@ -517,18 +439,6 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
             f"{_advice(axes, world_size)}"
         )
     return dims
-
-
-def count_replicas(given: int | None, n_nodes: int, world_size: int) -> int:
-    """Return the number of replicas of DiLoCo.
-
-    Args:
-        given: Value of `strategy.replicas`. None stands for one replica per machine if there are
-            several, else for one per rank.
-        n_nodes: Number of machines.
-        world_size: Number of ranks of the job.
-    """
-    return given or (n_nodes if n_nodes > 1 else world_size)
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:

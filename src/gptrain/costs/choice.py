@@ -63,7 +63,7 @@ def compare(
     exact = [
         name
         for name, row in STRATEGIES.items()
-        if row.is_exact and (row.is_standard or not is_fp16) and not (is_compiled and row.needs)
+        if (row.is_standard or not is_fp16) and not (is_compiled and row.needs)
     ]
     with_context = [name for name in exact if CONTEXT in STRATEGIES[name].axes]
     names = [name for name in exact if name not in with_context]

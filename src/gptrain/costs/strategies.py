@@ -18,7 +18,6 @@ from gptrain.core.strategies import (
     TENSOR,
     ContextParallelOptions,
     DDPOptions,
-    DiLoCoOptions,
     ParallelDims,
     PipelineOptions,
     ShardedOptions,
@@ -54,6 +53,10 @@ class StepMemory(NamedTuple):
     in_block: float
     after_block: float
     last: float
+
+
+# Pipeline stages of a rank by schedule; published runs also have interleaved stages.
+STAGES_PER_RANK = {"interleaved_1f1b": 2}
 
 
 @dataclass(frozen=True)
@@ -238,48 +241,6 @@ class DDPCosts(BucketCosts[DDPOptions]):
 
 
 @dataclass(frozen=True)
-class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
-    """Costs of `diloco`: replicas that exchange weight changes every `sync_every` steps."""
-
-    @property
-    def step_ranks(self) -> int:
-        """Number of ranks of one replica, which average their gradients in each step."""
-        return self.dims.data // (self.options.replicas or self.dims.data)
-
-    @property
-    def extra_per_parameter(self) -> float:
-        """Number of values that the outer optimizer stores per parameter.
-
-        They are the weight after the last synchronization and, if there is momentum, the momentum.
-        """
-        return 2 if self.options.outer_momentum else 1
-
-    def traffic(self, work: Work) -> Iterator[Traffic]:
-        """Yield the gradients of a replica, and the change of the replicas' weights.
-
-        The change is all-reduced every `sync_every` steps without overlap. Each rank of a replica
-        all-reduces a part of the change, and then broadcasts this part to the other ranks of its
-        replica.
-
-        Args:
-            work: Facts about the rank's optimizer step.
-        """
-        yield from super().traffic(work)
-        n_replicas = self.dims.data // self.step_ranks
-        replica_ranks = self.step_ranks
-        n_parameters = sum(work.held)
-        per_step = 1 / self.options.sync_every
-        value_bytes = 2 if self.options.outer_dtype == "bf16" else work.weight_bytes
-        # One call for each matrix of the blocks, and three for all other parameters.
-        calls = per_step * (work.shape.n_layers * len(work.shape.matrices) + 3)
-        sent = per_step * all_reduce_bytes(n_parameters * value_bytes, n_replicas) / replica_ranks
-        hops = 2 * (n_replicas - 1)
-        yield Traffic("parameter changes", DATA, sent, calls / replica_ranks, hops)
-        sent = per_step * gather_bytes(n_parameters * work.weight_bytes, replica_ranks)
-        yield Traffic("averaged changes", DATA, sent, calls, replica_ranks - 1)
-
-
-@dataclass(frozen=True)
 class ShardedCosts(StrategyCosts[ShardedOptions]):
     """Costs of `fsdp`: shards of weights, gradients and optimizer states over the data axis."""
 
@@ -387,14 +348,12 @@ class FSDPTensorParallelCosts(ShardedCosts):
 
 @dataclass(frozen=True)
 class ContextParallelCosts(StrategyCosts[ContextParallelOptions]):
-    """Costs of `context_parallel`: parts of every sequence, and shards or copies of the weights."""
+    """Costs of `context_parallel`: parts of every sequence, and shards of the weights."""
 
     @property
     def weights(self) -> StrategyCosts:
-        """Costs of the weights and their gradients: those of `fsdp`, or of full copies."""
-        if self.options.shard:
-            return ShardedCosts(self.options, self.dims)
-        return AveragingCosts(self.options, self.dims)
+        """Costs of the weights and their gradients: those of `fsdp`."""
+        return ShardedCosts(self.options, self.dims)
 
     @property
     def shards_weights(self) -> bool:
@@ -441,7 +400,7 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
     @property
     def stages_per_rank(self) -> int:
         """Number of pipeline stages that one rank holds under the schedule."""
-        return strategies.STAGES_PER_RANK[self.options.schedule]
+        return STAGES_PER_RANK.get(self.options.schedule, 1)
 
     @property
     def microbatches(self) -> int:

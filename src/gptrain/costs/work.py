@@ -180,7 +180,7 @@ def find_work(
         return None
     nodes = run.trainer.num_nodes
     n_nodes = nodes if isinstance(nodes, int) else 1  # "auto" is one node for the planner
-    options = strategies.options_for(name, run.strategy).on_ranks(n_nodes, world_size)
+    options = strategies.options_for(name, run.strategy)
     ranks = strategies.parallel_dims(options, world_size, n_nodes)
     batch = run.batch_plan(ranks.data)
     work = Work(

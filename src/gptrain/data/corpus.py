@@ -20,7 +20,6 @@ from gptrain.core.small_files import open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
-from gptrain.data.undeclared import check_no_records
 
 BLOCK_BYTES = 2**16
 # Folders of the standard library with other packages and with tests. Some test files are
@@ -43,8 +42,6 @@ class Source:
         size_bytes: Size of the file.
         mtime_ns: Time of the last modification.
         format: Format of the file: text, jsonl, json or parquet.
-        is_declared: Whether the config or the suffix of the name says that the file has this
-            format. False for a file that counts as text because nothing else is known of it.
     """
 
     name: str
@@ -52,7 +49,6 @@ class Source:
     size_bytes: int
     mtime_ns: int
     format: str
-    is_declared: bool
 
     @classmethod
     def from_file(cls, file: FoundFile, format: str | None) -> "Source":
@@ -74,8 +70,7 @@ class Source:
         path = file.path if file.path.suffix else Path(file.real_path)
         status = path.stat()
         file_format = format or format_of(path)
-        is_declared = bool(format) or file_format != "text"
-        return cls(file.name, path, status.st_size, status.st_mtime_ns, file_format, is_declared)
+        return cls(file.name, path, status.st_size, status.st_mtime_ns, file_format)
 
 
 @dataclass(frozen=True)
@@ -225,18 +220,16 @@ def _find_files(
                 yield FoundFile(real_path.name, Path(os.path.abspath(name)), str(real_path))
 
 
-def scan_source(source: Source, text_key: str) -> SourceScan:
+def scan_source(source: Source) -> SourceScan:
     """Hash the bytes of a source, and check that a text file is UTF-8.
 
     Reading ends at the first byte of a text file that is not UTF-8.
 
     Args:
         source: File to read.
-        text_key: Key of the text in a record.
 
     Raises:
-        DataError: If the path is no regular file by now, or if neither the config nor the suffix
-            declares the format and the file begins like a file of records.
+        DataError: If the path is no regular file by now.
         OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
@@ -245,13 +238,10 @@ def scan_source(source: Source, text_key: str) -> SourceScan:
     with open_regular(source.path) as file:
         # Read no more than the size: files of /proc have the size 0 and may have no end.
         while block := file.read(min(2**20, source.size_bytes - n_read)):
-            is_first = n_read == 0
             n_read += len(block)
             digest.update(block)
             if source.format != "text":
                 continue
-            if is_first and not source.is_declared:
-                check_no_records(source.path, block, text_key)
             try:
                 decoder.decode(block, final=n_read == source.size_bytes)
             except UnicodeDecodeError as error:
@@ -315,7 +305,6 @@ def read_pieces(
     val_fraction: float,
     text_key: str = "text",
     newline: bool = True,
-    bad_records: list[str] | None = None,
 ) -> Iterator[Piece]:
     """Yield the text of a corpus in pieces, document by document, each marked by its split.
 
@@ -330,12 +319,10 @@ def read_pieces(
             validation.
         text_key: Key of the text in a record.
         newline: Whether to append a newline to each document that does not end with one.
-        bad_records: List to which a message is appended for each record without text. With None, a
-            record without text raises a DataError.
 
     Raises:
         DataError: If a file of records is damaged or has no record, if a text file is no longer
-            UTF-8, or if a record has no text and `bad_records` is None.
+            UTF-8, or if a record has no text.
         OSError: If a file cannot be read.
         ValueError: If `val_fraction` is not between 0 and 1.
         ModuleNotFoundError: If a format needs an optional package that is missing.
@@ -355,10 +342,8 @@ def read_pieces(
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
             if isinstance(text, DataError):
-                if bad_records is None:
-                    raise text
-                bad_records.append(str(text))
-            elif text:
+                raise text
+            if text:
                 yield from _cut_record(_with_newline(text) if newline else text, is_val, n_read)
 
 

@@ -125,7 +125,6 @@ class TextDataset(TokenDataset):
         vocab_size: int | None = None,
         format: str | None = None,
         text_key: str = "text",
-        on_bad_record: str = "error",
         end_of_document: bool | None = None,
         documents: str = "packed",
     ) -> "TextDataset":
@@ -152,8 +151,6 @@ class TextDataset(TokenDataset):
             format: Format of all files: text, jsonl, json or parquet. None takes the format of each
                 file from its suffix, and from its content for .json.
             text_key: Key of the text in a record.
-            on_bad_record: `error` raises for a record without text. `skip` leaves such records out
-                with one warning.
             end_of_document: Whether to append the end token to each document. None appends it if
                 the tokenizer has one, except for `bytes`.
             documents: `packed` lets windows cross the ends of documents. `separate` begins each
@@ -162,9 +159,9 @@ class TextDataset(TokenDataset):
         Raises:
             FileNotFoundError: If a path or the tokenizer does not exist.
             ModuleNotFoundError: If an optional package is missing.
-            DataError: If there is too little text or none, if a file is damaged or holds records
-                although no format is declared, if the tokenizer has more tokens than the model or
-                lacks a needed one, or if the cache was modified.
+            DataError: If there is too little text or none, if a file is damaged, if a record has no
+                text, if the tokenizer has more tokens than the model or lacks a needed one, or if
+                the cache was modified.
             ValueError: If `val_fraction` is not between 0 and 1, if the `vocab_size` of a new `bpe`
                 is too small, or if a chat_template.jinja next to the tokenizer is not UTF-8.
             OSError: If a file cannot be read, or the disk is full or not writable. Incomplete files
@@ -187,19 +184,15 @@ class TextDataset(TokenDataset):
             if has_end and loaded.end_id is None:
                 raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
         sources = find_sources(path, pattern, format, cache_dir)
-        sources, digest = _read_index(sources, cache_dir, text_key)
+        sources, digest = _read_index(sources, cache_dir)
         key = [FORMAT, digest, identity, float(val_fraction), has_end]
         if any(source.format != "text" for source in sources):
-            key += [text_key, on_bad_record]
+            key.append(text_key)
         folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         if not folder.exists():
-            bad_records = None if on_bad_record == "error" else []
-            pieces = partial(read_pieces, sources, val_fraction, text_key, not has_end, bad_records)
+            pieces = partial(read_pieces, sources, val_fraction, text_key, not has_end)
             with fresh_folder(folder) as draft:
                 _prepare(draft, sources, pieces, loaded, has_end, vocab_size)
-            if bad_records:
-                message = f"{len(set(bad_records))} records left out: the first is {bad_records[0]}"
-                warnings.warn(message, stacklevel=2)
         return cls(folder, split, seq_len, documents)
 
     def describe(self, n_samples: int = 0) -> str:
@@ -241,7 +234,7 @@ class TextDataset(TokenDataset):
         return positions, self.ends[document + 1]
 
 
-def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
+def _read_index(sources: list[Source], cache_dir: Path) -> tuple[list[Source], str]:
     """Return the files of a corpus that can be used, and the SHA-256 of their names and contents.
 
     A corpus must be read completely to be hashed. The result is therefore stored in the folder
@@ -251,14 +244,12 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     Args:
         sources: Files of the corpus.
         cache_dir: Folder of the cache.
-        text_key: Key of the text in a record.
 
     Raises:
-        DataError: If no file can be used, if a file has records and no declared format, or if the
-            index is a symbolic link.
+        DataError: If no file can be used, or if the index is a symbolic link.
         OSError: If a file of the corpus cannot be read, or the index cannot be written.
     """
-    states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
+    states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
     index_file = cache_dir / "index" / f"{key}.json"
     for path in (index_file.parent, index_file):
@@ -266,7 +257,7 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
             raise DataError(f"{path}: a link; delete it")
     index = read_facts(index_file)
     if index.keys() != {"sha256", "not_utf8"}:  # the file is missing, damaged or old
-        index = _make_index(sources, [scan_source(source, text_key) for source in sources])
+        index = _make_index(sources, [scan_source(source) for source in sources])
         index_file.parent.mkdir(parents=True, exist_ok=True)
         # Process ids are not unique across containers.
         draft = index_file.with_name(f".{uuid.uuid4().hex}")

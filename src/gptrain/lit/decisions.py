@@ -269,9 +269,7 @@ class StepDecisions:
         if rule.reaction == "stop" or error.why:
             self._go_back_to(step)
             raise error
-        group = strategy_of(self.trainer).parallel.step_group
-        if (self.trainer.global_rank if group is None else group.rank()) == 0:
-            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
+        if self.trainer.is_global_zero:
             log.error("warning: %s%s", error, "; the step is skipped" if is_skipped else "")
 
     def _go_back_to(self, step: DecidedStep) -> None:

@@ -39,8 +39,6 @@ LOGGED = {
     "perf/data_wait_s": LoggedValue("seconds per step in which training waits for a batch"),
     "perf/mfu": LoggedValue("model FLOP/s of a device relative to its peak, on rank 0"),
     "perf/gpu_mem_peak_gib": LoggedValue("peak memory on a CUDA device, in GiB"),
-    "perf/slowest_rank": LoggedValue("rank that computes longest, if there are several ranks"),
-    "perf/slowest_over_median": LoggedValue("time of the slowest rank relative to the median rank"),
     # Values of an evaluation, by LanguageModel. A test logs them under `test/` instead of `val/`.
     "val/loss": LoggedValue("mean cross entropy of all targets, in nats", "loss"),
     "val/perplexity": LoggedValue("exponential of the loss"),

@@ -79,8 +79,7 @@ class NonFiniteRule(StepRule):
         """
         losses = [float(loss) for loss in step.micro_losses]
         # Rank and losses of all micro-steps, for each rank that takes part in this step.
-        group = strategy_of(trainer).parallel.step_group
-        rank_losses = gather((trainer.global_rank, losses), group)
+        rank_losses = gather((trainer.global_rank, losses))
         rank = None  # first rank with a non-finite loss
         micro_step = 0  # first micro-step of that rank with a non-finite loss
         for loss_rank, losses in rank_losses:
@@ -185,7 +184,7 @@ def _first_of_ranks(finding: str, global_rank: int, strategy: LightningStrategy)
         global_rank: Rank of this process.
         strategy: Strategy of the run.
     """
-    ranks = gather((global_rank, finding), strategy.parallel.step_group)
+    ranks = gather((global_rank, finding))
     findings = [(rank, text) for rank, text in ranks if text]
     if not findings:
         return ""

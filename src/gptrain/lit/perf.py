@@ -16,7 +16,6 @@ from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
-from gptrain.lit.slowest import SlowestRank
 from gptrain.runtime.measure import Peak, find_peak, wait_for
 
 
@@ -61,7 +60,6 @@ class Speed:
         self.trainer = trainer
         self.device = trainer.strategy.root_device
         self._has_read = False
-        self._slowest = SlowestRank(trainer.global_rank, self.device)
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
@@ -93,9 +91,8 @@ class Speed:
         Returns:
             `tokens`, the number of tokens trained on since the run began; `perf/tokens_per_s`,
             `perf/step_s` and `perf/data_wait_s` (seconds per step), means over the interval;
-            `perf/mfu`, also a mean, on rank 0 only and if `token_flops` is known; on a GPU
-            `perf/gpu_mem_peak_gib`, the peak since this start of the run; and with several ranks
-            `perf/slowest_rank` and `perf/slowest_over_median` of the last step.
+            `perf/mfu`, also a mean, on rank 0 only and if `token_flops` is known; and on a GPU
+            `perf/gpu_mem_peak_gib`, the peak since this start of the run.
         """
         begin = self._begin
         self.start()
@@ -119,8 +116,6 @@ class Speed:
             metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self.trainer.world_size > 1:
-            metrics |= self._slowest.compare(strategy_of(self.trainer).parallel.clock.read())
         return metrics
 
 
@@ -129,13 +124,11 @@ def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, 
     """Record the time of the block as time in which training waits for a save of a checkpoint.
 
     Args:
-        trainer: Trainer of the run. The clock that measures the computing time of this rank pauses
-            inside the block.
+        trainer: Trainer of the run.
         timeline: Record of the phases of this start, in which the block counts as phase "saves".
             After an error in the block this phase stays the current one.
     """
-    clock = strategy_of(trainer).parallel.clock
-    with timeline.during("saves", trainer.global_step), clock.paused():
+    with timeline.during("saves", trainer.global_step):
         yield
 
 

@@ -1,4 +1,4 @@
-"""The lines that a run prints at its start and at its end, plan.json and result.json."""
+"""The lines that a run prints at its start and at its end, and result.json."""
 
 import glob
 import logging
@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 
-from gptrain.checkpoints import fileops, timeline
-from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
+from gptrain.checkpoints import timeline
+from gptrain.checkpoints.status import RESULT_NAME, write_result
 from gptrain.core import labels, shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
@@ -50,8 +50,6 @@ class Report:
         hyper_parameters: The config as plain values, for the loggers. The additional key `typed`
             holds the overrides, key -> value, that distinguish this run from other runs.
         facts: Further entries of result.json: versions, hardware and the overrides of the run.
-        planned: Content of plan.json: the planner's estimates of all strategies. None writes no
-            plan.json.
         repeated_overrides: Overrides that a command with `from_run=<this run>` has to repeat,
             because such a command does not take them from the run.
         start_s: Value of `time.perf_counter()` when the run started.
@@ -61,7 +59,6 @@ class Report:
     lines: dict[str, str]
     hyper_parameters: dict[str, Any]
     facts: dict[str, Any]
-    planned: dict[str, Any] | None
     repeated_overrides: Sequence[str]
     start_s: float = 0.0
     start_time_s: float = 0.0
@@ -72,17 +69,13 @@ class Report:
         return Path(self.hyper_parameters["run_dir"])
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Start the clock, print `lines`, write plan.json and log the hyperparameters.
+        """Start the clock, print `lines` and log the hyperparameters.
 
         With print_config=true the whole config is printed first. The measurement of the peak memory
-        begins again. All ranks must call this method before the Trainer runs; only rank 0 prints
-        and writes.
+        begins again. All ranks must call this method before the Trainer runs; only rank 0 prints.
 
         Args:
             trainer: Trainer of the run.
-
-        Raises:
-            OSError: On rank 0, if plan.json cannot be written.
         """
         self.start_s = time.perf_counter()
         self.start_time_s = time.time()
@@ -93,8 +86,6 @@ class Report:
                 log.info(OmegaConf.to_yaml(config))
             for label, text in self.lines.items():
                 log.info(labels.line(label, text))
-            if self.planned is not None:
-                fileops.replace(self.run_dir / "plan.json", to_json(self.planned))
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
 

@@ -32,11 +32,6 @@ class SpikeRule(StepRule):
     such as those of a tensor-parallel group, average their losses by one more all-reduce. Therefore
     loss, norm and decision are identical on all ranks that take the step together.
 
-    The config refuses the rule under strategy=diloco. Its replicas train apart between two
-    synchronizations, so that each of them would have a window of its own and skip other steps. A
-    checkpoint has one window only, that of rank 0: after a resume the other replicas would decide
-    by the values of the first replica.
-
     Args:
         reaction: "warn" logs a flagged step. "skip" logs it and leaves out its update.
         sigma: A step is flagged if it is more than this number of standard deviations above the

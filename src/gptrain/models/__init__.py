@@ -51,9 +51,9 @@ if activation checkpointing is on (see gptrain/parallel/comparison.py). If the l
 of a small batch differ, the run ends with an error that names the first module that differs.
 
 Buffers that change in training, such as the running averages of BatchNorm, are updated by each rank
-with its own samples. After each step all data-parallel ranks take the buffers of the first of them;
-the replicas of DiLoCo do so at each synchronization. BatchNorm normalizes by the samples of its own
-rank. The losses of such a net on several ranks therefore differ from those of one process.
+with its own samples. After each step all data-parallel ranks take the buffers of the first of them.
+BatchNorm normalizes by the samples of its own rank. The losses of such a net on several ranks
+therefore differ from those of one process.
 
 Roles of `tensor_plan`, whose patterns are matched by `fnmatch`. Every net needs layers with the
 roles `vocab_embedding` (the token embedding, which splits the activations into shards of the

@@ -42,9 +42,8 @@ from gptrain.parallel.tensor import gather_sequence
 class ContextParallel(Sharded[ContextParallelOptions]):
     """Train on a part of every sequence per rank, with the weights sharded over all ranks.
 
-    Each sequence is divided over the ranks of the context axis. With `strategy.shard=false` every
-    rank has a copy of the weights, and the gradients are averaged once per step. All ranks must
-    call the constructor, which creates the device meshes.
+    Each sequence is divided over the ranks of the context axis. All ranks must call the
+    constructor, which creates the device meshes.
 
     Attributes:
         mesh: Device mesh with the axes "data" and "context".
@@ -56,8 +55,6 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
         self.data_group = self.mesh["data"].get_group()
         self.group = self.mesh["context"].get_group()
-        if not self.options.shard:
-            self.replicas = self.shard_mesh
 
     @property
     def activation_group(self) -> dist.ProcessGroup:
@@ -77,29 +74,6 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         net.forward = partial(self.run_part, net.forward)
         if hasattr(net, "hidden"):
             net.hidden = partial(self.run_part, net.hidden)
-
-    def shard(self, net: Net) -> None:
-        """Shard the parameters with FSDP2, in place.
-
-        With `strategy.shard=false` the net is recorded and not changed.
-
-        Args:
-            net: Net after `split`, activation checkpointing and compile.
-        """
-        if self.options.shard:
-            super().shard(net)
-        else:
-            self.net = net
-
-    def finish_gradients(self) -> None:
-        """Complete the gradients once per step: average those that FSDP2 does not average.
-
-        These are the gradients of parameters outside `net` and, with `strategy.shard=false`, of the
-        net. All ranks must call this method after the last backward pass of a step.
-        """
-        super().finish_gradients()
-        if not self.options.shard:
-            self.average(self.net.parameters())
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of parameters over the data and the context ranks, in place.

@@ -16,7 +16,6 @@ def sum_gradients(
     parameters: Iterable[nn.Parameter],
     group: dist.ProcessGroup,
     divisor: int = 1,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
 
@@ -29,7 +28,6 @@ def sum_gradients(
         parameters: Parameters whose gradients are summed. Those without a gradient are skipped.
         group: Ranks over which the gradients are summed.
         divisor: Number by which the sums are divided.
-        dtype: Type in which gradients are sent. None for their own type.
     """
     if group.size() == 1:
         return
@@ -39,7 +37,7 @@ def sum_gradients(
     messages += [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
     for message in messages:
         flat = torch.cat([part.flatten() for part in message])
-        flat = flat.to(_communication_device(gradients), dtype)
+        flat = flat.to(_communication_device(gradients))
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor

@@ -1,9 +1,8 @@
 """Pipeline parallelism: each rank holds some of the blocks and sends activations to the next rank.
 
 A batch is divided into microbatches, which pass through the stages one after another. With p stages
-and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step; with two interleaved stages per
-rank the idle time is half as long. Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan
-et al. 2021, arXiv:2104.04473.
+and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step. Source: Huang et al. 2019
+(GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 # B batch, b microbatch, T time, D d_model
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gptrain.core.strategies import (
-    STAGES_PER_RANK,
     ParallelDims,
     PipelineOptions,
     count_microbatches,
@@ -41,7 +39,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline(ParallelStrategy[PipelineOptions]):
-    """Train this rank's stages of the net with a pipeline schedule of torch.
+    """Train this rank's stage of the net with a pipeline schedule of torch.
 
     The parameters of this rank keep their names. `net(tokens)` and `net.hidden(tokens)` raise an
     IncompatibleModelError, because no rank holds the full net. If head and embedding share a
@@ -59,12 +57,11 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         mesh: Device mesh with the axes "pipeline", "data" and "tensor".
         schedule: Name of the schedule, `strategy.schedule`.
         group: Ranks of this rank's pipeline.
-        rank: Rank in `group`. Rank 0 holds the first stage.
+        rank: Rank in `group`, which is the index of its stage.
         last: Rank in `group` that holds the last stage.
-        indices: Indices of the stages of this rank.
         ends_group: First and last rank of the pipeline. It exists if the pipeline has several
             ranks, and is used if they share a weight.
-        net: This rank's stages of the net, after `split`.
+        net: This rank's stage of the net, after `split`.
         n_blocks: Number of blocks of the full net, after `split`.
     """
 
@@ -82,8 +79,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         self.last = axis.size() - 1
         self.microbatches = count_microbatches(self.options.microbatches, axis.size())
         self.replicas = mesh["data"] if self.dims.data > 1 else None
-        self.n_stages = axis.size() * STAGES_PER_RANK[self.schedule]
-        self.indices = range(self.rank, self.n_stages, axis.size())
+        self.n_stages = axis.size()
         if self.last:
             # new_subgroups_by_enumeration is collective: every rank creates the groups of all
             # pipelines, one pipeline for each rank of the data axis.
@@ -93,7 +89,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         self._checks_scale = True
 
     def split(self, net: Net) -> None:
-        """Keep only this rank's stages in the net, in place, and remove all other layers.
+        """Keep only this rank's stage in the net, in place, and remove all other layers.
 
         Afterwards `net.forward` and `net.hidden` raise an IncompatibleModelError. All ranks must
         call this method with the same net.
@@ -106,7 +102,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         # (training, number of microbatches, shape of the tokens) -> schedule with its buffers.
         self._schedules: dict[tuple, Any] = {}
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
-        keep_stages(net, self.indices, self.n_stages)
+        keep_stage(net, self.rank, self.n_stages)
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
@@ -164,8 +160,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             total = self.head_loss(net, hidden, targets, options)
             return total * factor.to(total.dtype)
 
-        with self.clock.paused():
-            total = self._run(True, self.microbatches, tokens, targets, loss, documents)
+        total = self._run(True, self.microbatches, tokens, targets, loss, documents)
         anchor = torch.ones((), requires_grad=True, device=total.device)
         checked_scale = scale if self._checks_scale else None
         return _LossWithGradients.apply(anchor, total / scale, checked_scale)
@@ -249,10 +244,6 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             documents: Index of the document of each token, (B, T), or None.
         """
         microbatches = gcd(len(tokens), self.microbatches)
-        if len(self.indices) > 1 and microbatches % (self.last + 1):
-            # An interleaved schedule runs in rounds of one microbatch per rank. One microbatch is
-            # always allowed.
-            microbatches = 1
         return self._run(False, microbatches, tokens, targets, loss, documents)
 
     def finish_gradients(self) -> None:
@@ -311,7 +302,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
-        """Build and return a schedule of torch.distributed.pipelining for the stages of this rank.
+        """Build and return a schedule of torch.distributed.pipelining for the stage of this rank.
 
         The schedule calls the loss function that `self._loss` is when it runs.
 
@@ -320,22 +311,12 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             microbatches: Number of microbatches of a batch.
             device: Device of this rank.
         """
-        stages = [
-            PipelineStage(
-                Stage(self.net, index, self.n_stages, self.n_blocks),
-                index,
-                self.n_stages,
-                device,
-                group=self.group,
-            )
-            for index in self.indices
-        ]
-        has_one_stage = len(stages) == 1
-        # With forward passes only, all schedules of one stage per rank are the same. GPipe accepts
-        # any number of microbatches.
-        name = "gpipe" if has_one_stage and not training else self.schedule.replace("_", "")
+        stage = Stage(self.net, self.rank, self.n_stages, self.n_blocks)
+        # With forward passes only, all schedules are the same. GPipe accepts any number of
+        # microbatches.
+        name = self.schedule if training else "gpipe"
         return get_schedule_class(name)(  # get_schedule_class ignores case
-            stages[0] if has_one_stage else stages,
+            PipelineStage(stage, self.rank, self.n_stages, device, group=self.group),
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
@@ -376,7 +357,7 @@ class Stage(nn.Module):
     The output is activations (b, T, D); the last stage applies the final norm, but not the head.
 
     Args:
-        net: Net after `keep_stages`.
+        net: Net after `keep_stage`.
         index: Index of the stage.
         n_stages: Number of stages.
         n_blocks: Number of blocks of the full net.
@@ -410,8 +391,8 @@ class Stage(nn.Module):
             return self.net.norm(x) if self.is_last else x
 
 
-def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to the given stages.
+def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
+    """Remove from a net, in place, all layers that do not belong to the given stage.
 
     The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
     indices of the blocks in the full net. The last stage keeps `norm` and `head`. The first stage
@@ -421,17 +402,17 @@ def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
 
     Args:
         net: Net that is changed in place.
-        stages: Indices of the stages to be kept.
+        stage: Index of the stage to be kept.
         n_stages: Number of stages.
     """
     blocks = list(cast(Net, net).blocks)
-    kept = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]
+    kept = stage_blocks(stage, n_stages, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})
     names = [name for name, _ in net.named_children() if name != "blocks"]
     names += [name for name, _ in net.named_parameters(recurse=False)]
     for name in names:
-        stage = n_stages - 1 if name in ("norm", "head") else 0
-        if stage not in stages:
+        owner = n_stages - 1 if name in ("norm", "head") else 0
+        if stage != owner:
             setattr(net, name, None)
 
 
@@ -455,12 +436,11 @@ def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> No
             allowed = "a pipeline can share one weight, between embedding and head"
             raise IncompatibleModelError("strategy.name", f"{allowed}; this net shares {shared}")
     n_blocks = len(net.blocks)
-    n_stages = dims.pipeline * STAGES_PER_RANK[options.schedule]
-    if n_stages > n_blocks:
+    if dims.pipeline > n_blocks:
         raise IncompatibleModelError(
             "strategy.pipeline_parallel_size",
-            f"{dims.pipeline} ranks under {options.schedule} make {n_stages} stages, but the "
-            f"net has {n_blocks} blocks: a stage must hold at least one",
+            f"{dims.pipeline} stages, but the net has {n_blocks} blocks: a stage must hold at "
+            "least one",
         )
 
 

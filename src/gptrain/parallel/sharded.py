@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -84,24 +84,8 @@ class Sharded(ParallelStrategy[OptionsT]):
             fully_shard(block, reshard_after_forward=reshard, **arguments)
         # The backward pass begins with the parameters that the forward pass used last.
         fully_shard(net, reshard_after_forward=False, **arguments)
-        for block in net.blocks.children():
-            # The first hook runs before, the second one after FSDP's hook, which waits for the
-            # all-gather of the block.
-            block.register_forward_pre_hook(self.clock.pause, prepend=True)
-            block.register_forward_pre_hook(self.clock.resume)
         if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
             register_fsdp_forward_method(net, "hidden")
-
-    def loss_sum(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the sum of the losses in nats of this rank's samples.
-
-        The arguments are `net, tokens, targets, options, documents`, those of
-        `ParallelStrategy.loss_sum`. Under FSDP the ComputeClock is paused until the first block,
-        because the forward pass begins with an all-gather of the parameters outside of the blocks.
-        """
-        if isinstance(self.net, FSDPModule):
-            self.clock.pause()
-        return super().loss_sum(*args, **kwargs)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Disable kernels of the optimizer that cannot take sharded parameters, once it is built.

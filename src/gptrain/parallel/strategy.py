@@ -1,8 +1,8 @@
 """The base class of the parallelism strategies, and the training loss of all of them.
 
 `ParallelStrategy` trains the full net on one rank (`strategy=single`). Its subclasses are
-`ddp.Replicated`, `sharded.Sharded`, `sharded.TensorParallel`, `context.ContextParallel`,
-`pipeline.Pipeline` and `diloco.DiLoCo`. Every rank has one such object, which is built before the
+`ddp.Replicated`, `sharded.Sharded`, `sharded.TensorParallel`, `context.ContextParallel` and
+`pipeline.Pipeline`. Every rank has one such object, which is built before the
 net. It partitions the net, then computes losses, logits and the gradient norm. It does not depend
 on Lightning.
 
@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -46,7 +46,6 @@ from gptrain.loss import (
 )
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
-from gptrain.parallel.clock import ComputeClock
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 
@@ -168,7 +167,7 @@ class ParallelStrategy(Generic[OptionsT]):
 
     This base class is the strategy `single`: one rank that trains the full net. Subclasses override
     the partitioning (`split`, `shard`), parts of the loss, and what completes the gradients of a
-    step. The attributes up to `n_nodes` are arguments of the constructor. Those up to `step_group`
+    step. The attributes up to `n_nodes` are arguments of the constructor. Those up to `data_group`
     are set by `__post_init__` of a subclass. Then follow the state of a run, and facts about a
     subclass, from `is_partitioned` on.
 
@@ -185,7 +184,6 @@ class ParallelStrategy(Generic[OptionsT]):
         replicas: Ranks that hold the same weights and gradients, and so can divide the work of
             Muon. None if no other rank does.
         data_group: Ranks that read different samples of the same step. None if there is only one.
-        step_group: Ranks that take an optimizer step together. None for all ranks.
         accumulate: Number of micro-steps of a step.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
@@ -211,7 +209,6 @@ class ParallelStrategy(Generic[OptionsT]):
     comm_hook: tuple[object, Callable] | None = None
     replicas: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
-    step_group: dist.ProcessGroup | None = None
     accumulate: int = 1
     step_mean: StepMean | None = None
     extra_parameters: Sequence[nn.Parameter] = ()
@@ -226,11 +223,6 @@ class ParallelStrategy(Generic[OptionsT]):
 
     def __post_init__(self) -> None:
         """Create the process groups of the strategy. The base class needs none."""
-
-    @cached_property
-    def clock(self) -> ComputeClock:
-        """Clock of the time that this rank computes."""
-        return ComputeClock(self.device)
 
     @property
     def activation_group(self) -> dist.ProcessGroup | None:
@@ -284,21 +276,6 @@ class ParallelStrategy(Generic[OptionsT]):
     def sent_dtype(self) -> torch.dtype | None:
         """Type in which DDP sends gradients. None for the type of the gradients."""
         return None
-
-    def extra_state(self) -> list[Tensor]:
-        """Return the tensors that the strategy keeps, apart from parameters and optimizer state.
-
-        The planner counts their memory. The base class has none.
-        """
-        return []
-
-    def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
-        """Return pairs of a function and the fraction of all steps that call it.
-
-        The planner adds the cost of these functions to that of an average step. The base class
-        has none.
-        """
-        return []
 
     # Loss and logits
 

@@ -334,7 +334,7 @@ class Step:
         held = self.held_bytes()
         tracker = TrainedMemTracker()
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        tracker.track_external(self.module, self.optimizer, *self.parallel.extra_state())
+        tracker.track_external(self.module, self.optimizer)
         with tracker:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # MemTracker expects one forward pass per module
@@ -362,12 +362,10 @@ class Step:
     def count(self) -> tuple[float, dict[str, float]]:
         """Run one step and return its FLOPs, and the bytes that each kind of collective sends.
 
-        Micro-steps before the last are equal. One of them runs, and its counts are multiplied. Work
-        that only some steps do, as the synchronization of DiLoCo, is added in proportion.
+        Micro-steps before the last are equal. One of them runs, and its counts are multiplied.
         """
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
-        runs += self.parallel.periodic_work()
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
         for run, times in runs:
@@ -402,13 +400,11 @@ class Step:
     def held_bytes(self) -> dict[str, float]:
         """Return the bytes of this rank's `weights`, `gradients` and `optimizer` states.
 
-        The optimizer's states include `extra_state` of the strategy, and leave out tensors of one
-        element, such as step counters.
+        The optimizer's states leave out tensors of one element, such as step counters.
         """
         weights = [local_shard(p) for p in self.module.parameters()]
         gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for state in self.optimizer.state.values() for t in state.values()]
         states = [local_shard(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
-        states += self.parallel.extra_state()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}

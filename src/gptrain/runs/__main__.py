@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import runs as package
-from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import DONE, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import default_output_dir
 from gptrain.core.parser import Parser
 from gptrain.runs.folder import read_runs
 from gptrain.runs.table import rank_runs, text_table
-from gptrain.runtime.streams import flush_output, prepare_streams
+from gptrain.runtime.streams import prepare_streams
 
 JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
 
@@ -41,7 +41,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
-    sys.exit(flush_output())
+    sys.exit(DONE)
 
 
 def answer(args: argparse.Namespace) -> str:

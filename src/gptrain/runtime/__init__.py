@@ -10,7 +10,7 @@ rank        the run of the training function in one rank, and the report of its 
 signals     requests to stop
 watchdog    heartbeats, and the detection of ranks that hang
 agreement   a question to all ranks without a collective operation
-streams     stdout and stderr of a process
+streams     the form of log lines and warnings
 measure     peak speed of a device
 """
 

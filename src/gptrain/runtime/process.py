@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED 
 PORTS = range(20000, 30000)  # below the ports that Linux assigns to outgoing connections
 ATTEMPTS_NAME = ".beats"  # folder in the run folder; it has a folder for each start
 _START_S = time.time()  # approximate start of this process
-_reservations: list[ExitStack] = []  # open sockets, one for each GPU that is reserved
 
 
 @dataclass(frozen=True)
@@ -449,45 +448,6 @@ def attempt() -> str:
         return "-".join([run_stamp(), *(env.get(name, "0") for name in RESTART_COUNTS)])
     job = env.get(LAUNCHERS[process.launcher].job)
     return re.sub("[^A-Za-z0-9_-]", "_", f"{job}-{env.get('MASTER_PORT')}")
-
-
-def reserve_gpus(devices: Any) -> None:
-    """Wait for free GPUs in a job of a sweep by submitit_local, and show only these GPUs to it.
-
-    submitit_local shows the same `hydra.launcher.gpus_per_node` GPUs to all jobs that run at once.
-    Each job therefore reserves its GPUs, and sets CUDA_VISIBLE_DEVICES to them. A reservation is a
-    socket with a name in Linux's abstract namespace, which the kernel frees when the process ends.
-    Waits without a limit. Does nothing in a process that is not such a job.
-
-    Args:
-        devices: Value of trainer.devices, which determines the number of GPUs to reserve. "auto"
-            reserves all. The GPUs of a reservation are neighbours in CUDA_VISIBLE_DEVICES.
-    """
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:
-        return
-    gpus = shown.split(",")
-    n = min(count_devices(devices) or len(gpus), len(gpus))
-    blocks = [gpus[first : first + n] for first in range(0, len(gpus) - n + 1, n)]
-    while (taken := next(filter(_reserve, blocks), None)) is None:
-        time.sleep(0.2)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
-
-
-def _reserve(names: list[str]) -> bool:
-    """Reserve all of these GPUs until this process ends, and return whether that succeeded.
-
-    If another process has reserved one of them, none is reserved.
-
-    Args:
-        names: Names of the GPUs, as in CUDA_VISIBLE_DEVICES.
-    """
-    with ExitStack() as sockets, suppress(OSError):
-        for name in names:
-            sockets.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0gptrain-gpu-{name}")
-        _reservations.append(sockets.pop_all())
-        return True
-    return False
 
 
 def first_host(nodes: str) -> str:

@@ -245,10 +245,9 @@ class Checkpoints(Checkpoint):
     def before_validation(self, trainer: Trainer) -> None:
         """Save the step that is about to be validated, if it is not saved yet.
 
-        Under strategy=diloco the replicas of the net are synchronized first. `TrainingMonitor`
-        calls this method on all ranks, after all callbacks have seen the end of the step. It calls
-        it before `on_validation_start` of any other callback, which may replace the weights for the
-        validation.
+        `TrainingMonitor` calls this method on all ranks, after all callbacks have seen the end of
+        the step. It calls it before `on_validation_start` of any other callback, which may replace
+        the weights for the validation.
 
         Args:
             trainer: Trainer of the run.
@@ -258,7 +257,6 @@ class Checkpoints(Checkpoint):
             RefusedStepError: If the last step was refused and the run ends because of it.
             DataError: If the last step is step 0 of the run and had no target.
         """
-        strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
         if self.saved.step < trainer.global_step:
             self.save(trainer, validated=False)
 

@@ -3,9 +3,7 @@
 import gc
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
-
-from gptrain.lit.lightning import strategy_of
+from lightning.pytorch import Callback
 
 FIRST_STEPS = 3  # micro-steps after which the objects that a training keeps exist
 
@@ -25,21 +23,19 @@ class QuietCollector(Callback):
         self._n_steps = 0  # micro-steps that this start has begun
         self._is_frozen = False
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Freeze all objects that exist, once, when the first FIRST_STEPS micro-steps are done.
 
         Does nothing if the process has frozen objects already.
 
         Args:
-            trainer: Trainer of the run, whose ComputeClock is paused meanwhile.
-            *_: Other arguments of the hook, ignored.
+            *_: Arguments of the hook, ignored.
             **__: Other keyword arguments of the hook, ignored.
         """
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
-            with strategy_of(trainer).parallel.clock.paused():
-                gc.collect()
-                gc.freeze()
+            gc.collect()
+            gc.freeze()
             self._is_frozen = True
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:

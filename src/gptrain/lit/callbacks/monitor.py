@@ -167,16 +167,14 @@ class TrainingMonitor(Callback):
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
-        strategy_of(trainer).parallel.clock.start_step()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Save the last step and end the run, if the ranks have agreed to stop.
 
-        Otherwise, after a validation or a save, begin a new interval of the speed measurement, and
-        count computing time again. After the first step of a start, check that all monitored values
-        are logged.
+        Otherwise, after a validation or a save, begin a new interval of the speed measurement.
+        After the first step of a start, check that all monitored values are logged.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
@@ -192,16 +190,7 @@ class TrainingMonitor(Callback):
             self.monitored.after_first_step(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
-            strategy_of(trainer).parallel.clock.resume()
             self._is_paused = False
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume the clock of this rank's computing time, which pauses during a backward pass.
-
-        This callback is the first of a run, so that this hook of other callbacks counts as
-        computing time.
-        """
-        strategy_of(trainer).parallel.clock.resume()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -246,7 +235,6 @@ class TrainingMonitor(Callback):
             return
         strategy = strategy_of(trainer)
         strategy.is_updating = False
-        strategy.parallel.clock.pause()
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
@@ -260,7 +248,6 @@ class TrainingMonitor(Callback):
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
-        strategy.parallel.clock.start_step()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -330,7 +317,6 @@ class TrainingMonitor(Callback):
         """
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            strategy_of(trainer).parallel.clock.pause()
             if self.checkpoints is not None:
                 self.checkpoints.before_validation(trainer)
             self._stop_if_agreed(trainer)
@@ -386,8 +372,7 @@ class TrainingMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send the heartbeat of the training phase, and let the next step begin a new interval.
 
-        The time of the validation thus counts neither for the measured speed nor for the computing
-        time of this rank.
+        The time of the validation thus does not count for the measured speed.
         """
         self._is_paused = True
         self._beat(phase="train")

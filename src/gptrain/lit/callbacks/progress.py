@@ -94,8 +94,8 @@ class ProgressBar(TQDMProgressBar):
     def take_step(self, values: Mapping[str, Any], lengths: RunLengths) -> None:
         """Show loss, learning rate and speed of a logged step until the next logged step.
 
-        The slowest rank is shown if the step has one, and the remaining time if the run has a known
-        number of steps. All other values are ignored.
+        The remaining time is shown if the run has a known number of steps. All other values are
+        ignored.
 
         Args:
             values: Logged name -> value. `train/loss`, `lr` and `perf/tokens_per_s` must be given,
@@ -108,9 +108,6 @@ class ProgressBar(TQDMProgressBar):
         """
         self.logged = {"train/loss": values["train/loss"], "lr": f"{values['lr']:.3g}"}
         self.logged[f"{lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
-        if "perf/slowest_rank" in values:
-            rank, ratio = values["perf/slowest_rank"], values["perf/slowest_over_median"]
-            self.logged["slowest"] = f"rank {rank:.0f}, {ratio:.2f} of the median"
         if lengths.n_steps:
             left_s = (lengths.n_steps - values["step"]) * values["perf/step_s"]
             self.logged["left"] = timedelta(seconds=round(left_s))

@@ -74,6 +74,5 @@ def allow_amendment(trainer: Trainer, path: Path) -> None:
         can_amend = path.is_dir() and read_manifest(path)["kind"] == kind
         if can_amend:
             state = load_file(path / STATE_NAME, mmap=True)
-            can_amend = ("replicas" in state) == strategy.has_replicas
     if all(gather(can_amend)):
         strategy.take_fingerprints(state)

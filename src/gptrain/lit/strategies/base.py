@@ -123,19 +123,15 @@ class LightningStrategy(SavingStrategy):
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
         self._buffer_places = find_saved_buffers(self.module)
 
-    def synchronize_buffers(self, group: dist.ProcessGroup | None = None) -> None:
-        """Broadcast the saved buffers of the module from the first rank of a group to all others.
+    def synchronize_buffers(self) -> None:
+        """Broadcast the saved buffers of the module from the first data-parallel rank.
 
         Each rank updates buffers with its own samples, for example the running averages of
         BatchNorm. A checkpoint holds the buffers of one rank only. Without this method the other
-        ranks would evaluate, and resume, with other values. All ranks of the group must call it.
+        ranks would evaluate, and resume, with other values. All data-parallel ranks must call it.
         TrainingMonitor calls it after each step.
-
-        Args:
-            group: Group of ranks. Defaults to the data-parallel ranks. A group of one rank does
-                nothing.
         """
-        group = group or self.parallel.data_group
+        group = self.parallel.data_group
         if group is None or group.size() == 1:
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -175,8 +171,7 @@ class LightningStrategy(SavingStrategy):
         else:
             n_targets = count_batch_targets(batch) or 0
             n_micro_batches = 1
-        with self.parallel.clock.paused():
-            self.step_mean.compute_divisor(n_targets, n_micro_batches)
+        self.step_mean.compute_divisor(n_targets, n_micro_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step, and before the first micro-step free the old gradients.
@@ -207,8 +202,6 @@ class LightningStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the micro-step's loss for the mean of the step, then run Lightning's backward pass.
 
-        The clock of this rank's computing time stops when the backward pass begins.
-
         Args:
             closure_loss: Loss of training_step, divided by the number of accumulated micro-steps.
             optimizer: Optimizer of the run.
@@ -219,10 +212,6 @@ class LightningStrategy(SavingStrategy):
             The result of Lightning's method, the detached loss.
         """
         self.micro_losses.append(closure_loss.detach())
-        if closure_loss.requires_grad:
-            # The clock stops when the backward pass begins, after on_before_backward of all
-            # callbacks, whose time counts.
-            closure_loss.register_hook(self.parallel.clock.pause)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
@@ -242,16 +231,15 @@ class LightningStrategy(SavingStrategy):
                 before, or this step if the optimizer cannot skip an update on its device.
             DataError: If step 0 of the run has no target.
         """
-        with self.parallel.clock.paused():
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            scale = None
-            if not self._gradients_finished:
-                self.parallel.finish_gradients()
-                scale = self.step_mean.reduce(self._local_loss())
-                self._gradients_finished = True
-            self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
-            if self.decide_step is not None:
-                self.decide_step(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale = None
+        if not self._gradients_finished:
+            self.parallel.finish_gradients()
+            scale = self.step_mean.reduce(self._local_loss())
+            self._gradients_finished = True
+        self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
+        if self.decide_step is not None:
+            self.decide_step(optimizer)
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def teardown(self) -> None:

@@ -46,7 +46,7 @@ class SavingStrategy(Strategy):
     A save is either unsharded or sharded. An unsharded save is one file, which rank 0 writes. In a
     sharded save every rank writes its shards of the net and of the optimizer state to files of its
     own; the one file of rank 0 then holds what is left, such as counters and options. Every
-    strategy can load both kinds. (A save of DiLoCo has one more file for each further replica.)
+    strategy can load both kinds.
 
     A step is saved before its validation. Afterwards the save is amended: a file with the metrics
     and the changed states of callbacks is added, and no weights are written again, unless a tensor
@@ -66,13 +66,11 @@ class SavingStrategy(Strategy):
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. Set when a checkpoint is loaded.
         base: Frozen weights that checkpoints of gptrain leave out. None if checkpoints hold all.
-        has_replicas: True if a save contains files of several replicas of the net (DiLoCo).
     """
 
     saves_to_store = False
     saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
     base: BaseWeights | None = None
-    has_replicas = False
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
 
