@@ -7,6 +7,7 @@ The cluster is stopped by the process ids that its daemons have written.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,7 @@ class Cluster:
             "SLURM_CONF": str(folder / "slurm.conf"),
             "GPTRAIN_OUTPUT_DIR": str(self.outputs),
             "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
 
     def start(self, *command: str) -> subprocess.Popen:
@@ -78,10 +80,18 @@ class Cluster:
         assert process.returncode == 0, output
         return output.strip()
 
-    def submit(self, *words: str) -> str:
-        """Submit a job with `python -m gptrain.launch slurm --submit` and return its number."""
-        output = self.run(sys.executable, "-m", "gptrain.launch", "slurm", "--submit", *words)
-        return output.split()[1]
+    def submit(self, *words: str, n_nodes: int = 1, partition: str = "main") -> str:
+        """Submit slurm.sh of the recipes, edited for this cluster; return the number of the job."""
+        edited = {"nodes": n_nodes, "ntasks-per-node": 1, "gpus-per-node": None}
+        edited |= {"cpus-per-task": 1, "output": f"{self.outputs}/slurm-%j.log"}
+        lines = (ROOT / "src/recipes/slurm.sh").read_text()
+        for option, value in edited.items():
+            line = "" if value is None else f"#SBATCH --{option}={value} "
+            lines, n_edits = re.subn(rf"#SBATCH --{option}=\S+ ?", line, lines)
+            assert n_edits == 1, option
+        script = self.folder / "slurm.sh"
+        script.write_text(lines)
+        return self.run("sbatch", "--parsable", f"--partition={partition}", str(script), *words)
 
     def restart(self, node: str) -> None:
         """Start the daemon of a node again, as a reboot of the node does."""
@@ -104,6 +114,7 @@ def missing_programs() -> list[str]:
 def running_cluster(folder: Path) -> Iterator[Cluster]:
     cluster, ports, host = Cluster(folder), free_ports(6), socket.gethostname().split(".")[0]
     (folder / "state").mkdir()
+    cluster.outputs.mkdir()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
     lines = [CONFIG.format(host=host, user=user, folder=folder, ports=ports)]
     for partition, nodes in NODES.items():

@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM (Debian: apt-get install slurm-wlm munge), as the README submits them.
+"""The recipe slurm.sh on a real SLURM (Debian: apt-get install slurm-wlm munge).
 
 All jobs are submitted at once, each to nodes where it disturbs no other.
 """
@@ -39,9 +39,12 @@ class Jobs:
         launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=main")
         sweep = ("-m", "optimizer.lr=1e-3,3e-4,1e-4", f"run_dir={cluster.outputs}/sweep")
         self.sweep = cluster.start(sys.executable, "train.py", *RUN, *sweep, *launcher)
-        self.array = cluster.submit(*TWO_NODES, "-m", "strategy=ddp,fsdp")
-        self.cheap = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=cheap")
-        self.frail = cluster.submit(*RUN, *CAUGHT, "slurm.partition=frail")
+        self.plain = {
+            name: cluster.submit(*TWO_NODES, f"strategy={name}", n_nodes=2)
+            for name in ("ddp", "fsdp")
+        }
+        self.cheap = cluster.submit(*TWO_NODES, *CAUGHT, n_nodes=2, partition="cheap")
+        self.frail = cluster.submit(*RUN, *CAUGHT, partition="frail")
         self.cancelled = cluster.submit(*RUN, *CAUGHT, "trainer.max_steps=1000")
         self.disturb()
 
@@ -62,7 +65,7 @@ class Jobs:
         run("scancel", self.cancelled)
 
     def folder(self, job: str) -> Path:
-        return self.cluster.outputs / "train" / f"slurm-{job}"
+        return self.cluster.outputs / f"slurm-{job}"
 
     def finished(self, job: str) -> Finished:
         """Wait until the run of a job is done, and return it."""
@@ -103,7 +106,7 @@ def assert_same_state(first: Finished, second: Finished) -> None:
 def test_a_preempted_job_saves_is_requeued_and_resumes_bit_for_bit(jobs):
     run = jobs.finished(jobs.cheap)
     assert "asked to stop: saved at step" in run.out and "resume    from step" in run.out
-    assert_same_state(run, jobs.finished(f"{jobs.array}_0"))
+    assert_same_state(run, jobs.finished(jobs.plain["ddp"]))
 
 
 def test_a_job_whose_node_goes_down_starts_again_and_ends_the_same_bit_for_bit(jobs, train):
@@ -122,11 +125,11 @@ def test_a_cancelled_job_saves_and_is_not_started_again(jobs):
     wait_until(lambda: not jobs.cluster.is_queued(jobs.cancelled), START_S)
 
 
-@pytest.mark.parametrize("place, strategy", [(0, "ddp"), (1, "fsdp")], ids=["ddp", "fsdp"])
-def test_two_nodes_train_as_one_machine_does(jobs, train, place, strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_nodes_train_as_one_machine_does(jobs, train, strategy):
     here = train(*RUN, f"strategy={strategy}", "trainer.devices=2", tiny=False)
     assert here.code == 0, here.err
-    there = jobs.finished(f"{jobs.array}_{place}")
+    there = jobs.finished(jobs.plain[strategy])
     assert there.losses() == pytest.approx(here.losses(), rel=1e-5)
     assert there.metrics["val/loss"] == pytest.approx(here.metrics["val/loss"], rel=1e-5)
 
