@@ -121,7 +121,7 @@ def test_files_that_the_readme_names_exist():
     named = re.findall(r"`((?:src|conf|tests|train|\.ci|\.github)\b[\w./]*)`", README)
     named += re.findall(r"\]\(([^)]+)\)", README)
     missing = [name for name in named if not (ROOT / name).exists()]
-    assert len(named) > 30 and sorted(missing) == ["conf/local/default.yaml"]
+    assert len(named) > 30 and sorted(missing) == ["conf/local/default.yaml", "src/my_gpt"]
 
 
 def test_the_readme_of_a_package_names_its_files_and_what_they_define():
@@ -187,5 +187,8 @@ def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
 def test_every_other_command_is_known():
     """Set-up and tests are run by CI as written; the others are tools of their own."""
     others = [command for command in COMMANDS if command and "train.py" not in command]
-    known = ("python3 -m venv", "tensorboard --logdir", "python -m gptrain.", "python -m pytest ")
+    known = (
+        "python3 -m venv", "tensorboard --logdir", "python -m gptrain.", "python -m pytest ",
+        "python -m recipes.new_project ", ".venv/bin/pip install ",
+    )  # fmt: skip
     assert all(command.startswith(known) for command in others), others
