@@ -34,12 +34,12 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
-    "test_nodes", "test_slurm_cluster", "test_launchers", "test_trace",  # mark slow
+    "test_nodes", "test_slurm_cluster", "test_launchers",  # mark slow
     "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_project",
     "test_run_fsdp", "test_run_mixes", "test_run_options", "test_generate",
     "test_lightning_features", "test_run_nets", "test_resume_changes",
-    "test_train", "test_plan_accuracy", "test_learning_rate", "test_run_tensor_parallel",
+    "test_train", "test_learning_rate", "test_run_tensor_parallel",
     "test_mirror", "test_run_pipeline", "test_run_one_device", "test_own_modules",
     "test_run_ddp", "test_untrusted_files", "test_watchdog",
 ]  # fmt: skip

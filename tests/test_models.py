@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gptrain.assemble.load import build_net
-from gptrain.costs.shape import find_shape
+from gptrain.costs.net import net_of
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama, SimpleGPT
 from gptrain.models.attention import (
@@ -75,9 +75,10 @@ def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after
     cfg = compose_run(f"model={preset}")
     with torch.device("meta"):
         net = build_net(cfg.model)
-    shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
-    assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
-    assert count_matrix_weights(net) == shape.matrix_weights
+    sizes, n_parameters = net_of(cfg.model), sum(p.numel() for p in net.parameters())
+    assert n_parameters == sizes.parameters(sizes.n_layers, True, True)
+    assert n_parameters == PUBLISHED.get(preset, n_parameters)
+    assert count_matrix_weights(net) == sizes.matrix_weights
     assert count_matrix_weights(nn.Conv1d(3, 5, 2)) == 3 * 5 * 2  # the bias does not count
 
 

@@ -16,8 +16,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, Name, Positive
-from gptrain.costs.flops import train_flops_per_token
-from gptrain.costs.shape import find_shape
+from gptrain.costs.net import net_of, train_flops_per_token
 from tests import bench as package
 from tests.bench import target
 from tests.bench.result import summarize, table
@@ -166,10 +165,10 @@ def flops_per_token(model: ModelConfig, n_positions: int) -> int | None:
 
     The tutorial's net has more: its blocks also attend to their own input.
     """
-    shape = find_shape(model)
-    if shape is None:
+    net = net_of(model)
+    if net is None:
         return None
-    return train_flops_per_token(shape.matrix_weights, shape.n_layers, shape.d_q, n_positions)
+    return train_flops_per_token(net.matrix_weights, net.n_layers, net.d_q, n_positions)
 
 
 def run_rounds(contestants: list[Contestant], rounds: int, steps: int) -> None:

@@ -133,7 +133,7 @@ def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     row = json.loads(done.stdout)["strategies"][strategy]
-    assert peak == pytest.approx(row["bytes_per_device"]["total"] / 2**30, rel=0.08)
+    assert peak == pytest.approx(row["bytes_per_device"]["total"] / 2**30, rel=0.1)
 
 
 @pytest.mark.parametrize("compile", ["none", "blocks"])

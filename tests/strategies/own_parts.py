@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from sent import Sent
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,6 @@ from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import decay_groups, muon
-from gptrain.plan.counters import Sent
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}

@@ -5,9 +5,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from kinds import Parallel, close, make_batch, make_net
 from ranks import on_ranks
+from sent import Sent
 
 from gptrain.parallel.ddp import SYNC_BUFFERS, build_comm_hook
-from gptrain.plan.counters import Sent
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from kinds import (
     make_net,
 )
 from ranks import on_ranks
+from sent import Sent
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
@@ -26,7 +27,6 @@ from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.placement import full_tensor
 from gptrain.parallel.tensor import partial_parameters, vocab_parallel_loss
-from gptrain.plan.counters import Sent
 
 
 @on_ranks(2)

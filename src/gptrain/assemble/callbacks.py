@@ -23,7 +23,7 @@ from gptrain.core.lengths import RunLengths
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
-from gptrain.costs.optimizers import facts_of
+from gptrain.costs.choice import optimizer_states
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.callbacks.monitor import TrainingMonitor
@@ -167,8 +167,8 @@ def build_checkpoints(
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
-    optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)
-    bytes_per_parameter = FP32_BYTES + math.ceil(optimizer.bytes_per_parameter(FP32_BYTES))
+    n_states = max(optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments))
+    bytes_per_parameter = math.ceil(FP32_BYTES * (1 + n_states))
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(
         store,

@@ -1,15 +1,12 @@
 """Estimates of the planner for the line `plan` at the start of a run."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptrain.core.schema import RunConfig
 from gptrain.costs.choice import compare
-from gptrain.costs.hardware import device_of
-from gptrain.costs.machine import machine_of, this_machine
-from gptrain.costs.speed import unit_of
+from gptrain.costs.hardware import device_of, machine_of, this_cpu
 from gptrain.runtime.devices import RunDevices
 
 
@@ -25,10 +22,9 @@ def plan_run(run: RunConfig, name: str, sample_tokens: int, devices: RunDevices)
     Raises:
         ValueError: If the planner does not know the net, the strategy or the GPU, or if the
             accelerator is neither a CPU nor CUDA.
-        DamagedMeasurementError: If the file with this machine's measured speed cannot be read.
     """
     if devices.accelerator == "cpu":
-        machine = this_machine(Path(run.output_dir), devices.n_local)
+        machine = this_cpu(devices.n_local)
     elif devices.accelerator == "cuda" and (device := device_of(torch.cuda.get_device_name())):
         machine = machine_of(device, devices.n_local)
     else:
@@ -38,8 +34,7 @@ def plan_run(run: RunConfig, name: str, sample_tokens: int, devices: RunDevices)
         raise ValueError(f"the planner has no estimate of strategy {name}")
     row = estimates["strategies"][name]
     n_bytes = row["bytes_per_device"]["total"]
-    unit, unit_bytes = unit_of(n_bytes)
-    line = f"{n_bytes / unit_bytes:,.1f} {unit} of tensors per device"
+    line = f"{n_bytes / 2**30:,.3g} GiB of tensors per device"
     if not row["fits"]:
         line += " (does not fit)"
     if row["step_s"] is not None:

@@ -1,6 +1,7 @@
 """Builds the lines that describe a run at its start."""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,6 @@ from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
-from gptrain.costs.machine import DamagedMeasurementError
 from gptrain.lit.lightning import strategy_of
 from gptrain.lit.own_optimizer import has_own_optimizer
 from gptrain.lit.report import Report
@@ -89,12 +89,8 @@ def build_report(
         precise = cfg.changed(
             {"trainer.precision": str(trainer.precision), "data.batch_size": batch.batch_size}
         )
-        try:
+        with suppress(ValueError):  # the planner does not know this net or these devices
             lines["plan"] = plan_run(precise, info.name, lengths.sample_tokens, devices)
-        except DamagedMeasurementError as error:
-            lines["plan"] = f"none: {error}"
-        except ValueError:
-            pass  # the planner does not know this net or these devices
     lines["run"] = cfg.run_dir
     repeated_overrides = []
     if trainer.is_global_zero and HydraConfig.initialized():  # the benchmark has no Hydra

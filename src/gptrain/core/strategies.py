@@ -198,7 +198,6 @@ class Strategy:
         options: Type of the `strategy` group under this strategy.
         contract: Requirement on the code of a net, for the error message if a net violates it.
         lightning: `module:class` of the Lightning strategy around the object in `parallel`.
-        costs: `module:class` of the StrategyCosts that state what a rank stores and sends.
         defaults: Folder of `<name>.yaml` with the defaults of the options.
     """
 
@@ -210,17 +209,14 @@ class Strategy:
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
     lightning: str = "gptrain.lit.strategies.replicated:LightningMultiRank"
-    costs: str = "gptrain.costs.strategies:StrategyCosts"
     defaults: Path = DEFAULTS
 
 
 _PARALLEL = "gptrain.parallel"
 _LIGHTNING = "gptrain.lit.strategies"
-_COSTS = "gptrain.costs.strategies"
 _PIPELINE: dict[str, Any] = {
     "parallel": f"{_PARALLEL}.pipeline:Pipeline",
     "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
-    "costs": f"{_COSTS}:PipelineCosts",
     "check": f"{_PARALLEL}.pipeline:check_pipeline",
     "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
     "called with the activations alone",
@@ -250,7 +246,6 @@ STRATEGIES: dict[str, Strategy] = {
         f"{_PARALLEL}.ddp:Replicated",
         is_standard=True,
         options=DDPOptions,
-        costs=f"{_COSTS}:DDPCosts",
     ),
     "fsdp": Strategy(
         (DATA,),
@@ -258,21 +253,18 @@ STRATEGIES: dict[str, Strategy] = {
         f"{_PARALLEL}.sharded:Sharded",
         options=FSDPOptions,
         lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
-        costs=f"{_COSTS}:ShardedCosts",
     ),
     "tensor_parallel": Strategy(
         (TENSOR,),
         _HEADS,
         **_TENSOR,
         options=TensorParallelOptions,
-        costs=f"{_COSTS}:TensorParallelCosts",
     ),
     "fsdp_tensor_parallel": Strategy(
         (DATA, TENSOR),
         ("blocks", *_HEADS),
         **_TENSOR,
         options=FSDPTensorParallelOptions,
-        costs=f"{_COSTS}:FSDPTensorParallelCosts",
     ),
     "context_parallel": Strategy(
         (DATA, CONTEXT),
@@ -280,7 +272,6 @@ STRATEGIES: dict[str, Strategy] = {
         f"{_PARALLEL}.context:ContextParallel",
         options=ContextParallelOptions,
         lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
-        costs=f"{_COSTS}:ContextParallelCosts",
         check=f"{_PARALLEL}.context:check_context_parallel",
         contract="context parallelism needs in context_plan every module whose output at a "
         "position depends on other positions; q, k, v and the output of its attention must pass "

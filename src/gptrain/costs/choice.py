@@ -1,93 +1,107 @@
 """Comparison of all strategies for a run, the best strategy, and the overrides that select it."""
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import CONTEXT, DATA, STRATEGIES
-from gptrain.costs.machine import Machine
-from gptrain.costs.shape import find_shape
-from gptrain.costs.speed import TIMES, estimate
-from gptrain.costs.work import find_work
+from gptrain.core.strategies import CONTEXT, DATA, STRATEGIES, options_for, parallel_dims
+from gptrain.costs.hardware import Machine
+from gptrain.costs.net import net_of
+from gptrain.costs.step import Step, estimate, memory
 
-SELECTIVE = {"model.activation_checkpointing": "selective"}
-FULL = {"model.activation_checkpointing": "full"}
+MODE = "model.activation_checkpointing"
 # Changes of the config that save memory. `compare` tries them in turn until a strategy fits.
-LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})
+LEVELS = ({}, {MODE: "selective"}, {MODE: "full"}, {MODE: "full", "data.batch_size": 1})
 # A strategy counts as fast as the fastest if it has this fraction of the highest speed. Among such
 # strategies the first in the table, which is the simplest, is the best.
 EQUAL = 0.98
 # Share of the memory of a device that one sequence may take. The estimate of the memory may be 10 %
 # too low, and torch's allocator is slow while the memory is nearly full.
 ROOM = 0.9
+# Values that optimizers of torch store per parameter without momentum, if not two. Adafactor stores
+# only one row and one column per matrix.
+STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 
 
-def compare(
-    run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
-) -> dict[str, Any]:
-    """Estimate the run under each strategy, and choose the best strategy.
+def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how many values an optimizer stores per weight of a block's matrices, and per other.
 
-    The best strategy is the first in the table of strategies among those that compute the same as
-    one process, allow the precision and the `compile` mode of the run, fit into the memory, and are
-    about as fast as the fastest. If nothing fits as the run is configured, the changes of `LEVELS`,
-    which save memory, are tried in turn. Context parallelism is considered, and then comes first,
-    only if strategies that divide nothing but the batch do not fit even with one sequence per rank
-    and full activation checkpointing.
+    A class outside of torch states the number in its attribute `states_per_parameter`, in values of
+    the type of the parameter. Any other class, and one that cannot be imported, counts as Adam: 2.
+
+    Args:
+        target: The `_target_` of the optimizer group.
+        options: Keyword arguments of the optimizer.
+    """
+    n_states: float = 2
+    if target == "gptrain.optim.Muon":  # with AdamW for all other parameters
+        return 1, 2
+    if target.startswith("torch.optim."):
+        n_states = STATES.get(target.rpartition(".")[2], 2) + (1 if options.get("momentum") else 0)
+    else:
+        with suppress(Exception):  # the check of a run reports the error of an import
+            n_states = getattr(resolve_name(target), "states_per_parameter", 2)
+    return n_states, n_states
+
+
+def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: int) -> Step | None:
+    """Describe an optimizer step of a run under a strategy.
+
+    Returns None if there are no formulas for the net, or if `sample_tokens` is None.
 
     Args:
         run: Configuration of the run.
-        sample_tokens: Tokens per sample of the run's data. None if the number is not known.
-        machine: Node on which the run trains.
-        n_nodes: Number of nodes.
+        sample_tokens: Tokens per sample. None if the config does not determine this number.
+        name: Name of the strategy. Options that the run does not set have their defaults.
+        world_size: Number of ranks.
 
-    Returns:
-        parameters: Number of parameters, or None if the shape of the net is not known.
-        strategies: Estimate (`speed.estimate`) of the run as it is configured, by the name of the
-            strategy. A strategy whose ranks do not divide the work is missing. The values of TIMES
-            are None if the machine was not measured. Empty if the shape of the net or
-            `sample_tokens` is not known.
-        best: Name of the best strategy, or None if nothing fits or there are no estimates.
-        changes: New values of config keys that select the best strategy and make it fit. None if
-            `best` is None.
+    Raises:
+        ValueError: If the run cannot be divided over the ranks, or if both the global batch size
+            and an accumulation are set.
     """
-    shape = find_shape(run.model)
-    rows = estimates(run, sample_tokens, machine, n_nodes)
-    result = {"parameters": shape and shape.n_parameters, "strategies": rows}
-    if not machine.is_measured:
-        for row in rows.values():
-            row |= dict.fromkeys(key for key in TIMES if key in row)
-    is_fp16 = find_precision(run.trainer.precision).is_fp16
-    is_compiled = run.model.compile == "model"  # allowed only with strategies that take any net
-    exact = [
-        name
-        for name, row in STRATEGIES.items()
-        if (row.is_standard or not is_fp16) and not (is_compiled and row.needs)
-    ]
-    with_context = [name for name in exact if CONTEXT in STRATEGIES[name].axes]
-    names = [name for name in exact if name not in with_context]
-    with_room = replace(machine, memory_bytes=ROOM * machine.memory_bytes)
-    least = estimates(run.changed(LEVELS[-1]), sample_tokens, with_room, n_nodes)
-    on_one_device = [name for name in exact if set(STRATEGIES[name].axes) <= {DATA}]
-    if not any(name in least and least[name]["fits"] for name in on_one_device):
-        names = with_context + names
-    for level in LEVELS:
-        level_rows = estimates(run.changed(level), sample_tokens, machine, n_nodes)
-        speeds = {
-            name: level_rows[name]["tokens_per_s"]
-            for name in names
-            if name in level_rows and level_rows[name]["fits"]
-        }
-        for name, speed in speeds.items():
-            if speed >= EQUAL * max(speeds.values()):
-                changes = {"strategy": name}
-                if name == "single":
-                    changes["trainer.devices"] = 1
-                    if n_nodes > 1:
-                        changes["trainer.num_nodes"] = 1
-                return result | {"best": name, "changes": changes | level}
-    return result | {"best": None, "changes": None}
+    model, optimizer, net = run.model, run.optimizer, net_of(run.model)
+    if net is None or sample_tokens is None:
+        return None
+    # "auto" is one node for the planner
+    n_nodes = run.trainer.num_nodes if isinstance(run.trainer.num_nodes, int) else 1
+    options = options_for(name, run.strategy)
+    dims = parallel_dims(options, world_size, n_nodes)
+    batch = run.batch_plan(dims.data)
+    step = Step(
+        net,
+        options,
+        dims,
+        batch.batch_size,
+        sample_tokens,
+        batch.accumulate,
+        precision=str(run.trainer.precision),
+        states=optimizer_states(optimizer.target, optimizer.arguments),
+        checkpointing=model.activation_checkpointing,
+        compile=model.compile,
+        dropout=model.arguments.get("dropout") or 0.0,
+    )
+    remainders = net.n_kv_heads % dims.tensor, net.n_heads % dims.context, dims.data % dims.replicas
+    if any(remainders) or step.batch_size % step.microbatches or dims.pipeline > net.n_layers:
+        raise ValueError(f"{dims}: does not divide the heads, layers, batch or copies of the model")
+    return step
+
+
+def largest_batch_size(step: Step, machine: Machine) -> int:
+    """Return the largest batch_size of a step that fits into the memory, or 0.
+
+    It is a multiple of the microbatches of a pipeline. The number of micro-steps stays the same.
+    """
+
+    def peak(n: int) -> float:
+        larger = replace(step, batch_size=n * step.microbatches)
+        return max(memory(end)["total"] for end in larger.ends)
+
+    return step.microbatches * bisect_right(range(1, 2**20), machine.memory_bytes, key=peak)
 
 
 def estimates(
@@ -96,8 +110,8 @@ def estimates(
     """Return the estimate of the run under each strategy whose ranks divide the work, by name.
 
     `single` uses one device; every other strategy uses all devices and is left out if there is only
-    one. If the run has `max_tokens`, the estimates have the entries `hours` and `device_hours`. The
-    dict is empty if the shape of the net or `sample_tokens` is not known.
+    one. The estimates have the additional entry `largest_batch_size`. The dict is empty if the net
+    or `sample_tokens` is not known.
 
     Args:
         run: Configuration of the run.
@@ -108,35 +122,70 @@ def estimates(
     rows = {}
     world_size = machine.n_local * n_nodes
     for name, strategy in STRATEGIES.items():
-        if world_size == 1 and name != "single":
-            continue
-        n_ranks = world_size if strategy.axes else 1
         try:
-            work = find_work(run, sample_tokens, name, n_ranks, machine.is_cpu)
+            step = step_of(run, sample_tokens, name, world_size if strategy.axes else 1)
         except ValueError:  # the numbers of ranks do not divide the work
             continue
-        if work is None:
+        if step is None or (world_size == 1 and name != "single"):
             continue
-        row = estimate(replace(work, has_bf16=machine.has_bf16), machine)
-        if run.max_tokens:
-            row["hours"] = run.max_tokens / row["tokens_per_s"] / 3600
-            row["device_hours"] = row["hours"] * n_ranks
-        rows[name] = row
+        rows[name] = estimate(step, machine)
+        rows[name]["largest_batch_size"] = largest_batch_size(step, machine)
     return rows
 
 
-def changed_overrides(typed: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
-    """Return the typed overrides with changed keys, as words for the command line.
+def compare(
+    run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
+) -> dict[str, Any]:
+    """Estimate the run under each strategy, and choose the best strategy.
 
-    The typed words of changed keys are removed, and the changes follow at the end. Typed options
-    of the strategy, `strategy.<key>=...`, are kept only if the user also typed `strategy=` with the
-    new strategy, because they may belong to another one.
+    The best strategy is the first in the table of strategies among those that allow the precision
+    and the `compile` mode of the run, fit into the memory, and are about as fast as the fastest. If
+    nothing fits as the run is configured, the changes of `LEVELS`, which save memory, are tried in
+    turn. Context parallelism is considered, and then comes first, only if strategies that divide
+    nothing but the batch do not fit even with one sequence per rank and full activation
+    checkpointing.
 
     Args:
-        typed: Overrides that the user typed.
-        changes: New values of config keys. "strategy" is one of the keys.
+        run: Configuration of the run.
+        sample_tokens: Tokens per sample of the run's data. None if the number is not known.
+        machine: Node on which the run trains.
+        n_nodes: Number of nodes.
+
+    Returns:
+        parameters: Number of parameters, or None if the net is not known.
+        strategies: Estimate (`estimates`) of the run as it is configured, by the name of the
+            strategy. Empty if the net or `sample_tokens` is not known.
+        best: Name of the best strategy, or None if nothing fits or there are no estimates.
+        changes: New values of config keys that select the best strategy and make it fit. None if
+            `best` is None.
     """
-    kept = [word for word in typed if word.partition("=")[0].lstrip("+") not in changes]
-    if f"strategy={changes['strategy']}" not in typed:
-        kept = [word for word in kept if not word.startswith("strategy.")]
-    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+
+    def rows_of(changes: Mapping[str, Any], share: float = 1.0) -> dict[str, dict[str, Any]]:
+        part = replace(machine, memory_bytes=share * machine.memory_bytes)
+        return estimates(run.changed(changes), sample_tokens, part, n_nodes)
+
+    net = net_of(run.model)
+    n_parameters = net and int(net.parameters(net.n_layers, True, True))
+    result = {"parameters": n_parameters, "strategies": rows_of({})}
+    rows = STRATEGIES
+    if find_precision(run.trainer.precision).is_fp16:
+        rows = {name: row for name, row in rows.items() if row.is_standard}
+    if run.model.compile == "model":  # allowed only with strategies that take any net
+        rows = {name: row for name, row in rows.items() if not row.needs}
+    least = [name for name, row in rows_of(LEVELS[-1], ROOM).items() if row["fits"]]
+    fits_whole = any(set(rows[name].axes) <= {DATA} for name in least if name in rows)
+    divided = [name for name, row in rows.items() if CONTEXT in row.axes]
+    names = [name for name in rows if name not in divided]
+    names = names if fits_whole else divided + names
+    for level in LEVELS:
+        planned = rows_of(level)
+        fitting = [name for name in names if name in planned and planned[name]["fits"]]
+        # Without times, on a CPU, the strategies that use all devices count as equally fast.
+        speeds = {n: planned[n]["tokens_per_s"] or len(rows[n].axes[:1]) for n in fitting}
+        equal = (name for name in fitting if speeds[name] >= EQUAL * max(speeds.values()))
+        if best := next(equal, None):
+            on_one = {"trainer.devices": 1} if best == "single" else {}
+            if best == "single" and n_nodes > 1:
+                on_one["trainer.num_nodes"] = 1
+            return result | {"best": best, "changes": {"strategy": best} | on_one | level}
+    return result | {"best": None, "changes": None}

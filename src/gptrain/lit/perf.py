@@ -14,7 +14,7 @@ from torch import nn
 
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
-from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
 from gptrain.runtime.measure import Peak, find_peak, wait_for
 

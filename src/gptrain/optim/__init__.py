@@ -2,7 +2,7 @@
 
 An optimizer is a class `(groups, lr=…, **options)`. `decay_groups` makes its groups, or its class
 method `parameter_groups` if it has one, as Muon does. An optimizer whose state is not two values
-per parameter reports its state in a static method `facts` (see `gptrain.costs.optimizers`).
+per parameter states their number in the attribute `states_per_parameter`.
 
 A schedule is a function from the optimizer step to the factor on the learning rate.
 """

@@ -35,8 +35,8 @@ class Muon(torch.optim.Optimizer):
     among themselves.
 
     An optimizer step takes 2 to 4 % of the time of a training step (llama_nano, 16 k tokens, two
-    ranks under DDP, one thread each, AVX512-BF16). `gptrain.costs.optimizers` describes the memory
-    and the communication of this class for the planner.
+    ranks under DDP, one thread each, AVX512-BF16). The planner knows its memory, and leaves out its
+    matrix multiplications and communication.
 
     Args:
         params: Parameter groups. A group with `use_muon=True` has matrices only. A group without

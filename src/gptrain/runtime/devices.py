@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import torch
 
 from gptrain.core.schema import RunConfig
-from gptrain.costs.machine import count_cores
 from gptrain.runtime.process import (
+    count_cores,
     count_devices,
     count_nodes,
     listed_numbers,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gptrain.core.precision import TYPE_BYTES, find_precision
-from gptrain.costs.hardware import device_of
+from gptrain.costs.hardware import device_of, machine_of
 
 MEASURE_S = 0.15  # duration of the measurement for a device without a data sheet, in seconds
 # Sides of the matrices on a CPU and on other devices. Both are large enough for full speed, and one
@@ -48,7 +48,8 @@ def find_peak(device: torch.device, precision: str) -> Peak:
     if device.type == "cuda":
         known = device_of(torch.cuda.get_device_name(device))
         if known is not None:
-            return Peak(known.flops_per_s["float16"], "data sheet, 16 bit")
+            machine = machine_of(known, 1)
+            return Peak(machine.flops_per_s["float16"] / machine.matmul, "data sheet, 16 bit")
     matmul = find_precision(precision).matmul
     dtype = getattr(torch, matmul) if TYPE_BYTES[matmul] == 2 else torch.float32
     return Peak(measure_matmul(device, dtype), f"measured, {str(dtype).removeprefix('torch.')}")

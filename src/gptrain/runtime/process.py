@@ -215,6 +215,17 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
     return tuple(map(int, devices)) if isinstance(devices, Sequence) else ()
 
 
+def count_cores() -> int:
+    """Return the number of logical CPUs on which this process may run.
+
+    macOS and Windows report only the number of the machine. A container's quota of CPU time does
+    not count.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def count_devices(devices: Any) -> int | None:
     """Return the number of ranks per node that trainer.devices asks for.
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from gptrain.config.check import CheckedConfig, check_cpu, check_world, find_world_size
 from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.strategies import strategy_name
-from gptrain.costs.memory import estimate_states
-from gptrain.costs.work import find_work
+from gptrain.costs.choice import step_of
+from gptrain.costs.step import states
 from gptrain.runtime.process import count_devices, count_nodes, listed_numbers, this_process
 
 GIB = 2**30
@@ -91,13 +91,13 @@ def check_memory(
     from torch import cuda
 
     run = checked.run
-    work = None
+    step = None
     name = strategy_name(run.strategy.name, world_size)
     with suppress(ValueError):  # check_world reports sizes that do not divide
-        work = find_work(run, run.data.sample_tokens, name, world_size, kind == "cpu")
-    if work is None or run.task != "fit":
+        step = step_of(run, run.data.sample_tokens, name, world_size)
+    if step is None or run.task != "fit":
         return
-    need = max(sum(estimate_states(end).values()) for end in work.ends)
+    need = max(sum(states(end).values()) for end in step.ends)
     if kind == "cpu" or run.strategy.keeps_weights_on_cpu:
         where = "this machine"
         need *= n_local

@@ -1,4 +1,4 @@
-"""Counters of the bytes that a running step sends, and formulas for its FLOPs."""
+"""Counter of the bytes that a running step sends."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import sdpa_flop_count
 
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 
@@ -71,42 +70,3 @@ def _sent_bytes(kind: str, args: Any, out: Any) -> float:
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
         size = dist.ProcessGroup.unbox(group).size()
     return (2 if kind == "allreduce" else 1) * n_bytes * (size - 1) / size
-
-
-def _matmul(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of total += left @ right, from the shapes of the matrices.
-
-    Args:
-        total: Shape of the result, which has no effect.
-        left: Shape of the left matrix.
-        right: Shape of the right matrix.
-    """
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of attention, from the shapes (B, H, T, d_head) of q, k and v."""
-    return sdpa_flop_count(q, k, v)
-
-
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of the backward pass of attention: twice those of the forward pass.
-
-    The kernel also recomputes the scores, which is not counted.
-
-    Args:
-        grad: Shape of the gradient, which has no effect.
-        q: Shape (B, H, T, d_head) of the queries.
-        k: Shape of the keys.
-        v: Shape of the values.
-    """
-    return 2 * sdpa_flop_count(q, k, v)
-
-
-# Formulas that FlopCounterMode lacks: addmm_, by which the chunked loss accumulates the gradient of
-# the head, and the attention of CPUs.
-FLOPS = {
-    torch.ops.aten.addmm_: _matmul,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
