@@ -123,8 +123,8 @@ def test_under_fp16_only_what_train_py_allows_is_proposed(plan):
 def test_one_device_is_the_best_where_the_link_is_too_slow_for_more(plan):
     """train.py refuses strategy=single on several devices and on several nodes."""
     words = ["model=gpt_nano", "data.batch_size=1", "trainer.num_nodes=2", "hardware=t4"]
-    slow = ("hardware.link=ethernet_10", "hardware.network=ethernet_10", "trainer.devices=2")
-    report = answer(plan, *words, *slow, "strategy=fsdp", "strategy.reshard_after_forward=false")
+    slow = ("hardware.link=ethernet_10", "hardware.network=ethernet_10", "trainer.devices=1")
+    report = answer(plan, *words, *slow, "strategy=ddp", "strategy.bucket_cap_mb=50")
     assert report["command"].endswith(
         " model=gpt_nano data.batch_size=1 strategy=single trainer.devices=1 trainer.num_nodes=1"
     )
@@ -184,7 +184,8 @@ def test_the_links_that_are_typed_are_those_of_the_plan(plan):
 
 def test_of_an_own_net_what_is_exact_is_planned_and_nothing_else(plan):
     """Frozen: 61 * 8. Trained: 3 * 64 + 61 * 8. Two ranks hold 31 of 61 rows of a table."""
-    own = ["model._target_=tests.test_plan_command.OwnNet", "+model.vocab_size=61"]
+    own = ["model=my_lstm", f"model._target_={__name__}.OwnNet", "model.vocab_size=61"]
+    own += ["~model.d_model"]
     own += ["trainer.devices=2", "data.batch_size=3", "data.seq_len=5", "hardware=t4"]
     report = answer(plan, *own, "trainer.precision=32-true")
     assert report["parameters"] == 3 * 64 + 2 * 488 and report["best"] is None

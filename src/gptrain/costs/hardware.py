@@ -169,5 +169,5 @@ def this_cpu(n_local: int) -> Machine:
     """Return the CPU of this machine, whose memory `n_local` ranks share. It has no speeds."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / n_local
     link = Link("gloo", 1.0, 0.0)
-    source = "memory within 20 %, times are not planned"
+    source = "memory as on a GPU, times are not planned"
     return Machine("cpu", n_local, memory_bytes, {}, 1.0, link, link, source)

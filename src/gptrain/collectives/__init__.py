@@ -1,1 +1,0 @@
-"""The command `python -m gptrain.collectives`, which shows what each collective operation does."""
