@@ -19,6 +19,10 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 ]  # fmt: skip
 
 
+_SMALL = 2**16  # values of a buffer
+_Buffer = tuple[nn.Module, str, torch.Tensor]  # owner, name, values
+
+
 def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "none") -> None:
     """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
 
@@ -30,9 +34,10 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
             any additional FLOPs.
-        compile: "none", "blocks" or "model". Without torch.compile the recomputation would update
-            buffers, such as the averages of BatchNorm, a second time. It therefore works on copies
-            of the buffers. The recomputation of compiled code changes no buffers.
+        compile: "none", "blocks" or "model". Without torch.compile the recomputation would read
+            the buffers that the forward pass has changed, such as a counter, and change them a
+            second time. It therefore works on copies from before the forward pass. The
+            recomputation of compiled code neither reads nor changes the new values.
     """
     if mode == "none":
         return
@@ -53,45 +58,65 @@ def _contexts_with_buffers(
     """Return two contexts for a block with buffers: of its forward pass and of its recomputation.
 
     torch calls this function, as the argument `context_fn` of `checkpoint`, before each forward
-    pass. The second context protects the buffers, see `_recomputation`.
+    pass. The recomputation reads the buffers as they were before that forward pass.
 
     Args:
         block: Block of the net.
         mode: "full" or "selective", as in `apply_activation_checkpointing`.
     """
-    if mode == "full":
-        return nullcontext(), _recomputation(block, nullcontext())
-    forward, recomputation = create_selective_checkpoint_contexts(_EXPENSIVE)
-    return forward, _recomputation(block, recomputation)
+    contexts = nullcontext(), nullcontext()
+    if mode == "selective":
+        contexts = create_selective_checkpoint_contexts(_EXPENSIVE)
+    forward, recomputation = contexts
+    changed: list[_Buffer] = []
+    return _keeping_changed(block, changed, forward), _restoring(changed, recomputation)
 
 
 @contextmanager
-def _recomputation(
-    block: nn.Module, context: AbstractContextManager
+def _keeping_changed(
+    block: nn.Module, changed: list[_Buffer], context: AbstractContextManager
 ) -> Generator[None, None, None]:
-    """Run a block's recomputation with copies of its buffers, and put the buffers back afterwards.
+    """Run a block's forward pass, and put copies of the buffers that it changes into `changed`.
 
-    The recomputation would otherwise update the running averages of BatchNorm a second time. Saving
-    the values and restoring them in place would not work: autograd refuses a saved tensor that has
-    changed.
-
-    Args:
-        block: Block of the net. It has its own buffers again after the context.
-        context: Context of torch in which the recomputation runs.
+    Copies of small buffers are always kept: F.batch_norm changes its averages without a new
+    version.
     """
     buffers = [
-        (module, name, buffer)
+        (module, name, buffer, _version(buffer), buffer.clone())
         for module in block.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer.clone())
+    with context:
+        yield
+    for module, name, buffer, version, before in buffers:
+        is_changed = getattr(module, name) is not buffer or _version(buffer) != version
+        if is_changed or buffer.numel() <= _SMALL:
+            changed.append((module, name, before))
+
+
+@contextmanager
+def _restoring(
+    changed: list[_Buffer], context: AbstractContextManager
+) -> Generator[None, None, None]:
+    """Run a block's recomputation with the buffers of `changed`, and then put its own back.
+
+    Writing the values into the block's own buffers would not work: autograd refuses a saved tensor
+    that has changed.
+    """
+    own = [(module, name, getattr(module, name)) for module, name, _ in changed]
+    for module, name, before in changed:
+        setattr(module, name, before)
     try:
         with context:
             yield
     finally:
-        for module, name, buffer in buffers:
+        for module, name, buffer in own:
             setattr(module, name, buffer)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the number of changes in place. A tensor of torch.inference_mode allows none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:
