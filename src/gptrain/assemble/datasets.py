@@ -18,6 +18,7 @@ from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
+from gptrain.data.order import limit_lengths
 from gptrain.data.samples import describe_sample, has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
 from gptrain.lit.lightning import RankEnvironment, misconfiguration_as_config_error
@@ -87,9 +88,9 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
 
     An iterable dataset is wrapped into one with an index: the training set is then read during the
     run. Of any other set, all samples are read into memory now, or as many as an integer
-    `trainer.limit_<name>_batches` needs. For a LanguageModel, dicts in the form of Hugging Face are
-    turned into pairs of tokens and targets, with a warning about keys that are not used. Any other
-    error of the dataset's own class passes unchanged.
+    `trainer.limit_<name>_batches` counts. For a LanguageModel, dicts in the form of Hugging Face
+    are turned into pairs of tokens and targets, with a warning about keys that are not used. Any
+    other error of the dataset's own class passes unchanged.
 
     Args:
         cfg: Configuration of the run.
@@ -106,8 +107,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
     n_samples = None  # all
-    if type(limit) is int:  # micro-batches of each rank
-        n_samples = max(1, limit) * cfg.data.batch_size * find_devices(cfg).world_size
+    if type(limit) is int:  # batches that all ranks together evaluate
+        n_samples = max(1, limit) * cfg.data.batch_size
     dataset = as_indexed(build_target(section.node(), key), key, n_samples)
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__}, whose samples have no index"
@@ -213,11 +214,13 @@ def check_samples(
         "test": (reads_test_set(cfg), test),
     }
     for name, (is_read, dataset) in read.items():
-        if not is_read or getattr(cfg.trainer, f"limit_{name}_batches") == 0:
+        limit = getattr(cfg.trainer, f"limit_{name}_batches")
+        if not is_read or limit == 0:
             continue
         is_own = name not in read_as_pairs(module)
         if name != "train" and not isinstance(dataset, UserData):
-            check_evaluation(f"data.{name}", dataset, world_size, is_own)
+            size = cfg.data.batch_size
+            check_evaluation(f"data.{name}", dataset, world_size, is_own, size, limit)
         if not is_own and len_of(dataset):
             check_pair(f"data.{name}", dataset)
 
@@ -263,7 +266,14 @@ def check_pair(key: str, dataset: Dataset) -> None:
     raise ConfigError.of(key, None, message, hint=hint, code=BAD_DATA)
 
 
-def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) -> None:
+def check_evaluation(
+    key: str,
+    dataset: Dataset,
+    world_size: int,
+    is_own: bool,
+    batch_size: int = 1,
+    limit: float | None = None,
+) -> None:
     """Check that an evaluation set is not empty and has a sample for each rank.
 
     LanguageModel evaluates a batch without targets on a rank that has no sample. A step that a user
@@ -274,18 +284,21 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
         dataset: Validation or test set. Each part of a mixture is checked.
         world_size: Number of ranks that see different samples.
         is_own: Whether the step that reads the batches was written by the user.
+        batch_size: Samples of a batch.
+        limit: Number of batches that are evaluated, or their fraction. None for all.
 
     Raises:
         ConfigError: If there is no sample, or if a rank would have none and the step was written by
             the user, with exit code 65.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
-    for name, part in parts.items():
-        place, n_samples = f"{key} (part {name})" if name else key, len_of(part)
-        if n_samples == 0:
+    limited = limit_lengths([*map(len_of, parts.values())], batch_size, limit)
+    for (name, part), n_samples in zip(parts.items(), limited, strict=True):
+        place = f"{key} (part {name})" if name else key
+        if len_of(part) == 0:
             hint = "trainer.limit_val_batches=0" if key == "data.val" else None
             raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
-        if n_samples < world_size and is_own:
+        if 0 < n_samples < world_size and is_own:
             n_text = count_text(n_samples, "sample")
             message = f"{n_text} for {world_size} ranks: a rank would have no batch"
             hint = f"trainer.devices={n_samples}, or more samples"

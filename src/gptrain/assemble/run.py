@@ -286,6 +286,10 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             vocab_size=vocab_size if isinstance(vocab_size, int) else None,
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",
+            limits={
+                "val": cfg.trainer.limit_val_batches,
+                "test": cfg.trainer.limit_test_batches,
+            },
         )
     report = build_report(cfg, devices, lengths, trainer, train, module)
     return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)

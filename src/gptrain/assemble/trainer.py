@@ -78,6 +78,10 @@ def build_trainer(
         "use_distributed_sampler": is_users,
         "default_root_dir": cfg.run_dir,
     }
+    for key in ("limit_val_batches", "limit_test_batches"):
+        # TextDataModule has applied the limit. Lightning would take the fraction a second time.
+        if not is_users and isinstance(fraction := options.get(key), float) and fraction:
+            options[key] = None
     with misconfiguration_as_config_error("callbacks"):
         return disable_signals_and_autoresume(make(**options))
 

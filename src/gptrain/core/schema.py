@@ -326,6 +326,10 @@ class TrainerConfig(TargetConfig):
         max_epochs: Maximum number of epochs. -1 for no limit. None stands for 3 if nothing else
             limits the run.
         limit_train_batches: Micro-batches of an epoch for each rank, or a fraction of the epoch.
+        limit_val_batches: Batches of `data.batch_size` samples that a validation reads, counted as
+            one process reads the set, or their fraction. All ranks together read these samples.
+            For a user's LightningDataModule, Lightning counts the batches of each rank.
+        limit_test_batches: The same for a test.
         val_check_interval: Optimizer steps between two validations, or a fraction of an epoch.
             Lightning counts micro-batches instead.
         gradient_clip_val: Threshold of gradient clipping in an optimizer step. 0 or None for no

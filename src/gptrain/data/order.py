@@ -236,7 +236,7 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batch sampler of an evaluation: gives every sample to exactly one rank, in dataset order.
+    """Batch sampler of an evaluation: gives each sample to exactly one rank, in dataset order.
 
     All ranks yield the same number of batches, because the ranks of a partitioned model run each
     batch together. Batches have `batch_size` samples, except for the last batches of each part,
@@ -249,6 +249,8 @@ class EvalBatches:
         batch_size: Samples of a batch on one rank.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.
+        limit: Number of the batches of one process whose samples are evaluated, or their fraction.
+            All ranks together evaluate these samples, see `limit_lengths`. None evaluates all.
 
     Attributes:
         short_parts: Numbers of the parts that have fewer samples than there are ranks. A rank
@@ -257,9 +259,15 @@ class EvalBatches:
     """
 
     def __init__(
-        self, lengths: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        limit: float | None = None,
     ) -> None:
         firsts = np.cumsum([0, *lengths]).tolist()
+        lengths = limit_lengths(lengths, batch_size, limit)
         self.short_parts = [part for part, n in enumerate(lengths) if 0 < n < world_size]
         self._batches: list[tuple[int, int, range]] = []  # (round, part, samples)
         for part, n_samples in enumerate(lengths):
@@ -296,6 +304,28 @@ class EvalBatches:
             number: Number of the batch, from 0.
         """
         return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
+
+
+def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
+    """Return how many samples of each part of a dataset a limited evaluation reads.
+
+    They are the first samples of the part, those in the first `limit` batches that one process
+    reads. The set is therefore the same on any number of ranks.
+
+    Args:
+        lengths: Number of samples of each part.
+        batch_size: Samples of a batch of the process.
+        limit: Number of batches, or with a float their fraction, of which at least one is read.
+            None reads all samples.
+    """
+    if limit is None:
+        return list(lengths)
+    batches = EvalBatches(lengths, batch_size)._batches
+    n_batches = max(1, int(limit * len(batches))) if isinstance(limit, float) else limit
+    counts = [0] * len(lengths)
+    for _, part, samples in batches[:n_batches]:
+        counts[part] += len(samples)
+    return counts
 
 
 def batch_bounds(

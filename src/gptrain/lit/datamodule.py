@@ -55,6 +55,9 @@ class TextDataModule(pl.LightningDataModule):
         num_workers: Number of processes per data loader that load batches. 0 loads them in the
             training process.
         pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
+        limits: Number of batches of "val" and of "test" that are evaluated, or their fraction:
+            batches of `batch_size` samples of the set, which all ranks together evaluate. A set
+            without an entry, or with None, is evaluated in full.
 
     Attributes:
         batches: Batch sampler of the training.
@@ -81,8 +84,10 @@ class TextDataModule(pl.LightningDataModule):
         vocab_size: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        limits: Mapping[str, float | None] | None = None,
     ):
         super().__init__()
+        self.limits = limits or {}
         self.train = train
         self.val = val
         self.test = val if test is None else test
@@ -260,13 +265,15 @@ class TextDataModule(pl.LightningDataModule):
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
         lengths = [len_of(part) for part in parts.values() or [dataset]]
         self.eval_parts = list(parts)
-        self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
+        limit = self.limits.get(name.removeprefix("data."))
+        self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size, limit)
         return self._loader(dataset, name, self.eval_batches)
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
         """Return a loader of the batches whose sample indices a batch sampler yields.
 
-        Reads the first sample of a dataset whose samples are checked, to learn its length.
+        Reads the first sample of a dataset whose samples are checked, to learn its length, and
+        checks that the strategy can run samples of this length.
 
         Args:
             dataset: Dataset from which samples are read.
@@ -277,6 +284,9 @@ class TextDataModule(pl.LightningDataModule):
         has_workers = self.num_workers > 0
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
+        parallel = getattr(getattr(self.trainer, "strategy", None), "parallel", None)
+        if n_positions is not None and parallel is not None:
+            parallel.check_length(n_positions)
         reader: Dataset = BatchReader(dataset, name, n_positions, self.vocab_size)
         start_worker: Any = partial(ignore_in_worker, os.getpid())
         if name == "data.train" and self.stream is not None:
