@@ -24,8 +24,9 @@ class LightningPartitioned(LightningMultiRank):
         """Set up the accelerator, the precision and, in a fit, the optimizer.
 
         Moves the module, except for its net, to the device. Also sets the process group of the
-        module's metrics to the data ranks. The ranks that read the same samples update the metrics
-        with the same values, which must count once.
+        metrics of the module and of the callbacks to the data ranks, unless they have one. The
+        ranks that read the same samples update the metrics with the same values, which must count
+        once.
 
         Args:
             trainer: Trainer of the run.
@@ -39,10 +40,28 @@ class LightningPartitioned(LightningMultiRank):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        metrics = cast(nn.Module, self.model).get_submodule("metrics")
-        for metric in metrics.modules():
-            if isinstance(metric, Metric):
-                metric.process_group = self.parallel.data_group
+        callbacks: list[pl.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
+        owned = (value for callback in callbacks for value in vars(callback).values())
+        for owner in (self.model, *owned):
+            for metric in owner.modules() if isinstance(owner, nn.Module) else ():
+                if isinstance(metric, Metric) and metric.process_group is None:
+                    metric.process_group = self.parallel.data_group
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, a sum over the data ranks only.
+
+        The ranks that read the same samples have the same values, which must count once in
+        `self.log(name, value, reduce_fx="sum", sync_dist=True)`. All ranks must call this method.
+
+        Args:
+            tensor: Tensor of this rank. Any other value is returned unchanged.
+            group: Ranks that are reduced over. None for the data ranks if `reduce_op` is "sum",
+                else for all ranks. Lightning's votes of all ranks pass `ReduceOp.SUM`.
+            reduce_op: "mean", "avg", or another operation that Lightning knows, such as "sum".
+        """
+        if group is None and reduce_op == "sum":
+            group = self.parallel.data_group
+        return super().reduce(tensor, group, reduce_op)
 
     def model_to_device(self) -> None:
         """Move the module to the device, except for its net.
