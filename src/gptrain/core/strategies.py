@@ -102,11 +102,14 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
         accumulate_shards: Whether gradients are reduced after each micro-step, so that only shards
             of them are held in memory.
         cpu_offload: Whether weights, gradients and optimizer states are in host memory.
+        find_unused_parameters: Whether ranks may use different parameters in a step, for example
+            one adapter each. Otherwise a step in which they do is refused.
     """
 
     reshard_after_forward: bool
     accumulate_shards: bool
     cpu_offload: bool
+    find_unused_parameters: bool
 
     @property
     def keeps_weights_on_cpu(self) -> bool:

@@ -17,7 +17,7 @@ the context ranks is then the gradient of the mean of the losses, as under DDP.
 # H heads of q, G heads of k and v, h = H / n, g heads of k and v on one rank, K d_head
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import partial
@@ -25,17 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from gptrain.core.strategies import ContextParallelOptions, ParallelDims, divisors
 from gptrain.loss import IGNORED, LossOptions, next_token_loss
 from gptrain.models.attention import SequenceLayout, layout_argument
-from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_context_mesh, build_shard_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 from gptrain.parallel.sharded import Sharded
-from gptrain.parallel.strategy import supports_chunked_loss
 from gptrain.parallel.tensor import gather_sequence
 
 
@@ -75,16 +73,10 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         if hasattr(net, "hidden"):
             net.hidden = partial(self.run_part, net.hidden)
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the gradients of parameters over the data and the context ranks, in place.
-
-        All of these ranks must call this method.
-
-        Args:
-            parameters: Parameters whose gradients are averaged. Those without a gradient are
-                skipped.
-        """
-        sum_gradients(parameters, self.shard_mesh.get_group(), divisor=self.shard_mesh.size())
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """Ranks that average their gradients: those of the data and the context axes."""
+        return self.shard_mesh.get_group()
 
     def loss_sum(
         self,
@@ -111,7 +103,7 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         part = self.part_layout(tokens, **layout_argument(documents))
         tokens = tokens[:, part.index]
         targets = targets[:, part.index].masked_fill(part.is_padding, IGNORED)
-        if supports_chunked_loss(net):
+        if self.uses_hidden(net):
             total = self.head_loss(net, net.hidden(tokens, layout=part), targets, options)
         else:
             logits = net(tokens, layout=part)
@@ -163,8 +155,12 @@ class ContextParallel(Sharded[ContextParallelOptions]):
         Args:
             tokens: Full sequences, (B, T).
             layout: Layout of the full sequences. By default the positions are 0 to T - 1.
+
+        Raises:
+            IncompatibleModelError: If padding is needed, and would change the net's outputs.
         """
         n_tokens = tokens.shape[1]
+        self.check_length(n_tokens)
         part_length = -(-n_tokens // self.group.size())
         padded = torch.arange(part_length * self.group.size(), device=tokens.device)  # (T',)
         place = padded[self.group.rank() * part_length :][:part_length]  # (t,)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gptrain.parallel.placement import local_shard
+from gptrain.parallel.requirements import IncompatibleModelError
 
 
 @torch.no_grad()
@@ -16,6 +17,7 @@ def sum_gradients(
     parameters: Iterable[nn.Parameter],
     group: dist.ProcessGroup,
     divisor: int = 1,
+    finds_unused: bool | None = None,
 ) -> None:
     """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
 
@@ -28,9 +30,19 @@ def sum_gradients(
         parameters: Parameters whose gradients are summed. Those without a gradient are skipped.
         group: Ranks over which the gradients are summed.
         divisor: Number by which the sums are divided.
+        finds_unused: Whether a parameter may have a gradient on some ranks only. The others then
+            add zeros. None if the caller knows that all ranks have the same gradients.
+
+    Raises:
+        IncompatibleModelError: If `finds_unused` is False, and this rank has no gradient of a
+            parameter that has one on another rank.
     """
     if group.size() == 1:
         return
+    if finds_unused is not None:
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        is_used = [parameter.grad is not None for parameter in parameters]
+        check_use(parameters, is_used, group, finds_unused)
     gradients = [p.grad for p in parameters if p.grad is not None]
     vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
     messages = [vectors] if vectors else []
@@ -43,6 +55,51 @@ def sum_gradients(
             flat /= divisor
         for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
             part.copy_(summed.view_as(part))
+
+
+@torch.no_grad()
+def check_use(
+    parameters: Sequence[nn.Parameter],
+    is_used: Sequence[bool],
+    group: dist.ProcessGroup,
+    finds_unused: bool,
+) -> None:
+    """Make the ranks of a group agree on which parameters have a gradient in this step.
+
+    A parameter that only other ranks use gets a gradient of zeros, unless it has one. The gradient
+    of a parameter that no rank uses is removed, so that an optimizer skips the parameter. All ranks
+    of the group must call this function, with the same parameters in the same order. Only a rank
+    without one of the gradients waits for its device.
+
+    Args:
+        parameters: Parameters of the same step on all ranks.
+        is_used: Whether each parameter has got a gradient on this rank.
+        group: Ranks that sum their gradients.
+        finds_unused: Whether ranks may use different parameters.
+
+    Raises:
+        IncompatibleModelError: If they must not, and another rank uses a parameter that this rank
+            does not use.
+    """
+    if not parameters:
+        return
+    unused = [index for index, used in enumerate(is_used) if not used]
+    counts = torch.ones(len(parameters), device=_communication_device(parameters))
+    counts[unused] = 0
+    dist.all_reduce(counts, group=group)
+    for index, count in zip(unused, counts[unused].tolist() if unused else (), strict=True):
+        parameter = parameters[index]
+        if not count:
+            parameter.grad = None
+        elif not finds_unused:
+            raise IncompatibleModelError(
+                "strategy.find_unused_parameters",
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks in "
+                f"this step, but not on rank {dist.get_rank()}; try: "
+                "strategy.find_unused_parameters=true",
+            )
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @torch.no_grad()

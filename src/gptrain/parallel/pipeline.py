@@ -126,6 +126,19 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         names = {*self.stages.aliases, *self.stages.aliases.values()}
         return [parameter for name, parameter in self.net.named_parameters() if name in names]
 
+    def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return logits (B, T, V) by the chain of parts that the stages run, of a full net.
+
+        Args:
+            net: Full net on one rank.
+            tokens: Token ids (B, T).
+            targets: Next tokens (B, T), not used.
+        """
+        x = net.embed(tokens)
+        for block in net.blocks:
+            x = block(x)
+        return net.head(net.norm(x))
+
     def mean_loss(
         self,
         net: Net,

@@ -9,7 +9,7 @@ reduce-scattered after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from gptrain.core.precision import find_precision
 from gptrain.core.strategies import ShardedOptions, StrategyOptions
-from gptrain.parallel.gradients import sum_gradients
+from gptrain.parallel.gradients import check_use, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.strategy import OptionsT, ParallelStrategy
@@ -44,9 +44,12 @@ class Sharded(ParallelStrategy[OptionsT]):
         mesh: Device mesh with the axes "pipeline", "data" and "tensor".
         shard_mesh: Device mesh over which FSDP2 shards the parameters.
         net: Net that `shard` was called with.
+        used: Names of the parameters of the net that have got a gradient in this step. None if
+            they are not recorded.
     """
 
     is_partitioned = True
+    used: set[str] | None = None
 
     def __post_init__(self):
         self.mesh = build_mesh(self.device.type, self.dims)
@@ -102,6 +105,8 @@ class Sharded(ParallelStrategy[OptionsT]):
                 the same weights.
         """
         super().prepare(module, optimizer)
+        if self.may_skip_parameters and isinstance(self.net, FSDPModule):
+            self._watch_use()
         plain_parameters = set(self.extra_parameters)
         has_no_fused_kernel = isinstance(optimizer, SGD | Adagrad)
         for group in optimizer.param_groups:
@@ -110,6 +115,49 @@ class Sharded(ParallelStrategy[OptionsT]):
             n_plain = sum(parameter in plain_parameters for parameter in group["params"])
             if 0 < n_plain < len(group["params"]):
                 group |= {key: False for key in ("foreach", "fused") if key in group}
+
+    def _watch_use(self) -> None:
+        """Let `used` record which parameters of the net get a gradient on this rank.
+
+        FSDP2 reduces only the gradients that a rank has. If the ranks had gradients of different
+        parameters, it would sum these.
+        """
+        # torch 2.11 has no such method
+        if reduce_unused := getattr(self.net, "set_reduce_scatter_unused_params", None):
+            cast(Any, reduce_unused)(True)
+        used = self.used = set[str]()
+        sharded = {*self.net.parameters()}
+        watched: set[nn.Parameter] = set()
+
+        def watch(*_: Any) -> None:
+            """Watch the gathered parameters of a block, and those outside of the blocks."""
+            for name, parameter in self.net.named_parameters():
+                is_new = parameter not in sharded and parameter not in watched
+                if is_new and parameter.requires_grad and torch.is_grad_enabled():
+                    watched.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, name=name: used.add(name)
+                    )
+
+        for block in self.net.blocks.children():
+            block.register_forward_pre_hook(watch)  # runs after FSDP's hook
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients once per step, after the last backward pass.
+
+        Averages the gradients of `extra_parameters`, and checks that the data ranks have used the
+        same parameters of the net. All ranks must call this method.
+
+        Raises:
+            IncompatibleModelError: If they have not, without `strategy.find_unused_parameters`.
+        """
+        super().finish_gradients()
+        group = self.gradient_group
+        if self.used is not None and group is not None:
+            named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+            is_used = [name in self.used for name, _ in named]
+            self.used.clear()
+            check_use([parameter for _, parameter in named], is_used, group, self.finds_unused)
 
     @contextmanager
     def without_gradient_sync(self) -> Generator[None, None, None]:
@@ -150,7 +198,7 @@ class TensorParallel(Sharded[StrategyOptions]):
 
         `net.tensor_plan` maps patterns of module names to roles, for example "colwise".
         """
-        apply_tensor_parallel(net, self.mesh)
+        apply_tensor_parallel(net, self.mesh, self.check_length)
 
     @cached_property
     def partial_parameters(self) -> list[nn.Parameter]:

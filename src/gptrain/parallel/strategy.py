@@ -189,6 +189,11 @@ class ParallelStrategy(Generic[OptionsT]):
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
         counted_on_other_stage: Parameters that another pipeline stage counts in the gradient norm.
+        forward_only: True if the loss must be computed from `forward`, although the net has
+            `hidden` and `head`.
+        may_pad: False if padding at the end of a sequence would change the outputs of the net.
+        may_skip_parameters: True if a rank's backward pass may leave out parameters that another
+            rank uses, as in a net of the user.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
             a sequence. Saves can then be sharded.
         is_pipeline: True if a schedule runs the stages of a pipeline. No rank can then call the
@@ -213,6 +218,10 @@ class ParallelStrategy(Generic[OptionsT]):
     step_mean: StepMean | None = None
     extra_parameters: Sequence[nn.Parameter] = ()
     counted_on_other_stage: Set[nn.Parameter] = frozenset()
+
+    forward_only: bool = False
+    may_pad: bool = True
+    may_skip_parameters: bool = False
 
     is_partitioned = False
     is_pipeline = False
@@ -352,11 +361,39 @@ class ParallelStrategy(Generic[OptionsT]):
             IncompatibleModelError: If the net is called for its logits, and does not return logits
                 (B, T, V).
         """
-        if supports_chunked_loss(net):
+        if self.uses_hidden(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
             return self.head_loss(net, hidden, targets, options)
         logits = net_logits(net, tokens, targets, documents)
         return next_token_loss(logits, targets, reduction="sum", **asdict(options))
+
+    def uses_hidden(self, net: nn.Module) -> bool:
+        """Return whether the loss is computed from `hidden` and `head` of the net."""
+        return not self.forward_only and supports_chunked_loss(net)
+
+    def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return logits (B, T, V) by those parts of a full net from which the loss is computed.
+
+        Args:
+            net: Full net on one rank, with `hidden` and `head`.
+            tokens: Token ids (B, T).
+            targets: Next tokens (B, T), not used.
+        """
+        return net.head(net.hidden(tokens))
+
+    def check_length(self, n_positions: int) -> None:
+        """Check that sequences of a length need no padding that would change the net's outputs.
+
+        Raises:
+            IncompatibleModelError: If they do.
+        """
+        n_ranks = 1 if self.activation_group is None else self.activation_group.size()
+        if not self.may_pad and n_positions % n_ranks:
+            raise IncompatibleModelError(
+                "strategy.name",
+                f"a sample has {n_positions} positions, which {n_ranks} ranks do not divide, and "
+                f"padding would change this net's outputs; try: {n_positions // n_ranks * n_ranks}",
+            )
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
         """Return the sum of the losses in nats of hidden states, through `net.head`.
@@ -393,7 +430,7 @@ class ParallelStrategy(Generic[OptionsT]):
             IncompatibleModelError: If the net is called for its logits, and does not return logits
                 (B, T, V).
         """
-        if supports_chunked_loss(net):
+        if self.uses_hidden(net):
             hidden = net.hidden(tokens, **layout_argument(documents))
             return logits_in_chunks(hidden, net.head, targets)
         logits = net_logits(net, tokens, targets, documents)
@@ -435,11 +472,25 @@ class ParallelStrategy(Generic[OptionsT]):
         All data ranks must call this method. Does nothing if there is only one data rank.
 
         Args:
-            parameters: Parameters whose gradients are averaged. Those without a gradient are
-                skipped.
+            parameters: Parameters whose gradients are averaged. A rank without the gradient of one
+                adds zeros, unless `strategy.find_unused_parameters` is false.
+
+        Raises:
+            IncompatibleModelError: If it is false, and the ranks use different parameters.
         """
-        if self.data_group is not None:
-            sum_gradients(parameters, self.data_group, divisor=self.data_group.size())
+        group = self.gradient_group
+        if group is not None:
+            sum_gradients(parameters, group, group.size(), finds_unused=self.finds_unused)
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """Ranks that average their gradients. None if there is only one."""
+        return self.data_group
+
+    @property
+    def finds_unused(self) -> bool:
+        """Value of `strategy.find_unused_parameters`. True if the strategy has no such key."""
+        return getattr(self.options, "find_unused_parameters", True)
 
     def measure_and_clip(
         self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None

@@ -50,7 +50,9 @@ else:
 NEEDED_ROLES = ("vocab_embedding", "sequence", "vocab_head")
 
 
-def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(
+    net: nn.Module, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
+) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
     Tied weights stay tied. `net(tokens)` still returns the full logits (B, T, V) on every rank.
@@ -64,6 +66,8 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         net: Net with `tensor_plan` that `check_tensor_parallel` accepts. It is identical on all
             ranks, or on the meta device.
         mesh: Device mesh with an axis "tensor".
+        check_length: Function that raises an error for a number of positions that the net must not
+            get. It is called in each forward pass.
     """
     group = mesh["tensor"].get_group()
     net = cast(Net, net)
@@ -78,9 +82,9 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         if role_class is not None:
             module.__class__ = _mixed_class(role_class, type(module))
             module.tensor_group = group
-    net.forward = partial(_without_padding, net.forward, group.size())
+    net.forward = partial(_without_padding, net.forward, group.size(), check_length)
     if hasattr(net, "hidden"):
-        net.hidden = partial(_without_padding, net.hidden, group.size())
+        net.hidden = partial(_without_padding, net.hidden, group.size(), check_length)
 
 
 def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
@@ -177,16 +181,20 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options) -> Tensor:
+def _without_padding(
+    method, n_ranks: int, check_length, tokens: Tensor, *arguments, **options
+) -> Tensor:
     """Call a method of the net and cut its result to the length of the tokens.
 
     Args:
         method: Method that pads its tokens and returns a tensor (B, T', ...) with T' >= T.
         n_ranks: Number of ranks of the tensor axis, of which T' is a multiple.
+        check_length: Function that raises an error if the net must not be run on T positions.
         tokens: Token ids, (B, T).
         arguments: Further arguments of the method.
         options: Keyword arguments of the method. A `layout` is padded as the tokens are.
     """
+    check_length(tokens.shape[1])
     if layout := options.get("layout"):
         options["layout"] = _pad_layout(layout, n_ranks)
     result = method(tokens, *arguments, **options)  # (B, T', ...)
