@@ -26,7 +26,6 @@ from gptrain.parallel.comparison import (
     is_of_library,
     needs_comparison,
 )
-from gptrain.parallel.differences import is_same_call
 from gptrain.parallel.pipeline import keep_stage
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
@@ -54,29 +53,23 @@ def check_refused(name, cases):
         assert "\n" not in str(error.value) and "gptrain.models" in str(error.value)
 
 
-ATTENTION = (
-    "is the first module that differs, in the input that it passes to blocks.0.attention.out"
-)
-OF_FORWARD = {
-    own_nets.SoftCapped: "all modules agree, and SoftCapped.forward does not",
-    own_nets.ExtraBias: "all modules agree, and ExtraBias.forward does not",
-}
+LOGITS = "would train another function than this net: its logits differ; "
+OF_FORWARD = {own_nets.SoftCapped: LOGITS, own_nets.ExtraBias: LOGITS}
 
 
 @on_ranks(2)
 def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
-    for net_class in (own_nets.OwnNet, own_nets.OnlyChain):
+    for net_class in (own_nets.OwnNet, own_nets.OnlyChain, own_nets.HalfLogits):
         sample = SAMPLE.roll(dist.get_rank())  # data of its own
         net, strategy = build("tensor_parallel", net_class, sample)
         assert {*strategy.parallel.partial_parameters} < {*net.parameters()}
     check_refused(
         "tensor_parallel",
         {
-            own_nets.CountsHeads: f"blocks.0.attention (CountedHeads) {ATTENTION}",
-            own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}",
-            own_nets.CountsWidth: "cannot run this net in blocks.0.attention: RuntimeError: shape",
+            own_nets.CountsHeads: LOGITS,
+            own_nets.Fused: LOGITS,
+            own_nets.CountsWidth: "cannot run this net: RuntimeError: shape",
             own_nets.UnplannedScale: "not the gradient of blocks.1.gain",
-            own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
         },
     )
 
@@ -209,13 +202,10 @@ def test_a_pipeline_accepts_nets_that_are_a_chain_of_their_parts_and_refuses_the
         "pipeline",
         OF_FORWARD
         | {
-            own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
-            own_nets.ScaledEmbedding: "ScaledEmbedding.forward is the first module that differs, "
-            "in the input that it passes to blocks.0",
-            own_nets.MaskOfTokens: "MaskOfTokens.forward is the first module that differs, "
-            "in the input that it passes to blocks.0",
-            own_nets.ResidualOfEmbedding: "ResidualOfEmbedding.forward is the first module that "
-            "differs, in the input that it passes to norm",
+            own_nets.HalfLogits: LOGITS,
+            own_nets.ScaledEmbedding: LOGITS,
+            own_nets.MaskOfTokens: LOGITS,
+            own_nets.ResidualOfEmbedding: LOGITS,
         },
     )
 
@@ -236,7 +226,7 @@ def test_fsdp_and_activation_checkpointing_accept_any_forward():
     ):
         with unittest.TestCase().assertLogs("gptrain", "WARNING") as logged:
             build("fsdp", net_class)
-        (record,) = logged.records
+        record = logged.records[-1]
         expected = f"warning: the partitioned net was not compared with the plain net: {reason}"
         assert record.getMessage().startswith(expected), record.getMessage()
 
@@ -247,7 +237,7 @@ def test_combined_strategies_compare_the_net_too():
         build(name, own_nets.OwnNet)
     check_refused(
         "fsdp_tensor_parallel",
-        {own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}"},
+        {own_nets.Fused: LOGITS},
     )
     check_refused("ddp_pipeline", OF_FORWARD)
 
@@ -265,9 +255,9 @@ def words_of(net_class):
 @pytest.mark.parametrize(
     ("name", "net_class", "piece"),
     [
-        ("tensor_parallel", own_nets.CountsHeads, "blocks.0.attention (CountedHeads) is the first"),
-        ("pipeline", own_nets.HalfLogits, "HalfLogits.forward does not; a pipeline needs forward"),
-        ("pipeline", own_nets.NeedsMask, "in blocks.1: TypeError: StrictBlock.forward() missing"),
+        ("tensor_parallel", own_nets.CountsHeads, "its logits differ; "),
+        ("pipeline", own_nets.HalfLogits, "its logits differ; a pipeline needs forward"),
+        ("pipeline", own_nets.NeedsMask, "this net: TypeError: StrictBlock.forward() missing"),
     ],
 )
 def test_a_run_that_would_train_another_function_ends_with_one_error_line(
@@ -338,22 +328,19 @@ def small_capped_gpt():
     return own_nets.CappedGPT(61, 32, 4, 2, 64)
 
 
-def test_one_device_refuses_a_net_whose_loss_differs_from_its_forward():
-    """The loss is computed from `hidden` and `head`, also for a subclass of SimpleGPT."""
+def test_one_device_computes_the_loss_from_forward_if_hidden_and_head_differ():
+    """Also for a subclass of SimpleGPT."""
     with unittest.TestCase().assertNoLogs("gptrain", "WARNING"):
-        for net_class in (own_nets.OwnNet, own_nets.SoftCapped, own_nets.ScaledByBatch):
+        for net_class in (own_nets.OwnNet, own_nets.SoftCapped):
             build("single", net_class)
         build("single", own_nets.Infinite)  # a net that cannot be compared, and is not partitioned
-    for net_class in (own_nets.HalfLogits, own_nets.OnlyFloat32, small_capped_gpt):
-        with pytest.raises(
-            IncompatibleModelError, match=r"all modules agree, and \w+.forward does not"
-        ) as error:
-            build("single", net_class)
-        assert error.value.key == "model._target_"
-    with pytest.raises(IncompatibleModelError, match=r"not the gradient of embedding\.weight;"):
-        build("single", own_nets.DetachedEmbedding)
-    with pytest.raises(IncompatibleModelError, match=r"not the gradient of norm\.bias;"):
-        build("single", own_nets.NotFiniteBackward)
+    for net_class in (
+        own_nets.HalfLogits, own_nets.OnlyFloat32, small_capped_gpt, own_nets.ScaledByBatch,
+        own_nets.DetachedEmbedding, own_nets.NotFiniteBackward,
+    ):  # fmt: skip
+        with unittest.TestCase().assertLogs("gptrain", "WARNING"):
+            net, strategy = build("single", net_class)
+        assert not strategy.parallel.uses_hidden(net)
 
 
 def test_a_net_is_compared_if_the_run_calls_other_parts_of_it_or_calls_blocks_twice():
@@ -425,24 +412,6 @@ def test_the_comparison_does_not_change_weights_or_random_generators():
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
     assert net.training
-
-
-def test_a_module_that_is_called_less_often_under_a_strategy_counts_as_different():
-    value = torch.ones(2, 3)
-    assert is_same_call([[value], [value]], [[value], [value]], 0, 1, 1e-4)
-    assert not is_same_call([[value]], [[value], [value]], 0, 1, 1e-4)
-
-
-def test_a_tensor_of_a_rank_is_compared_with_the_same_shard_of_the_plain_nets_tensor():
-    """Three ranks hold 2, 2 and 1 of 5 columns, or all of them and one column of padding."""
-    full = torch.arange(1.0, 11.0).view(2, 5)
-    padded = torch.nn.functional.pad(full, (0, 1), value=7.0)
-    for rank, value in ((0, full[:, :2]), (1, full[:, 2:4]), (2, full[:, 4:]), (2, padded)):
-        for changed, is_same in ((value, True), (value + value.eq(full[1, 2 * rank]), False)):
-            assert is_same_call([[changed]], [[full]], rank, 3, 1e-4) == is_same
-    mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
-    for other, is_same in ((mask.clone(), True), (mask.T, False)):
-        assert is_same_call([[other]], [[mask]], 0, 1, 1e-4) == is_same
 
 
 def test_only_nets_built_from_gptrains_classes_are_not_compared():

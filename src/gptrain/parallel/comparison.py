@@ -18,6 +18,12 @@ are compared.
   nets are not compared, and a warning says so.
 - `model.compile` is not applied, because the compiled code would fill the compiler's cache.
 
+The partitioned net is compared in evaluation mode, because its ranks draw other random numbers than
+one process. What differs in training only, for example a dropout that `forward` alone applies, is
+found in the plain net: in training mode, and from the same state of the random generators, the
+parts of the net that the strategy calls must give the loss and the gradients of `forward`. If
+`hidden` and `head` do not, the loss of the run is computed from `forward`.
+
 The comparison does not depend on the strategy: it calls `ParallelStrategy.logits` and
 `ParallelStrategy.mean_loss`, so that every new strategy is compared, too.
 """
@@ -28,12 +34,14 @@ import hashlib
 import logging
 import math
 import os
+import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,11 +49,9 @@ from torch import Tensor, nn
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.differences import (
-    ForwardRecord,
     PlainResult,
-    compare_forward,
     compare_gradients,
-    recording,
+    compare_logits,
     relative_difference,
 )
 from gptrain.parallel.mesh import from_rank_0, gather
@@ -131,6 +137,8 @@ class Comparison:
         weights_device: Device of the weights of the partitioned net.
         key: Config key that an error names.
         contract: Requirements of the strategy, for the error message.
+        checkpoint: Function that applies the activation checkpointing of the run to a full net, or
+            None.
     """
 
     make_net: Callable[[], nn.Module]
@@ -139,6 +147,7 @@ class Comparison:
     weights_device: torch.device | str
     key: str
     contract: str
+    checkpoint: Callable[[nn.Module], None] | None = None
 
     def check(self, sample: Tensor) -> None:
         """Check that the strategy computes the logits and the gradients of the plain net.
@@ -146,34 +155,187 @@ class Comparison:
         All ranks must call this method, before the net of the run is built. It changes the state of
         the random generators. If the plain net can be run neither in float64 nor in the dtype in
         which it is built, nothing is compared; a partitioning strategy then logs a warning with the
-        reason.
+        reason. Sets `parallel.forward_only` if the loss must be computed from `forward`, and
+        `parallel.may_pad` to False if padding changes the outputs of the net.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used on all
                 ranks.
 
         Raises:
-            IncompatibleModelError: If the nets differ, or if the partitioned net fails. The message
-                names the first module that differs. Errors of torch about memory or communication
-                are passed on if the partitioned net raises them.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
+                torch about memory or communication are passed on.
         """
-        batch = make_batch(from_rank_0(sample), self.parallel)
+        tokens, targets = make_batch(from_rank_0(sample), self.parallel)
         reason = ""
         for dtype in TOLERANCES:
             with default_dtype(dtype):
                 plain = None
-                reason = ""
+                found = ("", "", "")
                 try:
-                    plain = self.run_plain(dtype, *batch)
+                    found = (*self.compare_in_training(dtype, tokens, targets), "")
+                    plain = self.run_plain(dtype, tokens, targets)
                 except Exception as error:  # a user's net can raise anything
-                    reason = first_cause(error)
-                reason = next(filter(None, gather(reason)), "")
+                    found = (*found[:2], first_cause(error))
+                of_ranks = zip(*gather(found), strict=True)
+                parts, recomputed, reason = (next(filter(None, texts), "") for texts in of_ranks)
+                if parts and not self.parallel.forward_only:
+                    self.parallel.forward_only = True
+                    if not self.parallel.is_pipeline:
+                        log.warning(f"warning: the loss needs all logits at once: {parts}")
                 if plain is not None and not reason:
-                    self.check_partitioned(plain, dtype, *batch)
+                    self.check_partitioned(plain, dtype, tokens, targets)
+                    self.parallel.may_pad = self.is_same_with_padding(dtype, tokens, targets)
+                if parts and self.parallel.is_pipeline:
+                    message = f"would train another function than this net: {parts}"
+                    raise IncompatibleModelError(self.key, f"{message}; {self.contract}")
+                if recomputed:
+                    raise IncompatibleModelError("model.activation_checkpointing", recomputed)
+                if not reason:
                     return
         if self.parallel.is_partitioned:
             message = "the partitioned net was not compared with the plain net"
             log.warning("warning: %s: %s", message, reason)
+
+    def compare_in_training(
+        self, dtype: torch.dtype, tokens: Tensor, targets: Tensor
+    ) -> tuple[str, str]:
+        """Compare forward of the plain net with its parts, and with blocks that recompute.
+
+        There is no communication.
+
+        Args:
+            dtype: Type of the weights and of the computation.
+            tokens: Token ids (B, T).
+            targets: Next tokens (B, T).
+
+        Returns:
+            How the parts from which the strategy computes the loss differ from `forward` in
+            training, and how a net with the activation checkpointing of the run differs from one
+            without. Each is an empty string if there is no difference.
+
+        Raises:
+            Exception: Any exception of `forward`, or IncomparableError without enough memory.
+        """
+        parallel = self.parallel
+        calls_parts = parallel.is_pipeline or supports_chunked_loss(self.build_plain(dtype))
+        if not calls_parts and self.checkpoint is None:
+            return "", ""
+        expected = self.run_training(dtype, net_logits, tokens, targets)
+
+        def difference(*arguments: Any) -> str:
+            """Return how a run in training differs from that of `forward`."""
+            try:
+                result = self.run_training(dtype, *arguments)
+            except Exception as error:  # a user's net can raise anything
+                return first_cause(error)
+            if result[1] != expected[1]:
+                return "other random numbers are drawn"
+            tolerance = TOLERANCES[dtype]
+            bounds = {
+                "rtol": tolerance,
+                "atol": tolerance * 1e-2 * expected[0].nan_to_num().max().item(),
+            }
+            is_same = torch.allclose(result[0], expected[0], **bounds, equal_nan=True)
+            return "" if is_same else "loss or gradients differ"
+
+        parts = recomputed = ""
+        if calls_parts and (text := difference(parallel.logits_of_parts, tokens, targets)):
+            parts = f"in training the parts of the net do not compute what forward does: {text}"
+        if self.checkpoint is not None:
+            text = difference(net_logits, tokens, targets, self.checkpoint)
+            recomputed = (
+                text and f"blocks that run twice do not train as blocks that run once: {text}"
+            )
+        return parts, recomputed
+
+    def run_training(
+        self,
+        dtype: torch.dtype,
+        compute_logits: Callable[..., Tensor],
+        tokens: Tensor,
+        targets: Tensor,
+        change: Callable[[nn.Module], None] | None = None,
+    ) -> tuple[Tensor, list[float]]:
+        """Run a plain net forward and backward, in training mode and with a fixed seed.
+
+        There is no communication.
+
+        Args:
+            dtype: Type of the weights and of the computation.
+            compute_logits: Function (net, tokens, targets) that returns logits (B, T, V).
+            tokens: Token ids (B, T).
+            targets: Next tokens (B, T).
+            change: Function that changes the net in place before it runs.
+
+        Returns:
+            Loss and norms of the gradients of all parameters, on the CPU, and the next numbers of
+            the random generators.
+        """
+        net = self.build_plain(dtype).train()
+        if change is not None:
+            change(net)
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(0)
+        logits = compute_logits(net, tokens, targets)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        if loss.requires_grad:
+            loss.backward()
+        norms = [0.0 if p.grad is None else float(p.grad.norm()) for p in net.parameters()]
+        draws = [torch.rand((), device=device).item() for device in ("cpu", self.parallel.device)]
+        draws += [random.random(), numpy.random.rand()]
+        return torch.tensor([loss.item(), *norms]), draws
+
+    def build_plain(self, dtype: torch.dtype) -> nn.Module:
+        """Build the plain net with noisy weights on the device of this rank, in evaluation mode.
+
+        Args:
+            dtype: Type of the weights and of the computation.
+
+        Raises:
+            IncomparableError: If the free memory is too small.
+        """
+        device = self.parallel.device
+
+        def prepare_plain(net: nn.Module) -> None:
+            prepare_net(net, self.parallel, dtype)
+            needed_bytes = BYTES_PER_PARAMETER * count_parameters(net)
+            available_bytes = free_bytes(device)
+            if needed_bytes > available_bytes:
+                raise IncomparableError(
+                    f"the comparison takes {needed_bytes / 2**30:.1f} GiB, and "
+                    f"{available_bytes / 2**30:.1f} GiB are free"
+                )
+
+        net = make_net_on(device, self.make_net, prepare_plain)
+        add_noise(net, tied_names(net), device)
+        return net
+
+    def is_same_with_padding(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> bool:
+        """Return whether the partitioned net is also right for sequences that it has to pad.
+
+        All ranks must call this method. It returns True without a comparison if the strategy pads
+        no sequences, or has padded these tokens already.
+
+        Args:
+            dtype: Type of the weights and of the computation.
+            tokens: Token ids (B, T).
+            targets: Next tokens (B, T).
+        """
+        group = self.parallel.activation_group
+        if group is None or group.size() == 1 or tokens.shape[1] % group.size():
+            return True
+        tokens, targets = tokens[:, 1:], targets[:, 1:]
+        plain = None
+        with suppress(Exception):  # for example a net that takes one length only
+            plain = self.run_plain(dtype, tokens, targets)
+        if not all(gather(plain is not None)) or plain is None:
+            return False
+        try:
+            self.check_partitioned(plain, dtype, tokens, targets)
+        except IncompatibleModelError:
+            return False
+        return True
 
     def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
         """Build the plain net with noisy weights, and run its forward and its backward pass.
@@ -191,23 +353,9 @@ class Comparison:
                 net itself is passed on.
             IncompatibleModelError: If `forward` does not return logits (B, T, V).
         """
-        device = self.parallel.device
-
-        def prepare_plain(net: nn.Module) -> None:
-            prepare_net(net, self.parallel, dtype)
-            needed_bytes = BYTES_PER_PARAMETER * count_parameters(net)
-            available_bytes = free_bytes(device)
-            if needed_bytes > available_bytes:
-                raise IncomparableError(
-                    f"the comparison takes {needed_bytes / 2**30:.1f} GiB, and "
-                    f"{available_bytes / 2**30:.1f} GiB are free"
-                )
-
-        net = make_net_on(device, self.make_net, prepare_plain)
-        record = ForwardRecord()
+        net = self.build_plain(dtype)
         first_names = tied_names(net)
-        add_noise(net, first_names, device)
-        with torch.no_grad(), recording(net, record):
+        with torch.no_grad():
             logits = net_logits(net, tokens, tokens)
         # Run the same samples in batches of other sizes, to measure how much the batch size changes
         # the logits.
@@ -226,10 +374,8 @@ class Comparison:
             gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
         return PlainResult(
             logits=logits.flatten(0, -2),
-            record=record,
             gradients=gradients,
             first_names=first_names,
-            classes={name: type(part) for name, part in net.named_modules()},
             tolerance=max(TOLERANCES[dtype], 10 * own_error),
         )
 
@@ -252,7 +398,6 @@ class Comparison:
         """
         parallel = copy(self.parallel)
         parallel.precision = "32-true"  # FSDP then keeps the dtype of the comparison
-        record = ForwardRecord()
 
         def prepare_and_partition(net: nn.Module) -> None:
             prepare_net(net, self.parallel, dtype)
@@ -261,9 +406,8 @@ class Comparison:
         try:
             net = cast(Net, make_net_on(self.weights_device, self.make_net, prepare_and_partition))
             add_noise(net, plain.first_names, self.parallel.device)
-            with recording(net, record):
-                chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
-            differences = gather(compare_forward(plain, record, chunks, parallel.activation_group))
+            chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
+            differences = gather(compare_logits(plain, chunks))
             if not any(differences) and plain.gradients:
                 parallel.mean_loss(net, tokens, targets, PLAIN_CROSS_ENTROPY).backward()
                 parallel.finish_gradients()
@@ -271,8 +415,7 @@ class Comparison:
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:  # a user's net can raise anything
-            where = f" in {record.pending[-1]}" if record.pending else ""
-            message = f"cannot run this net{where}: {first_cause(error)}; {self.contract}"
+            message = f"cannot run this net: {first_cause(error)}; {self.contract}"
             raise IncompatibleModelError(self.key, message) from error
         differences = list(filter(None, differences))
         if differences:

@@ -18,7 +18,7 @@ from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, s
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import LightningStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.comparison import Comparison, needs_comparison
+from gptrain.parallel.comparison import Comparison, is_of_library, needs_comparison
 from gptrain.parallel.placement import build_on_meta_device, make_net_on
 from gptrain.parallel.strategy import ParallelStrategy
 
@@ -74,6 +74,7 @@ def build_strategy(
     # mesh needs tensors with values.
     with unset_fake_temporarily():
         parallel = parallel_class(options, dims, device, precision, n_nodes)
+    parallel.may_skip_parameters = not is_of_library(full_net)
     if compile != "none":
         parallel.compile_loss()
 
@@ -99,8 +100,11 @@ def build_strategy(
 
         key, contract = contract_of(name, full_net)
         partition_eager = partial(partition, compile="none")
+        checkpoint = None
+        if activation_checkpointing != "none":
+            checkpoint = partial(apply_activation_checkpointing, mode=activation_checkpointing)
         comparison = Comparison(
-            make_same_net, partition_eager, parallel, weights_device, key, contract
+            make_same_net, partition_eager, parallel, weights_device, key, contract, checkpoint
         )
         try:
             comparison.check(sample)

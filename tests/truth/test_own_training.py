@@ -1,0 +1,117 @@
+"""Nets whose training differs from their evaluation train as their `forward` in one process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+OWN = "tests.truth.own_training"
+# 16 samples of 8 positions are read in steps of 2.
+WORDS = (
+    "model=gpt_nano", "model.vocab_size=64", "~model.d_model", "~model.n_heads", "~model.n_layers",
+    "~model.max_seq_len", "~model.dropout", "~model.activation", "data.seq_len=9",
+    "data.num_samples=16", "data.val.num_samples=4", "data.batch_size=2", "optimizer.lr=1e-2",
+    "scheduler=constant", "trainer.max_steps=5", "trainer.val_check_interval=5",
+    "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false",
+    "trainer.gradient_clip_val=null", "callbacks=none", "logger=none", "checkpoint=none",
+)  # fmt: skip
+TWO = ("trainer.devices=2", "strategy.timeout_s=60")
+PIPELINE = (*TWO, "strategy=pipeline", "strategy.microbatches=2")
+ONE_EACH = (*TWO, "data.batch_size=1")  # two ranks that read the same step as one process
+
+
+@pytest.fixture
+def losses(train):
+    """Return a function that trains a net and returns train/loss of each step, and val/loss."""
+
+    def run(net, *words):
+        name = f"run{len(made)}"
+        made.append(name)
+        run = train(*WORDS, f"model._target_={OWN}.{net}", *words, name=name, tiny=False)
+        assert run.code == 0, run.out + run.err
+        rows = [json.loads(row) for row in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        return [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+
+    made = []
+    return run
+
+
+@pytest.fixture
+def refused(train):
+    """Return a function that checks that a run ends with code 2, and returns its error line."""
+
+    def run(net, *words):
+        run = train(*WORDS, f"model._target_={OWN}.{net}", *words, tiny=False)
+        lines = [line for line in (run.out + run.err).splitlines() if line.startswith("error: ")]
+        assert run.code == 2 and len(lines) == 1, run.out + run.err
+        assert "Traceback" not in run.out + run.err
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize("net", ["DropsHidden", "CapsLogits", "NoisyEmbedding", "SkipsBlocks"])
+def test_what_only_forward_does_in_training_is_trained_although_the_net_has_hidden(net, losses):
+    trained = losses(f"{net}Parts")
+    assert len(trained) == 6
+    assert trained == pytest.approx(losses(net), rel=1e-6)
+    assert trained != pytest.approx(losses("WithHidden"), rel=1e-3)
+
+
+@pytest.mark.parametrize("net", ["DropsHidden", "CapsLogits", "NoisyEmbedding", "SkipsBlocks"])
+def test_a_pipeline_refuses_a_net_that_is_another_chain_in_training(net, refused):
+    line = refused(net, *PIPELINE)
+    assert line.startswith("error: strategy.name=pipeline: ")
+
+
+def test_a_net_with_the_same_parts_in_training_keeps_its_losses(losses):
+    expected = losses("Chain")
+    assert losses("WithHidden") == pytest.approx(expected, rel=1e-5)
+    assert losses("Chain", *PIPELINE) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("net", ["CountsNet", "ReplacesNet", "RunningScaleNet"])
+def test_blocks_that_run_twice_read_the_buffers_of_their_forward_pass(net, losses):
+    expected = losses(net)
+    for mode in ("full", "selective"):
+        words = (f"model.activation_checkpointing={mode}",)
+        assert losses(net, *words) == pytest.approx(expected, rel=1e-6)
+
+
+FSDP = ("strategy=fsdp", *ONE_EACH)
+FIND = "strategy.find_unused_parameters=true"
+EACH = ("data.batch_size=1", "trainer.accumulate_grad_batches=2")
+
+
+@pytest.mark.parametrize("net", ["Adapters", "MixtureOfExperts"])
+def test_ranks_that_use_different_parameters_train_as_one_process(net, losses):
+    expected = losses(net, *EACH)
+    assert losses(net, *FSDP, FIND) == pytest.approx(expected, rel=1e-4)
+    words = ("strategy.accumulate_shards=true", "trainer.accumulate_grad_batches=2")
+    twice = losses(net, "data.batch_size=1", "trainer.accumulate_grad_batches=4")
+    for accumulate in (words, words[1:]):
+        assert losses(net, *FSDP, FIND, *accumulate) == pytest.approx(twice, rel=1e-4)
+
+
+def test_parameters_outside_of_the_net_that_ranks_use_differently_train_as_in_one_process(losses):
+    module = f"module._target_={OWN}.OwnScales"
+    expected = losses("Chain", *EACH, module)
+    assert losses("Chain", *FSDP, FIND, module) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "net, module",
+    [("Adapters", None), ("MixtureOfExperts", None), ("Chain", f"module._target_={OWN}.OwnScales")],
+)
+def test_without_the_option_such_a_step_ends_the_run(net, module, refused):
+    line = refused(net, *FSDP, *([module] if module else []))
+    assert line.startswith("error: strategy.find_unused_parameters=false: ")
+    assert FIND in line
+
+
+@pytest.mark.parametrize("option", ["false", "true"])
+def test_all_ranks_may_leave_out_the_same_parameters(option, losses):
+    expected = losses("NeverUsed")
+    words = (f"strategy.find_unused_parameters={option}", "trainer.max_steps=5")
+    assert losses("NeverUsed", *FSDP, *words) == pytest.approx(expected, rel=1e-5)
