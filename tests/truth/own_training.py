@@ -88,6 +88,17 @@ class SkipsBlocks(Chain):
         return self.norm(x)
 
 
+class DroppingHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(dropout(x, 0.5, self.training))
+
+
+class DropsInHead(Chain):
+    def __init__(self, vocab_size=64):
+        super().__init__(vocab_size)
+        self.head = DroppingHead(WIDTH, vocab_size, bias=False)
+
+
 class WithHidden(Chain):
     """The same net with `hidden`, which leaves out what `forward` does in training only."""
 
@@ -108,6 +119,9 @@ class NoisyEmbeddingParts(NoisyEmbedding, WithHidden): ...
 
 
 class SkipsBlocksParts(SkipsBlocks, WithHidden): ...
+
+
+class DropsInHeadParts(DropsInHead, WithHidden): ...
 
 
 # Buffers that a block changes, and reads

@@ -21,6 +21,9 @@ PIPELINE = (*TWO, "strategy=pipeline", "strategy.microbatches=2")
 ONE_EACH = (*TWO, "data.batch_size=1")  # two ranks that read the same step as one process
 
 
+OTHERS = ["DropsHidden", "CapsLogits", "NoisyEmbedding", "SkipsBlocks", "DropsInHead"]
+
+
 @pytest.fixture
 def losses(train):
     """Return a function that trains a net and returns train/loss of each step, and val/loss."""
@@ -51,7 +54,7 @@ def refused(train):
     return run
 
 
-@pytest.mark.parametrize("net", ["DropsHidden", "CapsLogits", "NoisyEmbedding", "SkipsBlocks"])
+@pytest.mark.parametrize("net", OTHERS)
 def test_what_only_forward_does_in_training_is_trained_although_the_net_has_hidden(net, losses):
     trained = losses(f"{net}Parts")
     assert len(trained) == 6
@@ -59,7 +62,7 @@ def test_what_only_forward_does_in_training_is_trained_although_the_net_has_hidd
     assert trained != pytest.approx(losses("WithHidden"), rel=1e-3)
 
 
-@pytest.mark.parametrize("net", ["DropsHidden", "CapsLogits", "NoisyEmbedding", "SkipsBlocks"])
+@pytest.mark.parametrize("net", OTHERS)
 def test_a_pipeline_refuses_a_net_that_is_another_chain_in_training(net, refused):
     line = refused(net, *PIPELINE)
     assert line.startswith("error: strategy.name=pipeline: ")

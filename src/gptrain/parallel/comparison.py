@@ -182,7 +182,8 @@ class Comparison:
                 if parts and not self.parallel.forward_only:
                     self.parallel.forward_only = True
                     if not self.parallel.is_pipeline:
-                        log.warning(f"warning: the loss needs all logits at once: {parts}")
+                        message = "warning: the loss is computed from the logits of forward"
+                        log.warning("%s, which takes more memory: %s", message, parts)
                 if plain is not None and not reason:
                     self.check_partitioned(plain, dtype, tokens, targets)
                     self.parallel.may_pad = self.is_same_with_padding(dtype, tokens, targets)

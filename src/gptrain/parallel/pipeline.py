@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -137,7 +138,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         x = net.embed(tokens)
         for block in net.blocks:
             x = block(x)
-        return net.head(net.norm(x))
+        return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
     def mean_loss(
         self,

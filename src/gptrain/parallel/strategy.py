@@ -29,6 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -379,7 +380,7 @@ class ParallelStrategy(Generic[OptionsT]):
             tokens: Token ids (B, T).
             targets: Next tokens (B, T), not used.
         """
-        return net.head(net.hidden(tokens))
+        return F.linear(net.hidden(tokens), net.head.weight)
 
     def check_length(self, n_positions: int) -> None:
         """Check that sequences of a length need no padding that would change the net's outputs.
