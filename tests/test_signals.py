@@ -35,7 +35,7 @@ with StopFlag() as flag:
     rank = os.getpid()
     worker = os.fork()
     if worker == 0:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)  # as in a worker that was not forked
         ignore_in_worker(rank)
         os.write(1, b"ready")
@@ -171,13 +171,23 @@ def test_a_run_whose_parent_is_killed_is_asked_to_stop(start):
 def test_a_signal_sets_the_flag_and_previous_handlers_come_back(number):
     before = signal.getsignal(number)
     with StopFlag() as flag:
-        signal.signal(number, signal.SIG_IGN)  # somebody else takes it …
+        signal.signal(number, signal.SIG_DFL)  # somebody else takes it …
         assert not flag.install()  # … and we take it back
         os.kill(os.getpid(), number)
         assert flag and flag.signal == number.name
         flag.set("time limit")
         assert flag.signal == number.name  # the first
     assert signal.getsignal(number) == before
+
+
+def test_a_closed_terminal_is_ignored_by_a_run_that_nohup_has_started():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not flag
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_rank_that_starts_with_blocked_signals_gets_them_once_it_has_its_handlers():

@@ -9,15 +9,17 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gptrain.core.errors import FAILED, INTERRUPTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM announces a time limit by SIGUSR1
+# SLURM announces a time limit by SIGUSR1, and a terminal sends SIGHUP when it is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Ctrl-C in a terminal reaches the whole process group, and torchrun's agent forwards the signal at
 # once. A rank gets two signals for this one request. Pressing Ctrl-C twice takes longer.
 SAME_REQUEST_S = 0.3
@@ -25,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopFlag:
-    """Flag that becomes true when the run is asked to stop by SIGTERM, SIGINT or SIGUSR1.
+    """Flag that becomes true when the run is asked to stop by one of SIGNALS.
 
     A second SIGINT, more than 0.3 s after the first, ends the process with exit code 130 at once,
     without a checkpoint. Install the handlers on the main thread, after all other code that
@@ -57,13 +59,16 @@ class StopFlag:
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
-        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock the signals; return self.
+        """Install the handlers of SIGNALS, unblock the signals; return self.
 
-        A signal that arrived while it was blocked (`block_stop_signals`) is handled now. Call
-        `install` again if other code has installed handlers meanwhile. `__exit__` restores the
-        handlers that the first call found.
+        A SIGHUP that is ignored stays so, because `nohup` lets a run outlive its terminal. A signal
+        that arrived while it was blocked (`block_stop_signals`) is handled now. Call `install`
+        again if other code has installed handlers meanwhile. `__exit__` restores the handlers that
+        the first call found.
         """
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             previous = signal.signal(number, self._handle)
             self._previous.setdefault(number, previous)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -81,7 +86,8 @@ class StopFlag:
     def _handle(self, number: int, _frame: object) -> None:
         """Handle a signal: make the flag true, or end the process at the second SIGINT.
 
-        A SIGINT within 0.3 s of the first one counts as the same request.
+        After a SIGHUP, output to the terminal that was closed is discarded. A SIGINT within 0.3 s
+        of the first one counts as the same request.
 
         Args:
             number: Number of the signal.
@@ -95,18 +101,33 @@ class StopFlag:
             if now_s - self._interrupted_s > SAME_REQUEST_S:
                 os.write(2, b"interrupted twice: exiting at once without saving\n")
                 os._exit(INTERRUPTED)
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         self.set(signal.Signals(number).name)
         if self.error is not None:
             raise self.error
+
+
+def leave_closed_terminal() -> None:
+    """Connect stdout and stderr with /dev/null, if they were a terminal that is closed.
+
+    Otherwise each write would raise an OSError, at last that of Python's end, with exit code 120.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        with suppress(OSError):  # the stream is closed
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
+                os.dup2(null, fd)
+    os.close(null)
 
 
 @contextmanager
 def block_stop_signals() -> Generator[None, None, None]:
     """Block the stop signals in this thread and in the processes that it starts within the block.
 
-    The stop signals are SIGTERM, SIGINT and SIGUSR1. A blocked signal waits. A rank unblocks the
-    signals after it has installed its own handlers, so that a signal at its start cannot end the
-    process by the default action.
+    The stop signals are SIGNALS. A blocked signal waits. A rank unblocks the signals after it has
+    installed its own handlers, so that a signal at its start cannot end the process by the default
+    action.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
