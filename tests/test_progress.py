@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import re
 import sys
 
 import pytest
-import torch
 
 from gptrain.checkpoints import manifest
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.progress import progress_bar
 from gptrain.data import TextDataset, prepare
-from gptrain.lit.callbacks.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -48,14 +47,38 @@ def test_a_bar_appears_for_long_work_only(monkeypatch):
     assert not sys.stderr.getvalue()
 
 
-def test_the_bar_of_a_training_shows_the_last_logged_step():
-    lengths = RunLengths(BatchPlan(4, 1, 1), 1, 50, n_steps=40, validate_every=9, unit="samples")
-    values = {"train/loss": torch.tensor(2.5), "lr": 3e-4, "step": 10, "perf/step_s": 2.0,
-              "perf/tokens_per_s": 12345.6}  # fmt: skip
-    bar = ProgressBar()
-    bar.take_step(values, lengths)
-    shown = {name: str(value) for name, value in bar.logged.items() if name != "train/loss"}
-    assert shown == {"lr": "0.0003", "samples/s": "12,346", "left": "0:01:00"}
+STEPS = (
+    "trainer.enable_progress_bar=true", "trainer.max_steps=6", "data.batch_size=2",
+    "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3", "logger=none",
+    "checkpoint=none",
+)  # fmt: skip
+BAR = "+callbacks.bar={{_target_: gptrain.lit.callbacks.progress.ProgressBar, every_s: {}}}"
+
+
+def lines_of(run) -> list[tuple[str, ...]]:
+    """Return step, loss and remaining time of each printed line of a step."""
+    assert run.code == 0 and "\r" not in run.out, run.err
+    return re.findall(r"(?m)^step +(\d+)/6 · train/loss (\S+) · lr .* · left (\S+)$", run.out)
+
+
+def test_without_a_terminal_a_line_has_the_values_of_its_own_step(train):
+    """The steps between two logged ones, too. Steps are counted, not micro-batches."""
+    run = train(*STEPS, BAR.format(0), "trainer.log_every_n_steps=4")
+    truth = train(*STEPS, "trainer.log_every_n_steps=1", name="truth")
+    rows = [json.loads(row) for row in (truth.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [f"{row['train/loss']:.4f}" for row in rows if "train/loss" in row]
+    assert [line[:2] for line in lines_of(run)] == [(str(i + 1), losses[i]) for i in range(6)]
+    assert lines_of(run)[-1][2] == "0:00:00"
+
+
+def test_a_short_run_prints_its_first_and_last_step_and_the_size_of_each_validation(train):
+    run = train(*STEPS, BAR.format(1e9))
+    assert [step for step, *_ in lines_of(run)] == ["1", "6"]
+    shown = [line.split()[0] for line in run.out.splitlines()]
+    assert [label for label in shown if label in ("step", "validate")] == [
+        "step", "validate", "step", "validate",
+    ]  # fmt: skip
+    assert "validate  2 batches" in run.out.splitlines()
 
 
 class Count:

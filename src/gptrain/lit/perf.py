@@ -83,6 +83,14 @@ class Speed:
         waited_s = loader.waited_s if loader else 0.0
         self._begin = _Reading(self.trainer.global_step, time.perf_counter(), waited_s)
 
+    def step_s(self) -> float:
+        """Return the seconds per step of the interval so far, or of the last one if it just ended.
+
+        Does not wait for the device, and needs no other rank.
+        """
+        n_steps = self.trainer.global_step - self._begin.step
+        return (time.perf_counter() - self._begin.time_s) / n_steps if n_steps else self._step_s
+
     def read(self) -> dict[str, float]:
         """Return the logged values of the interval that ends now, and begin a new interval.
 
@@ -99,7 +107,7 @@ class Speed:
         n_steps = max(1, self._begin.step - begin.step)
         interval_s = self._begin.time_s - begin.time_s
         waited_s = self._begin.waited_s - begin.waited_s
-        step_s = interval_s / n_steps
+        step_s = self._step_s = interval_s / n_steps
         step_tokens = self.lengths.step_tokens
         if self._has_read:
             self.trained_s += interval_s

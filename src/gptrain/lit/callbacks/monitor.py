@@ -248,6 +248,8 @@ class TrainingMonitor(Callback):
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
+        if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+            bar.end_step(trainer, self.lr, self.speed.step_s(), self.lengths, is_logged)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -415,7 +417,7 @@ class TrainingMonitor(Callback):
         self._beat(self.loaded_step, allow_s=self.guard.heartbeat.progress.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the values of a step, and show them in the progress bar.
+        """Log the values of a step.
 
         All ranks must call this method after the same step, because the loss is averaged over the
         ranks. The loss is left out if the step had no target, or if no training_step had a loss.
@@ -434,12 +436,9 @@ class TrainingMonitor(Callback):
                 # Lightning's float32 cannot count billions of tokens exactly.
                 value = torch.tensor(value, dtype=torch.float64)
             # With prog_bar=True Lightning reads the loss from its device at every micro-batch.
-            # gptrain's own bar gets the loss below, and reads it only when the step is logged.
+            # gptrain's own bar reads the loss only if it shows the step.
             in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
             pl_module.log(name, value, sync_dist=LOGGED[name].is_averaged, prog_bar=in_bar)
-        if isinstance(bar, ProgressBar):
-            loss = trainer.callback_metrics.get("train/loss", "")
-            bar.take_step({**values, "train/loss": loss}, self.lengths)
 
     def _vote(self, trainer: Trainer) -> None:
         """Vote on stopping and on saving, and apply the results of the previous vote.

@@ -1,43 +1,47 @@
-"""The progress bar: a tqdm bar in a terminal, and a few printed lines if output goes to a file."""
+"""The progress bar: a tqdm bar in a terminal, and a line every 30 seconds without one."""
 
 import logging
+import math
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from torch import Tensor
 from tqdm import tqdm
 
 from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
+from gptrain.lit.lightning import ends_step, strategy_of
 
 log = logging.getLogger(__name__)
-LINES_PER_EPOCH = 20  # highest number of printed lines if the output is not a terminal
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's tqdm bar, whose length is the number of micro-batches that the run uses.
+    """Lightning's tqdm bar, which counts the optimizer steps that the run takes of an epoch.
 
-    In a terminal the bar is redrawn at every micro-batch. If the output is not a terminal, at
-    most 20 lines per epoch are printed instead, each only if a value was logged since the last. If
-    neither the epoch nor the run has a known length, a line is printed whenever a value was logged.
+    In a terminal the bar is redrawn at every step, with the values of the last logged step. If the
+    output is not a terminal, a line is printed after the first and the last step, and as often as
+    no more than `every_s` seconds pass between two lines. Its values are those of its own step. An
+    evaluation prints its size before it starts, and then how far it is.
 
     The constructor also replaces the lock of tqdm by one that is not shared between processes.
 
+    Args:
+        every_s: Longest time between two printed lines, in seconds, if no step takes longer.
+
     Attributes:
-        logged: Name -> value of the last logged step, set by `take_step`. A loss that is a tensor
-            is replaced by its text when it is first shown.
-        printed: Values of the last printed line.
+        shown: Name -> value of the last step that is shown, set by `end_step`.
     """
 
-    def __init__(self):
+    def __init__(self, every_s: float = 30.0):
+        self.every_s = every_s
         self.in_terminal = sys.stdout.isatty()
-        self.logged: dict[str, Any] = {}
-        self.printed: dict[str, Any] = {}
+        self.shown: dict[str, Any] = {}
+        self._printed_s = -math.inf  # time of the last printed line
         super().__init__(refresh_rate=1)
         if not self.in_terminal:
             self.disable()
@@ -46,20 +50,21 @@ class ProgressBar(TQDMProgressBar):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Number of micro-batches of this epoch, which Lightning shows as the length of the bar.
+        """Number of optimizer steps of this epoch, which Lightning shows as the length of the bar.
 
-        If the run ends within the epoch, only the micro-batches up to its end count. If the length
-        of an epoch is unknown, it is the number of micro-batches of the whole run, or inf if that
-        is unknown, too.
+        If the run ends within the epoch, only the steps up to its end count. If the length of an
+        epoch is unknown, it is the number of steps of the whole run, or inf if that is unknown,
+        too.
         """
         trainer = self.trainer
-        epoch_batches = trainer.num_training_batches
+        epoch_steps = trainer.num_training_batches
+        if math.isfinite(epoch_steps):
+            epoch_steps = -(-epoch_steps // trainer.accumulate_grad_batches)  # rounded up
         if trainer.max_steps < 0:
-            return epoch_batches
-        run_batches = trainer.max_steps * trainer.accumulate_grad_batches
-        remaining = run_batches - trainer.current_epoch * epoch_batches
-        # If the length of an epoch is unknown, all batches of the run count in each epoch.
-        return min(epoch_batches, remaining) if remaining > 0 else run_batches
+            return epoch_steps
+        remaining = trainer.max_steps - trainer.current_epoch * epoch_steps
+        # If the length of an epoch is unknown, all steps of the run count in each epoch.
+        return min(epoch_steps, remaining) if remaining > 0 else trainer.max_steps
 
     def on_train_start(self, *args: Any) -> None:
         """Start the bar of the training and of its first epoch.
@@ -68,49 +73,68 @@ class ProgressBar(TQDMProgressBar):
         """
         super().on_train_start(*args)
         self.on_train_epoch_start(*args)  # Lightning skips this hook when it resumes in an epoch
+        self._printed_s = -math.inf  # the first step is due
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Advance the bar, or print a line if one is due and the output is not a terminal.
+        """Advance the bar after the last micro-batch of a step."""
+        if ends_step(trainer, batch_idx):
+            step_idx = batch_idx // trainer.accumulate_grad_batches
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, step_idx)
 
-        At most 20 lines per epoch are due. A line is left out if no value was logged since the last
-        one.
-        """
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self.in_terminal:
-            return
-        n_done = batch_idx + 1
-        total = self.total_train_batches
-        interval = max(1, -(-total // LINES_PER_EPOCH))  # rounded up
-        if n_done == total or n_done % interval == 0:
-            metrics = self.get_metrics(trainer, pl_module)
-            if metrics == self.printed:  # no value was logged since the last printed line
-                return
-            self.printed = metrics
-            words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in metrics.items())]
-            log.info(labels.line(f"epoch {trainer.current_epoch}", " · ".join(words)))
+    def end_step(
+        self, trainer: Trainer, lr: float, step_s: float, lengths: RunLengths, is_logged: bool
+    ) -> None:
+        """Show the values of a step in the bar if it was logged, or print them if a line is due.
 
-    def take_step(self, values: Mapping[str, Any], lengths: RunLengths) -> None:
-        """Show loss, learning rate and speed of a logged step until the next logged step.
-
-        The remaining time is shown if the run has a known number of steps. All other values are
-        ignored.
+        Only a step that is shown waits for the device. The remaining time is shown if the run has a
+        known number of steps.
 
         Args:
-            values: Logged name -> value. `train/loss`, `lr` and `perf/tokens_per_s` must be given,
-                and if the run has a known number of steps also `step` and `perf/step_s`. A loss on
-                a device is not read before it is shown.
-            lengths: Lengths of the run, from which the remaining time is computed.
-
-        Raises:
-            KeyError: If a value that must be given is missing.
+            trainer: Trainer of the run.
+            lr: Learning rate of the step.
+            step_s: Seconds per step.
+            lengths: Lengths of the run.
+            is_logged: Whether the step was logged.
         """
-        self.logged = {"train/loss": values["train/loss"], "lr": f"{values['lr']:.3g}"}
-        self.logged[f"{lengths.unit}/s"] = f"{values['perf/tokens_per_s']:,.0f}"
+        is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
+        if not is_shown or not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        loss = float(strategy_of(trainer).step_mean.loss)
+        self.shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
+        if not math.isnan(loss):
+            self.shown["train/loss"] = f"{loss:.4f}"
+        self.shown["lr"] = f"{lr:.3g}"
+        self.shown[f"{lengths.unit}/s"] = f"{lengths.step_tokens / step_s:,.0f}"
         if lengths.n_steps:
-            left_s = (lengths.n_steps - values["step"]) * values["perf/step_s"]
-            self.logged["left"] = timedelta(seconds=round(left_s))
+            self.shown["left"] = timedelta(seconds=round((lengths.n_steps - step) * step_s))
+        values = self.get_metrics(trainer, trainer.lightning_module)
+        words = [f"{name} {value}" for name, value in values.items()]
+        self._print("step", " · ".join(words).removeprefix("step "))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the bar of a validation, or print the number of its batches."""
+        super().on_validation_start(trainer, pl_module)
+        is_check = trainer.sanity_checking
+        sizes = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
+        self._begin_evaluation("check" if is_check else "validate", sizes)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the bar of a test, or print the number of its batches."""
+        super().on_test_start(trainer, pl_module)
+        self._begin_evaluation("test", trainer.num_test_batches)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the bar of a validation, or print a line if one is due."""
+        super().on_validation_batch_end(*args, **kwargs)
+        self._end_evaluation_batch()
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the bar of a test, or print a line if one is due."""
+        super().on_test_batch_end(*args, **kwargs)
+        self._end_evaluation_batch()
 
     def end_line(self) -> None:
         """Close the bar of the training, so that the next printed text begins on a new line.
@@ -129,9 +153,29 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values that the bar shows, by name.
 
-        These are the values of the last logged step, and those that were logged with prog_bar=True.
-        The first call after a logged step reads its loss, and so waits for the device.
+        These are the values of the last shown step, and those that were logged with prog_bar=True.
         """
-        if isinstance(loss := self.logged.get("train/loss"), Tensor):
-            self.logged["train/loss"] = f"{float(loss):.4f}"
-        return {**self.logged, **super().get_metrics(trainer, pl_module)}
+        return {**self.shown, **super().get_metrics(trainer, pl_module)}
+
+    def _begin_evaluation(self, label: str, sizes: Sequence[int | float]) -> None:
+        """Print the number of batches of an evaluation, and begin to count them."""
+        self._evaluation = (label, sum(sizes))
+        self._n_evaluated = 0
+        self._print(label, f"{sum(sizes)} batches")
+
+    def _end_evaluation_batch(self) -> None:
+        """Count a batch of an evaluation, and print a line if one is due."""
+        self._n_evaluated += 1
+        label, n_batches = self._evaluation
+        if self._is_due(0):
+            self._print(label, f"{self._n_evaluated}/{n_batches} batches")
+
+    def _is_due(self, next_s: float) -> bool:
+        """Return whether a line must be printed now, because the next one comes in `next_s`."""
+        return time.monotonic() + next_s >= self._printed_s + self.every_s
+
+    def _print(self, label: str, text: str) -> None:
+        """Print a line, unless a bar is shown in a terminal."""
+        if not self.in_terminal:
+            log.info(labels.line(label, text))
+            self._printed_s = time.monotonic()
