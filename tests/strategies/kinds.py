@@ -164,7 +164,6 @@ class Parallel(OneProcess):
             activation_checkpointing=recomputes,
         )
         self.parallel, self.stages = strategy.parallel, strategy.parallel.stages
-        self.parallel.accumulate = ACCUMULATE
         self.parallel.step_mean = StepMean(self.parallel.data_group, CPU)
         self.optimizer = make_optimizer(self.net)
         self.module, self.without_gradient_sync = (
@@ -182,17 +181,17 @@ class Parallel(OneProcess):
         data, mean = self.parallel.data_group, self.parallel.step_mean
         batches = micro_batches(step, data.rank(), data.size(), self.packs)
         total = torch.zeros(())
-        mean.compute_divisor(count(batches), ACCUMULATE)
-        mean.reset_counts()
+        mean.begin_step(count(batches), ACCUMULATE)
         for micro_step, batch in enumerate(batches):
             is_last = micro_step == ACCUMULATE - 1
+            mean.counted = (batch[1], batch[1]._version)
             with nullcontext() if is_last else self.without_gradient_sync():
                 loss = self.module(*batch) / ACCUMULATE
                 loss.backward()
             total += loss.detach() / data.size()
         dist.all_reduce(total, group=data)
         self.parallel.finish_gradients()
-        norm = self.parallel.measure_and_clip([*self.net.parameters()], MAX_NORM, None)
+        norm = self.parallel.measure_and_clip([*self.net.parameters()], MAX_NORM)
         return total.item(), norm.item()
 
 

@@ -70,14 +70,6 @@ class Penalised(LanguageModel):
         return self.loss(*batch) + 0.1 * penalty / len(self.state_dict())
 
 
-class MasksMore(LanguageModel):
-    """Trains on some of the batch's targets."""
-
-    def training_step(self, batch):
-        tokens, targets = batch
-        return self.loss(tokens, targets.masked_fill(tokens % 3 == 0, IGNORED))
-
-
 class FirstBlockAdamW(torch.optim.AdamW):
     """AdamW with another learning rate for the parameters of the first block."""
 

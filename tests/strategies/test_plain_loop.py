@@ -7,7 +7,7 @@ all strategies share.
 import pytest
 import runs as helpers
 import torch
-from own_parts import IGNORED, Ragged
+from own_parts import Ragged
 from plain_loop import Recipe, train
 
 from gptrain.models import Llama
@@ -24,7 +24,7 @@ RECIPE = Recipe(
     label_smoothing=0.1, warmup_steps=3, total_steps=20, start_factor=0.2, min_factor=0.05,
 )  # fmt: skip
 WORDS = (
-    "seed=7", "data.global_batch_size=12", "module._target_=own_parts.MasksMore",
+    "seed=7", "data.global_batch_size=12",
     "module.loss.label_smoothing=0.1",
     "optimizer._target_=own_parts.FirstBlockAdamW", "+optimizer.first_block_lr=2e-3",
     "optimizer.lr=5e-3", "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.3",
@@ -53,11 +53,8 @@ def batches_of(records):
     dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
     for of_ranks in zip(*(record["samples"] for record in records), strict=True):
         samples = [dataset[number] for samples in of_ranks for number in samples]
-        tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))  # (12, T)
-        yield (
-            tokens,
-            targets.masked_fill(tokens % 3 == 0, IGNORED),
-        )  # MasksMore ignores the same targets
+        tokens, targets = zip(*samples, strict=True)
+        yield torch.stack(tokens), torch.stack(targets)  # (12, T)
 
 
 @pytest.fixture(scope="module")

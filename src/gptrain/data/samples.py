@@ -267,11 +267,11 @@ def has_documents(batch: Any) -> bool:
     return len(items) == 3 and items[0].shape == items[1].shape == items[2].shape
 
 
-def count_batch_targets(batch: Any) -> int | None:
-    """Return the number of targets of a batch that are not -100, or None for an unknown batch.
+def find_targets(batch: Any) -> Tensor | None:
+    """Return the targets of a batch, or None for a batch of unknown form.
 
-    The number is known for a pair (tokens, targets) with integer targets, for a tuple (tokens,
-    targets, documents), and for a dict with integer `targets` or, without these, `labels`.
+    They are known for a pair (tokens, targets) with integer targets, for a tuple (tokens, targets,
+    documents), and for a dict with integer `targets` or, without these, `labels`.
 
     Args:
         batch: Batch of a data loader.
@@ -281,6 +281,10 @@ def count_batch_targets(batch: Any) -> int | None:
     else:
         is_pair = type(batch) is tuple and (len(batch) == 2 or has_documents(batch))
         targets = batch[1] if is_pair else None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return None
-    return int((targets != IGNORED).sum())
+    return targets if isinstance(targets, Tensor) and not targets.is_floating_point() else None
+
+
+def count_batch_targets(batch: Any) -> int | None:
+    """Return the number of targets of a batch that are not -100, or None if they are unknown."""
+    targets = find_targets(batch)
+    return None if targets is None else int((targets != IGNORED).sum())

@@ -108,10 +108,15 @@ class LanguageModel(pl.LightningModule):
         """Return the loss that training_step minimizes, in nats per target.
 
         The loss is the mean cross entropy over the targets that are not -100, with the label
-        smoothing and the z-loss of `loss_options`. In training the mean is taken over the targets
-        of the whole optimizer step: the values of all micro-steps and data ranks average to this
-        mean, also if the micro-batches have different numbers of targets. Outside of training_step,
-        and under torch.no_grad, the mean is taken over the targets of this batch.
+        smoothing and the z-loss of `loss_options`. If `targets` are those of a batch of gptrain's
+        loader, the mean is taken over the targets of the whole optimizer step: the values of all
+        micro-steps and data ranks average to this mean, also if the micro-batches have different
+        numbers of targets. For targets that training_step or a hook has changed, for batches of
+        another form, outside of training_step and under torch.no_grad, the mean is taken over the
+        given targets.
+
+        Lightning averages the result of training_step over micro-steps and data ranks, so that a
+        term that is added to the loss counts as it is written.
 
         All ranks that compute one net together must call this method. With gradients enabled, a
         pipeline also runs its backward pass here.
@@ -343,15 +348,6 @@ class LanguageModel(pl.LightningModule):
         entry = cast(LRSchedulerConfigType, {"interval": "step", **schedule})
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Zero the gradients, but keep those that the training_step of a pipeline has computed.
-
-        Lightning calls this hook between training_step and the backward pass. A pipeline runs its
-        backward pass in training_step, so that zeroing here would delete the new gradients.
-        """
-        if not self._parallel().is_pipeline:
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-
     def clip_gradients(
         self,
         optimizer: torch.optim.Optimizer,
@@ -378,8 +374,10 @@ class LanguageModel(pl.LightningModule):
                 is NaN, and the run ends because of it. The step is this one or, if the optimizer
                 can skip an update on its device, the step before.
             DataError: If step 0 of the run has no target.
+            IncompatibleModelError: In a pipeline, if a hook has changed the gradients before.
         """
         strategy = self.trainer.strategy
+        self._parallel().check_gradients()
         is_by_norm = gradient_clip_algorithm in (None, "norm")
         if not isinstance(strategy, LightningStrategy) or not is_by_norm:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

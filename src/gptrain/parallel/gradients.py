@@ -1,6 +1,5 @@
 """Sums of gradients over groups of ranks, the global gradient norm, and clipping."""
 
-import math
 from collections.abc import Iterable, Sequence, Set
 
 import torch
@@ -107,11 +106,10 @@ def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
     *,
-    scale: Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Multiply gradients by `scale`, clip them in place to `max_norm`, and return the global norm.
+    """Clip gradients in place to `max_norm`, and return their global norm before clipping.
 
     norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
     first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
@@ -122,15 +120,14 @@ def clip_grad_norm(
     Args:
         parameters: Parameters that this rank trains.
         max_norm: Largest norm after clipping. None or 0 does not clip.
-        scale: Factor by which the gradients are multiplied before they are clipped. None for 1.
         groups: Groups over which the net is split in addition to the DTensors' mesh: the stages of
             a pipeline.
         counted_on_other_stage: Parameters that another rank of `groups` counts, for example tied
             weights.
 
     Returns:
-        Norm of the gradients of the entire net, after scaling and before clipping. The value is
-        identical on all ranks of the mesh and of `groups`.
+        Norm of the gradients of the entire net. The value is identical on all ranks of the mesh and
+        of `groups`.
     """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
@@ -154,15 +151,9 @@ def clip_grad_norm(
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    factors = []
-    if scale is not None:
-        factors.append(scale.to(norm))
-        norm = norm * factors[0]
     if max_norm:
         # torch.nn.utils.clip_grad_norm_ adds 1e-6, too: the results are bitwise equal.
-        factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    if factors:
-        factor = math.prod(factors)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for alike in _by_device(shards):
             torch._foreach_mul_(alike, factor.to(alike[0].device))
     return norm

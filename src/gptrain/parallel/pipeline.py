@@ -8,7 +8,7 @@ and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step. Source: Huan
 # B batch, b microbatch, T time, D d_model
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from typing import Any, NoReturn, cast
 
@@ -35,6 +35,11 @@ from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_name
 from gptrain.parallel.state import Stages
 from gptrain.parallel.strategy import ParallelStrategy
 
+CHANGED = (
+    "a term of the loss or a hook has changed the gradients, but a rank of a pipeline has those of "
+    "its own stages only; return self.loss(...) alone, and clip by trainer.gradient_clip_val or by "
+    "self.clip_gradients in configure_gradient_clipping"
+)
 # Function of hidden states (b, T, D) after the final norm and targets (b, T) -> scalar loss.
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,9 +53,10 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     equal, because equal weights get equal updates.
 
     The schedule runs the forward and backward passes of a micro-step inside of training_step, in
-    `mean_loss`. If training_step multiplied the returned loss by a factor, the factor could not
-    reach the gradients. The first step therefore checks that training_step returns the loss
-    unscaled, alone or as a term of a sum.
+    `mean_loss`. The backward pass of the returned loss then multiplies the gradients by that of the
+    loss, and adds them to those of the parameters. So a factor of the loss and several losses count
+    as they are written. What user code adds to the gradients of the net, or makes of them, would be
+    that of one stage: every step checks that no other code has changed them.
 
     All ranks must call the constructor, which creates the process groups.
 
@@ -87,7 +93,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
             ends = mesh.mesh[[0, -1], :, 0].T.tolist()
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         self._loss: Loss  # loss function of the current run of a schedule
-        self._checks_scale = True
+        self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def split(self, net: Net) -> None:
         """Keep only this rank's stage in the net, in place, and remove all other layers.
@@ -151,11 +157,8 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
 
         All ranks of the pipeline must call this method. With gradients enabled, it also runs the
-        backward pass: the gradients of loss / accumulate are added to the parameters' gradients.
-        The backward pass of the returned loss then computes nothing. Until the first
-        `finish_gradients` it raises an IncompatibleModelError if training_step has multiplied the
-        loss by a factor. As under the other strategies, the divisor in training is
-        `StepMean.divisor`, otherwise the number of targets.
+        backward pass, and keeps the gradients for the backward pass of the returned loss. The
+        divisor is that of `count_and_get_divisor`.
 
         Args:
             net: Net as `split` has left it.
@@ -167,17 +170,41 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, tokens, targets, options, documents)
-        scale = 1 / self.accumulate
-        factor = scale / self.count_and_get_divisor(targets)
+        divisor = self.count_and_get_divisor(targets)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             total = self.head_loss(net, hidden, targets, options)
-            return total * factor.to(total.dtype)
+            return total / divisor.to(total.dtype)
 
+        before = {parameter: parameter.grad for parameter in net.parameters()}
+        for parameter in before:
+            parameter.grad = None
         total = self._run(True, self.microbatches, tokens, targets, loss, documents)
+        gradients = {p: p.grad for p in before if p.grad is not None}
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
         anchor = torch.ones((), requires_grad=True, device=total.device)
-        checked_scale = scale if self._checks_scale else None
-        return _LossWithGradients.apply(anchor, total / scale, checked_scale)
+        return _LossWithGradients.apply(anchor, total, partial(self.add_gradients, gradients))
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
+        """Multiply gradients by a factor, and add them to those of their parameters.
+
+        Args:
+            gradients: Parameter -> gradient, which is changed in place.
+            factor: Scalar tensor.
+
+        Raises:
+            IncompatibleModelError: If other code has changed a gradient of the net.
+        """
+        self.check_gradients()
+        if gradients:  # a stage may have no trained parameter
+            torch._foreach_mul_(list(gradients.values()), factor)
+        for parameter, gradient in gradients.items():
+            if parameter.grad is not None:
+                gradient += parameter.grad
+            parameter.grad = gradient
+        self._seen = self._versions()
 
     def loss_sum(
         self,
@@ -265,12 +292,44 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         Sums the gradients of tied parameters over the first and the last rank, and averages all
         gradients over the data ranks. All ranks must call this method.
+
+        Raises:
+            IncompatibleModelError: If other code has changed a gradient of the net.
         """
+        self.check_gradients()
         super().finish_gradients()
-        self._checks_scale = False
         if self.tied_parameters:
             sum_gradients(self.tied_parameters, self.ends_group)
         self.average(self.net.parameters())
+        self._seen = self._versions()
+
+    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Clip all gradients to `max_norm`, and return the norm of the full net before clipping.
+
+        All ranks must call this method.
+
+        Args:
+            parameters: Parameters that this rank trains.
+            max_norm: Largest norm after clipping. None or 0 does not clip.
+        """
+        norm = super().measure_and_clip(parameters, max_norm)
+        self._seen = self._versions()
+        return norm
+
+    def check_gradients(self) -> None:
+        """Check that only this object has changed the gradients of the net.
+
+        Raises:
+            IncompatibleModelError: If a term of the loss or a hook has changed a gradient.
+        """
+        for parameter, version in self._versions().items():
+            if version != self._seen.get(parameter):
+                raise IncompatibleModelError("strategy.name", CHANGED)
+
+    def _versions(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Return, for each parameter with a gradient, what each change of the gradient changes."""
+        parameters = ((p, p.grad) for p in self.net.parameters())
+        return {p: (id(grad), grad._version) for p, grad in parameters if grad is not None}
 
     def _run(
         self,
@@ -340,27 +399,17 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 class _LossWithGradients(torch.autograd.Function):
     """Return a loss whose gradients the schedule has already computed.
 
-    The backward pass computes no gradients. If `scale` is a number, the backward pass raises an
-    IncompatibleModelError unless the gradient of the loss equals `scale`, by which the schedule has
-    multiplied the loss, up to 0.1 %.
+    The backward pass adds them to the gradients of the parameters, multiplied by that of the loss.
     """
 
     @staticmethod
-    def forward(ctx, anchor, total, scale):
-        ctx.scale = scale
+    def forward(ctx, anchor, total, add_gradients):
+        ctx.add_gradients = add_gradients
         return total.clone()
 
     @staticmethod
     def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
-        if ctx.scale is None:
-            return None, None, None
-        factor = float(grad) / ctx.scale
-        if abs(factor - 1) > 1e-3:  # 16-bit losses are rounded
-            raise IncompatibleModelError(
-                "strategy.name",
-                f"training_step multiplies self.loss(...) by {factor:g}, but the pipeline has "
-                "already computed the gradients; return the loss unscaled, or change optimizer.lr",
-            )
+        ctx.add_gradients(grad)
         return None, None, None
 
 

@@ -9,17 +9,20 @@ on Lightning.
 The loss of a training step is computed by these functions, in this order. Each indented function is
 called by the one above it:
 
-    StepMean.compute_divisor       before the step: compute the divisor from the number of targets
+    StepMean.begin_step            before the step: compute the divisor from the number of targets
     ParallelStrategy.mean_loss     for each micro-batch: divide the sum of its losses by the divisor
         count_and_get_divisor      count the targets of the micro-batch, and return the divisor
         ParallelStrategy.loss_sum  run the net and sum the losses over the targets, by
                                    `loss.chunked_next_token_loss` or `loss.next_token_loss`
-    StepMean.reduce                after the last micro-step: return the factor for loss and
-                                   gradients that corrects targets changed in training_step
+    StepMean.reduce                after the last micro-step: average the losses, for the log
+
+Nothing multiplies gradients after the backward pass. So whatever training_step adds to the loss
+counts as it was written, and hooks see the gradients of a step as the optimizer gets them.
 """
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gptrain.core import labels
 from gptrain.core.strategies import ParallelDims, StrategyOptions, default_options
 from gptrain.loss import (
     IGNORED,
@@ -50,6 +54,11 @@ from gptrain.parallel import state
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 
+log = logging.getLogger(__name__)
+OWN_TARGETS = (
+    "the mean over the targets that self.loss was given, then over micro-steps and ranks: they are "
+    "not those of a batch of data.train as it was loaded"
+)
 SINGLE_RANK = ParallelDims()
 CPU = torch.device("cpu")
 
@@ -57,46 +66,45 @@ OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
 class StepMean:
-    """Computes the divisor that makes the loss of a step a mean over all targets of the step.
+    """Gives each loss of a step its divisor, before the backward pass, and averages the losses.
 
-    Losses and gradients are averaged over micro-steps and data ranks. If each micro-batch divided
-    by its own number of targets, the result would be a mean of means: with unevenly distributed
-    targets it would depend on how the global batch is divided. Every micro-batch therefore divides
-    its sum of losses by the same number:
+    Lightning and DDP average losses and gradients over micro-steps and data ranks. If each
+    micro-batch divided by its own number of targets, the result would be a mean of means: with
+    unevenly distributed targets it would depend on how the global batch is divided. The losses of
+    batches whose targets gptrain's loader has counted are therefore divided by the same number:
 
         divisor = max(1, targets of the step on all data ranks) / (data ranks * micro-steps)
 
-    The targets are counted in the batches as they were loaded. The true number is known only after
-    the last micro-step. It differs if training_step passes other targets to the loss, or if a
-    user's own data loader reads the micro-batches one by one: then all are assumed to have as many
-    targets as the first. `reduce` returns the factor that remains, the correction. It is 1, up to
-    rounding, if the numbers agree.
+    Any other loss is the mean over the targets that it was given: if training_step or a hook
+    changes the targets, or if the batch is of another form, the number of targets of the step is
+    not known before its last micro-step.
 
     Args:
         group: Data ranks. None if there is only one.
         device: Device of the counts.
 
     Attributes:
-        divisor: Divisor of the current step, a scalar tensor.
+        divisor: Divisor of the current step for targets that were counted, a scalar tensor.
+        counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
+            version: torch increases it when a tensor is changed in place. None for other batches.
         n_targets: Number of targets, over all data ranks, that the losses of the last step have
             counted, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
-        loss: Mean loss of the last step over all data ranks, corrected like the gradients, a scalar
-            tensor. NaN if `LanguageModel.loss` was called, but with no target that counts.
+        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN if
+            `LanguageModel.loss` was called, but with no target that counts.
     """
 
     n_targets: Tensor
     loss: Tensor
+    counted: tuple[Tensor, int] | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
         self.n_ranks = 1 if self.group is None else self.group.size()
-        dtype = sum_dtype(device)
-        self.divisor = torch.ones((), dtype=dtype, device=device)
-        # Sums over the micro-steps so far: of the divisors, and of the numbers of targets.
-        self._sums = torch.zeros(2, dtype=dtype, device=device)
-        self._has_loss = False  # True once a loss of this step was computed, even of 0 targets
+        self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
+        self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
+        self._has_explained = False
 
-    def compute_divisor(self, n_targets: int, n_micro_batches: int) -> None:
+    def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
         """Set `divisor` for the next step. All data ranks must call this before the step.
 
         Args:
@@ -105,42 +113,37 @@ class StepMean:
         """
         total = self._all_reduce(torch.full_like(self.divisor, n_targets))
         self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
-
-    def reset_counts(self) -> None:
-        """Reset the counts of targets and divisors, before the first micro-step of a step."""
-        self._sums = torch.zeros_like(self._sums)
-        self._has_loss = False
+        self._n_targets = None
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Count the targets of a micro-batch for `reduce`, and return `divisor`.
+        """Count the targets of a loss, and return the number by which its sum is divided.
 
-        Call it once for each micro-batch: a second call would count the targets twice.
+        The first loss of a run that does not get the targets of its batch is explained in one line.
 
         Args:
             targets: Next tokens (B, T) that are passed to the loss. -100 is not counted.
         """
-        self._has_loss = True
         n_targets = (targets != IGNORED).sum()
-        self._sums = self._sums + torch.stack((self.divisor, n_targets))
-        return self.divisor
+        self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
+        if self.counted is not None:
+            known, version = self.counted
+            if targets is known and targets._version == version:
+                return self.divisor
+        if not self._has_explained:
+            self._has_explained = True
+            log.info(labels.line("loss", OWN_TARGETS))
+        return n_targets.clamp(min=1)
 
-    def reduce(self, loss: Tensor) -> Tensor:
-        """Sum the counts over the data ranks, and return the correction of loss and gradients.
-
-        The correction is a factor for targets that were changed in training_step: sum of the
-        divisors used / number of targets counted, over all micro-steps and data ranks; 1 if no
-        target was counted. Also sets `n_targets` and `loss`. All data ranks must call this method
-        after the last micro-step.
+    def reduce(self, loss: Tensor) -> None:
+        """Set `n_targets` and `loss` after the last micro-step. All data ranks must call this.
 
         Args:
-            loss: Mean loss of this rank's micro-steps. It is summed in the same all-reduce.
+            loss: Mean loss of this rank's micro-steps.
         """
-        sums = torch.cat((self._sums, loss.to(self._sums).reshape(1)))
-        divisors, n_targets, losses = self._all_reduce(sums)
-        factor = (divisors / n_targets).where(n_targets > 0, 1.0)
-        self.n_targets = n_targets if self._has_loss else torch.full_like(n_targets, math.nan)
-        self.loss = (losses / self.n_ranks * factor).where(self.n_targets != 0, math.nan)
-        return factor
+        unknown = torch.full_like(self.divisor, math.nan)
+        n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
+        self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))
+        self.loss = (losses / self.n_ranks).where(self.n_targets != 0, math.nan)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the data ranks. The tensor is changed in place."""
@@ -185,7 +188,6 @@ class ParallelStrategy(Generic[OptionsT]):
         replicas: Ranks that hold the same weights and gradients, and so can divide the work of
             Muon. None if no other rank does.
         data_group: Ranks that read different samples of the same step. None if there is only one.
-        accumulate: Number of micro-steps of a step.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
@@ -215,7 +217,6 @@ class ParallelStrategy(Generic[OptionsT]):
     comm_hook: tuple[object, Callable] | None = None
     replicas: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
-    accumulate: int = 1
     step_mean: StepMean | None = None
     extra_parameters: Sequence[nn.Parameter] = ()
     counted_on_other_stage: Set[nn.Parameter] = frozenset()
@@ -299,12 +300,12 @@ class ParallelStrategy(Generic[OptionsT]):
     ) -> Tensor:
         """Return the mean loss in nats per target of this rank's samples.
 
-        In training the sum of the losses is divided by `StepMean.divisor`, not by this
-        micro-batch's own number of targets. The mean of the returned values over the micro-steps
-        and the data ranks of a step is then the mean over all targets of the step. Under
-        torch.no_grad, and outside of a training_step, the divisor is the number of targets in this
-        batch; the mean of no target is 0. All ranks between which the net or a sequence is divided
-        must call this method.
+        In training the sum of the losses of a batch's own targets is divided by
+        `StepMean.divisor`. The mean of the returned values over the micro-steps and the data ranks
+        of a step is then the mean over all targets of the step. For other targets, under
+        torch.no_grad, and outside of a training_step, the divisor is the number of these targets;
+        the mean of no target is 0. All ranks between which the net or a sequence is divided must
+        call this method.
 
         Args:
             net: Net as `split` and `shard` have left it.
@@ -325,10 +326,8 @@ class ParallelStrategy(Generic[OptionsT]):
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Return the number by which the sum of the losses of these targets is divided.
 
-        In a training_step with gradients this is `StepMean.divisor`, the same number for all
-        micro-batches of a step, and the targets are counted for `StepMean.reduce`: call this method
-        once for each micro-batch. Otherwise it is the number of targets that are not -100, at
-        least 1.
+        In a training_step with gradients it is that of `StepMean.count_and_get_divisor`. Otherwise
+        it is the number of targets that are not -100, at least 1.
 
         Args:
             targets: Next tokens (B, T).
@@ -493,10 +492,8 @@ class ParallelStrategy(Generic[OptionsT]):
         """Value of `strategy.find_unused_parameters`. True if the strategy has no such key."""
         return getattr(self.options, "find_unused_parameters", True)
 
-    def measure_and_clip(
-        self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None
-    ) -> Tensor:
-        """Multiply all gradients by `scale`, clip them to `max_norm`, and return the norm.
+    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Clip all gradients to `max_norm`, and return their norm before clipping.
 
         All ranks that take the step together must call this method, because the norm is summed over
         them.
@@ -504,19 +501,23 @@ class ParallelStrategy(Generic[OptionsT]):
         Args:
             parameters: Parameters that this rank trains.
             max_norm: Largest norm after clipping. None or 0 does not clip.
-            scale: Factor of all gradients. None for 1.
 
         Returns:
-            Norm of the gradients of the entire net, after scaling and before clipping. The value is
-            identical on all ranks that take the step together.
+            Norm of the gradients of the entire net. The value is identical on all ranks that take
+            the step together.
         """
         return clip_grad_norm(
             parameters,
             max_norm,
-            scale=scale,
             groups=() if self.stages.group is None else (self.stages.group,),
             counted_on_other_stage=self.counted_on_other_stage,
         )
+
+    def check_gradients(self) -> None:
+        """Check that no hook has changed gradients of which this rank has only a part.
+
+        The base class has nothing to check.
+        """
 
 
 def supports_chunked_loss(net: nn.Module) -> bool:

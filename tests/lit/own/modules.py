@@ -195,11 +195,6 @@ class CallsNet(LanguageModel):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Doubles(LanguageModel):
-    def training_step(self, batch, batch_idx):
-        return 2 * self.loss(*batch)
-
-
 class OfDicts(LanguageModel):
     """Takes batches that are dicts of tensors."""
 

@@ -195,13 +195,14 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Record the learning rate, and call `LightningStrategy.clip` unless Lightning will do it.
+        """Complete the gradients before other hooks see them, and record the learning rate.
 
-        `clip` measures the gradient norm, completes the gradients and decides whether the step is
-        taken. For a `LanguageModel` Lightning calls `clip` after this hook, also without clipping.
-        It does not for clipping by value, for a plain LightningModule, or if the module overrides
-        configure_gradient_clipping. In these cases this hook calls `clip` with no largest norm, so
-        that it only measures. All ranks must call this method.
+        Also calls `LightningStrategy.clip`, which measures the gradient norm and decides whether
+        the step is taken, unless Lightning will do it. For a `LanguageModel` Lightning calls `clip`
+        after this hook, also without clipping. It does not for clipping by value, for a plain
+        LightningModule, or if the module overrides configure_gradient_clipping. In these cases
+        `clip` is called here with no largest norm, so that it only measures. All ranks must call
+        this method.
 
         Raises:
             RefusedStepError: If `clip` is called here, and a step was refused, and the run ends
@@ -210,8 +211,10 @@ class TrainingMonitor(Callback):
             DataError: If `clip` is called here, and step 0 of the run has no target.
         """
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
+        strategy = strategy_of(trainer)
+        strategy.finish_gradients()
         if not clips_by_strategy(trainer, pl_module):
-            strategy_of(trainer).clip(optimizer, None)
+            strategy.clip(optimizer, None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -227,6 +230,7 @@ class TrainingMonitor(Callback):
                 is read here only if the step is logged, ends an epoch, or is seen by callbacks of
                 the user; otherwise the error is raised in the next step.
             DataError: In the same cases, if this is step 0 of the run and it has no target.
+            IncompatibleModelError: In a pipeline, if the module has clipped by another norm.
         """
         step = trainer.global_step
         self._beat(step, "train")
@@ -234,6 +238,8 @@ class TrainingMonitor(Callback):
         if not ends_step(trainer, batch_idx):
             return
         strategy = strategy_of(trainer)
+        if is_overridden("configure_gradient_clipping", pl_module):
+            strategy.parallel.check_gradients()
         strategy.is_updating = False
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:

@@ -12,12 +12,15 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from gptrain.checkpoints.rng import capture
-from gptrain.data.samples import count_batch_targets
+from gptrain.core.errors import first_line
+from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.strategy import StepMean
@@ -25,6 +28,12 @@ from gptrain.parallel.strategy import StepMean
 ONE_OPTIMIZER = (
     "a run counts, schedules and saves the steps of one optimizer in Lightning's loop; "
     "use one optimizer with several parameter groups"
+)
+# Hooks in which a module or a data module may change a batch after it was loaded.
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+PARTS = (
+    "a rank holds a part of the net only; use self.loss(tokens, targets) and, not in a pipeline, "
+    "outputs of the net; strategy=ddp has all weights on each rank"
 )
 
 
@@ -88,7 +97,6 @@ class LightningStrategy(SavingStrategy):
     micro_losses: list[Tensor]
     micro_steps: list[tuple[Any, Any, dict[str, Any]]]
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
-    _gradients_finished = False  # True after the first call of `clip` in a step
 
     @property
     def n_saved(self) -> int:
@@ -119,7 +127,6 @@ class LightningStrategy(SavingStrategy):
             raise IncompatibleModelError("module._target_", message) from error
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
-        self.parallel.accumulate = trainer.accumulate_grad_batches
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
         self._buffer_places = find_saved_buffers(self.module)
 
@@ -146,16 +153,35 @@ class LightningStrategy(SavingStrategy):
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
 
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a batch to the device, and note its targets if gptrain's loader has counted them.
+
+        Nothing is noted if a hook may have changed the batch since then.
+
+        Args:
+            batch: Batch of this rank, of any form.
+            args: Further arguments of Lightning's method.
+            kwargs: Keyword arguments of Lightning's method.
+        """
+        batch = super().batch_to_device(batch, *args, **kwargs)
+        trainer = self.module.trainer
+        if trainer.training:
+            owners = (self.module, getattr(trainer, "datamodule", None))
+            is_as_loaded = hasattr(trainer.train_dataloader, "step_targets") and not any(
+                is_overridden(hook, owner) for hook in TRANSFER_HOOKS for owner in owners
+            )
+            targets = find_targets(batch) if is_as_loaded else None
+            self.step_mean.counted = None if targets is None else (targets, targets._version)
+        return batch
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Compute the divisor of the losses of a step, before its first micro-batch.
 
         The divisor makes the loss a mean over all targets of the step on all data ranks, which is
         why their numbers are summed over these ranks. gptrain's data loader reads all micro-batches
-        of a step at once and so knows the number of their targets. With a user's own data loader
-        the other micro-batches are assumed to have as many targets as the first one. Batches of an
-        unknown form count as batches without a target. Lightning calls this hook on all ranks,
-        before every micro-batch; it does nothing before the second and later micro-batches of a
-        step.
+        of a step at once and so knows the number of their targets. Lightning calls this hook on all
+        ranks, before every micro-batch; it does nothing before the second and later micro-batches
+        of a step.
 
         Args:
             batch: Micro-batch of this rank.
@@ -164,14 +190,9 @@ class LightningStrategy(SavingStrategy):
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
             return
-        loader = trainer.train_dataloader
-        if step_targets := getattr(loader, "step_targets", None):
-            n_targets = step_targets.pop(0) or 0
-            n_micro_batches = getattr(loader, "read_ahead", 1)
-        else:
-            n_targets = count_batch_targets(batch) or 0
-            n_micro_batches = 1
-        self.step_mean.compute_divisor(n_targets, n_micro_batches)
+        counts = getattr(trainer.train_dataloader, "step_targets", None)
+        n_targets = counts.pop(0) if counts else None
+        self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step, and before the first micro-step free the old gradients.
@@ -186,14 +207,18 @@ class LightningStrategy(SavingStrategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses = []
             self.micro_steps = []
-            self._gradients_finished = False
-            self.step_mean.reset_counts()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self.parallel.step_mean = self.step_mean
         self.micro_steps.append((args, kwargs, capture()))
         try:
             return super().training_step(*args, **kwargs)
+        except (AttributeError, RuntimeError) as error:
+            lacks_layer = isinstance(error, AttributeError) and self.parallel.is_pipeline
+            if lacks_layer or "torch.Tensor and DTensor" in str(error):
+                message = f"training_step: {first_line(error)}; {PARTS}"
+                raise IncompatibleModelError("strategy.name", message) from error
+            raise
         finally:
             self.parallel.step_mean = None
 
@@ -210,17 +235,30 @@ class LightningStrategy(SavingStrategy):
 
         Returns:
             The result of Lightning's method, the detached loss.
+
+        Raises:
+            IncompatibleModelError: If the loss depends on weights of which each rank has a part.
         """
+        if isinstance(closure_loss, DTensor):
+            message = f"training_step adds weights to the loss; {PARTS}"
+            raise IncompatibleModelError("strategy.name", message)
         self.micro_losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Complete the gradients of a step, clip them, and decide whether the step is taken.
+    def finish_gradients(self) -> None:
+        """Complete the gradients of a step, and average its losses for the log.
 
-        The norm before clipping is stored in `grad_norm`. The first call in a step also
-        synchronizes gradients that `self.parallel` has not synchronized yet, and corrects them for
-        targets that were changed in training_step. A module that clips in its own way may call this
-        method again. All ranks must call it, after the last backward pass of the step.
+        All ranks must call this method after the last backward pass of a step, before a hook reads
+        the gradients.
+        """
+        self.parallel.finish_gradients()
+        self.step_mean.reduce(self._local_loss())
+
+    def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        """Clip the finished gradients of a step, and decide whether the step is taken.
+
+        The norm before clipping is stored in `grad_norm`. A module that clips in its own way may
+        call this method again. All ranks must call it, after `finish_gradients`.
 
         Args:
             optimizer: Optimizer of the run.
@@ -232,12 +270,7 @@ class LightningStrategy(SavingStrategy):
             DataError: If step 0 of the run has no target.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        scale = None
-        if not self._gradients_finished:
-            self.parallel.finish_gradients()
-            scale = self.step_mean.reduce(self._local_loss())
-            self._gradients_finished = True
-        self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
+        self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm)
         if self.decide_step is not None:
             self.decide_step(optimizer)
         self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False

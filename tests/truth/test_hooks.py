@@ -1,0 +1,38 @@
+"""A hook sees the finished gradients of a step, and what it makes of them is what is applied."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.truth.own_losses import see
+from tests.truth.test_own_losses import PLACES
+
+FULL = ("single", "ddp", "fsdp", "context_parallel")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "place", ["single", "ddp", "fsdp", pytest.param("context_parallel", marks=SLOW)]
+)
+def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
+    own = see(train, "ClipsInHook", *PLACES[place])
+    trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
+    assert own.code == trainers.code == 0, own.text + trainers.text
+    assert own.column("train/loss") == pytest.approx(trainers.column("train/loss"), rel=2e-6)
+    norms = trainers.column("grad_norm")
+    assert min(norms) > 0.5
+    assert own.norms[0] == pytest.approx(norms, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["single", "ddp", "pipeline"]
+    + [
+        pytest.param(place, marks=SLOW) for place in ("fsdp", "context_parallel", "tensor_parallel")
+    ],
+)
+def test_clipping_in_configure_gradient_clipping_is_clipping_by_the_trainer(place, train):
+    is_full = place in FULL
+    own = see(train, "ClipsInOverride" if is_full else "ClipsByTrainer", *PLACES[place])
+    trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
+    assert own.column("train/loss") == pytest.approx(trainers.column("train/loss"), rel=2e-6)
