@@ -22,6 +22,7 @@ os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # tests ma
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     # The user's key, which signs runs, is stored in this folder.
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="gptrain-tests-")
+    os.environ["GPTRAIN_TEST_RUNS"] = os.environ["XDG_CONFIG_HOME"] + "/runs"  # tests/run.py
 
 # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -1,0 +1,374 @@
+"""The one harness of the suite: run `train.py` as a user does, and read what the run has left.
+
+    run = train("model=gpt_nano", "trainer.max_steps=4", ranks=2)
+    assert run.code == 0, run.err
+    run.column("train/loss"), run.state()["weights"], same(run.state(), other.state())
+
+A run of one rank takes place in this process, and one of several ranks in processes that a fork
+server starts with torchrun's environment variables: torch is imported only once. A run that is
+interrupted (`stop`) always has processes of its own.
+
+A run is identified by its words. The first test that needs it makes it, in any process of the
+suite, and the other processes wait. So every test can run alone (-k) and in any order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import pkgutil
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha1
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "train.py")
+PEERS_S = 15.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
+KILLED_S = 15.0  # after SIGTERM, they get SIGKILL
+LIMIT_S = 240.0
+# (rank) -> None, called in each process of a run before train.py starts; or a signal and an
+# optimizer step: "SIGTERM@3" for all ranks, "SIGKILL@3:1" for rank 1.
+Stop = Callable[[int], None] | str | None
+
+
+@dataclass
+class Run:
+    """A finished run.
+
+    Attributes:
+        folder: Run folder.
+        code: Exit code: that of the first process that failed, negative for a signal.
+        out: What all processes printed on stdout.
+        err: What all processes printed on stderr.
+    """
+
+    folder: Path
+    code: int
+    out: str
+    err: str
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl, one per logged step."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def column(self, name: str) -> list[float]:
+        """Return the values of one metric, without the steps that do not have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """Content of result.json."""
+        return json.loads((self.folder / "result.json").read_text())
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """Content of status.json."""
+        return json.loads((self.folder / "status.json").read_text())
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the checkpoints, the oldest first."""
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def state(self, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Return the content of a checkpoint, by default the newest (`read_state`)."""
+        return read_state(checkpoint or self.checkpoints[-1])
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the state in a checkpoint, with full tensors. Only this function knows the format.
+
+    `weights` maps names to tensors, `optimizer` has `state` (by the names of the weights) and
+    `groups`, `rng` has the random states of each rank, and `counters` has everything else.
+    """
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from gptrain.checkpoints.amendment import load_state
+
+    counters = load_state(checkpoint)
+    weights = counters.pop("state_dict", {})
+    optimizers = counters.pop("optimizer_states", [])
+    if (checkpoint / ".metadata").exists():  # shards
+        with TemporaryDirectory() as folder:
+            dcp_to_torch_save(checkpoint, f"{folder}/whole")
+            shards = torch.load(f"{folder}/whole", weights_only=True)
+        weights |= shards.pop("net")
+        optimizers.append({"state": shards.pop("optimizer", {}), "param_groups": []})
+        counters |= shards
+    state = {name: values for part in optimizers for name, values in part["state"].items()}
+    groups = [group for part in optimizers for group in part["param_groups"]]
+    optimizer = {"state": state, "groups": groups}
+    return {
+        "weights": weights, "optimizer": optimizer, "rng": counters.pop("rng"),
+        "counters": counters,
+    }  # fmt: skip
+
+
+def train(
+    *words: str,
+    ranks: int = 1,
+    stop: Stop = None,
+    env: Mapping[str, str] | None = None,
+    cached: bool = True,
+) -> Run:
+    """Run `python train.py <words>`, or find the same run, and return it.
+
+    Args:
+        words: Overrides of the command. Unless `run_dir=` is among them, the run has a new folder.
+        ranks: Number of processes. `trainer.devices` is added for several.
+        stop: What interrupts the run (`Stop`).
+        env: Environment variables of the run.
+        cached: Whether an equal run of another test may be returned. Tests must not change a cached
+            run. A run in a folder of the test's own (`run_dir=`) is always made.
+    """
+    own_folder = next(
+        (w.split("=", 1)[1].strip("'") for w in words if w.startswith("run_dir=")), ""
+    )
+    if ranks > 1 and not any(word.startswith("trainer.devices=") for word in words):
+        words = (f"trainer.devices={ranks}", *words)
+    key = json.dumps([words, ranks, name_of(stop), env and sorted(env.items())])
+    made = Made(words, ranks, stop, dict(env or {}))
+    if own_folder or not cached:
+        place = new_place()
+        return made.run(place, Path(own_folder) if own_folder else place / "run")
+    place = shared_folder() / sha1(key.encode()).hexdigest()[:12]
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (place / "code.json").exists():
+            return read_run(place, place / "run")
+        shutil.rmtree(place / "run", ignore_errors=True)  # the test that made it was killed
+        return made.run(place, place / "run")
+
+
+def name_of(stop: Stop) -> str | None:
+    """Return a text that is equal for equal functions."""
+    return stop if isinstance(stop, str) or stop is None else f"{stop!r}".partition(" at 0x")[0]
+
+
+def read_run(place: Path, folder: Path) -> Run:
+    """Return the finished run whose output is in the folder `place`."""
+    code = json.loads((place / "code.json").read_text())
+    out, err = ((place / name).read_text(errors="replace") for name in ("out", "err"))
+    return Run(folder, code, out, err)
+
+
+@dataclass
+class Made:
+    """A command that `run` executes."""
+
+    words: tuple[str, ...]
+    ranks: int
+    stop: Stop
+    env: dict[str, str]
+
+    def run(self, place: Path, folder: Path) -> Run:
+        """Run the command in a run folder. Its output and its exit code go into `place`."""
+        words = [w for w in self.words if not w.startswith("run_dir=")] + [f"run_dir='{folder}'"]
+        env = {"GPTRAIN_OUTPUT_DIR": str(place / "outputs"), **self.env}
+        for name in ("out", "err"):
+            (place / name).write_bytes(b"")
+        if self.ranks == 1 and self.stop is None:
+            with redirected(place), environment(env):
+                code = run_script(words)
+        else:
+            code = self.run_processes(words, env, place)
+        (place / "code.json").write_text(json.dumps(code))
+        return read_run(place, folder)
+
+    def run_processes(self, words: list[str], env: dict[str, str], place: Path) -> int:
+        """Run the command in processes of its own, and return its exit code."""
+        if self.ranks > 1:
+            env |= torchrun_variables(self.ranks, place)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(preloaded())
+        processes = []
+        for rank in range(self.ranks):
+            of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else env
+            arguments = (rank, words, {**os.environ, **of_rank}, place, self.stop)
+            processes.append(context.Process(target=run_rank, args=arguments))
+        for process in processes:
+            process.start()
+        return wait_for(processes)
+
+
+def run_script(words: list[str]) -> int:
+    """Run `python train.py <words>` in this process, and return its exit code."""
+    argv = sys.argv
+    sys.argv = [SCRIPT, *words]
+    try:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    finally:
+        sys.argv = argv
+    return 0
+
+
+def run_rank(rank: int, words: list[str], env: dict[str, str], place: Path, stop: Stop) -> None:
+    """Run train.py as the main program of this new process."""
+    from tests.no_network import forbid_network
+
+    forbid_network()
+    os.environ.clear()
+    os.environ.update(env)
+    with redirected(place):
+        if isinstance(stop, str):
+            stop_at(stop, rank)
+        elif stop is not None:
+            stop(rank)
+        code = run_script(words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def stop_at(text: str, rank: int) -> None:
+    """Send this process a signal after an optimizer step of its own: "SIGTERM@3", "SIGKILL@3:1"."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    name, _, at = text.partition("@")
+    step, _, only = at.partition(":")
+    n_steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == int(step) and only in ("", str(rank)):
+            os.kill(os.getpid(), signal.Signals[name])
+
+    register_optimizer_step_post_hook(count)
+
+
+def wait_for(processes: list) -> int:
+    """Wait for all processes, and return the code of the first one that did not end with 0."""
+    code, since, limit = 0, time.monotonic(), LIMIT_S
+    is_asked = False
+    while any(process.is_alive() for process in processes):
+        for process in processes:
+            process.join(0.05)
+            if process.exitcode and not code:  # the others wait for the failed rank
+                code, since, limit = process.exitcode, time.monotonic(), PEERS_S
+        if time.monotonic() - since > limit:
+            for process in processes:
+                process.kill() if is_asked else process.terminate()
+            is_asked, since, limit = True, time.monotonic(), KILLED_S
+    return code or next((process.exitcode for process in processes if process.exitcode), 0)
+
+
+def torchrun_variables(ranks: int, place: Path) -> dict[str, str]:
+    """Return the variables that torchrun sets in all ranks of one node."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": place.name, "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+def preloaded() -> list[str]:
+    """Return the modules that the fork server imports once for all ranks."""
+    import gptrain
+
+    names = [module.name for module in pkgutil.walk_packages(gptrain.__path__, "gptrain.")]
+    names += ["lightning.pytorch", "hydra._internal.utils", "torchmetrics.classification"]
+    names.append("torch._dynamo")  # every optimizer of torch imports it
+    return [name for name in names if not name.endswith("__main__")]
+
+
+@contextmanager
+def redirected(place: Path) -> Iterator[None]:
+    """Append the output of this process, and of its children, to `place`/out and `place`/err."""
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
+        stream.flush()
+    kept = os.dup(1), os.dup(2)
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        sys.stdout, sys.stderr = streams
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+@contextmanager
+def environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in the block, and restore all variables after it."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def shared_folder() -> Path:
+    """Return the folder of the runs of this session, one for all of its processes."""
+    folder = Path(os.environ["GPTRAIN_TEST_RUNS"])  # tests/conftest.py makes it
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def new_place() -> Path:
+    """Return a new folder for a run that no other test reads."""
+    return Path(mkdtemp(prefix="run-", dir=shared_folder()))
+
+
+def same(first: Any, second: Any, rtol: float = 0.0, at: str = "") -> list[str]:
+    """List the differences of two nested states: bit for bit, or of numbers up to `rtol`.
+
+    The error of a tensor is relative to the largest element of `second`. NaN equals NaN.
+    """
+    import torch
+
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return [f"{at}: {first.dtype} {[*first.shape]} != {second.dtype} {[*second.shape]}"]
+        if torch.allclose(first, second, rtol=0, atol=0, equal_nan=True):
+            return []
+        error = (first.double() - second.double()).abs().max().item()
+        scale = second.double().abs().max().item()
+        return [] if error <= rtol * scale else [f"{at}: differs by {error:.3g}, of {scale:.3g}"]
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        lone = [f"{at}.{key}: on one side only" for key in first.keys() ^ second.keys()]
+        both = [key for key in first if key in second]
+        return lone + [x for k in both for x in same(first[k], second[k], rtol, f"{at}.{k}")]
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            return [f"{at}: {len(first)} entries != {len(second)}"]
+        pairs = enumerate(zip(first, second, strict=True))
+        return [x for i, (a, b) in pairs for x in same(a, b, rtol, f"{at}[{i}]")]
+    if first == second or (first != first and second != second):
+        return []
+    are_numbers = isinstance(first, float) and isinstance(second, float)
+    is_close = are_numbers and abs(first - second) <= rtol * abs(second)
+    return [] if is_close else [f"{at}: {first!r} != {second!r}"]
