@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
-from gptrain.optim import decay_groups, muon
+from gptrain.optim import muon
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -68,16 +68,6 @@ class Penalised(LanguageModel):
     def training_step(self, batch):
         penalty = sum(p.square().sum() for p in self.parameters() if p.ndim < 2)
         return self.loss(*batch) + 0.1 * penalty / len(self.state_dict())
-
-
-class FirstBlockAdamW(torch.optim.AdamW):
-    """AdamW with another learning rate for the parameters of the first block."""
-
-    @classmethod
-    def parameter_groups(cls, net, parameters, names, *, first_block_lr: float):
-        first = set(net.blocks[0].parameters())
-        rest = decay_groups(p for p in parameters if p not in first)
-        return rest + [group | {"lr": first_block_lr} for group in decay_groups(first)]
 
 
 class Counted(Metric):
