@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
     "test_nodes", "test_slurm_cluster", "test_launchers",  # mark slow
-    "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
+    "test_table", "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_project",
     "test_run_fsdp", "test_run_mixes", "test_run_options", "test_generate",
     "test_lightning_features", "test_run_nets", "test_resume_changes",
@@ -137,19 +137,6 @@ def _fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def _nothing_of_the_run_before():
-    """Reset Hydra's config, the rank of Lightning's loggers and the handler of SIGPIPE.
-
-    An earlier run or command in this process may have changed them.
-    """
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    if "hydra.core.hydra_config" in sys.modules:
-        sys.modules["hydra.core.hydra_config"].HydraConfig.instance().cfg = None
-    if "lightning.fabric" in sys.modules:
-        sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = 0
-
-
-@pytest.fixture(autouse=True)
 def _own_output(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(tmp_path_factory.mktemp("outputs")))
 
@@ -247,12 +234,9 @@ class Finished:
         (self.folder / "result.json").unlink()
 
     def losses(self) -> list[float]:
-        """Return train/loss of every logged step. The run needs logger=csv."""
-        import csv
-
-        with open(self.folder / "metrics.csv", newline="") as file:
-            rows = [row["train/loss"] for row in csv.DictReader(file)]
-        return [float(loss) for loss in rows if loss]
+        """Return train/loss of every logged step."""
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 @pytest.fixture

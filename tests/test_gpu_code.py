@@ -165,13 +165,10 @@ def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, b
     for name in interfaces:
         monkeypatch.setenv(name, "eth0")
         monkeypatch.delenv(name)
-    groups, devices, at_exit = [], [], []
-    # An earlier test of this process may have made a group.
-    monkeypatch.setattr(mesh.dist, "is_initialized", lambda: False)
+    groups, devices = [], []
     monkeypatch.setattr(
         mesh.dist, "init_process_group", lambda name, **options: groups.append((name, options))
     )
-    monkeypatch.setattr(mesh.atexit, "register", at_exit.append)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     gpu = torch.device("cuda", 1)
     mesh.start_group(backend, gpu, 0, 1, 30.0)
@@ -179,7 +176,6 @@ def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, b
     assert name == backend and (options["rank"], options["world_size"]) == (0, 1)
     assert options["timeout"].total_seconds() == timeout_s and devices == [gpu]
     assert options["device_id"] == (gpu if backend == "nccl" else None)
-    assert at_exit == [mesh._destroy_group]
     assert not {*interfaces} & os.environ.keys()
     mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0, store_path="a file")
     assert [os.environ[name] for name in interfaces] == ["lo", "lo"]

@@ -136,7 +136,6 @@ def test_nccl_waits_longer_than_the_watchdog_and_gets_the_gpu_of_the_rank():
     with (
         patch.object(dist, "init_process_group", lambda *args, **kwargs: calls.append(kwargs)),
         patch.object(mesh_module, "open_store", lambda *args: args),
-        patch("atexit.register") as at_exit,
         patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth7"),
     ):
         os.environ.pop("NCCL_SOCKET_IFNAME", None)
@@ -148,7 +147,6 @@ def test_nccl_waits_longer_than_the_watchdog_and_gets_the_gpu_of_the_rank():
         for store_path in (None, "file"):
             start_group("gloo", device, 0, 1, 20.0, store_path)
             interfaces += [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("NCCL", "GLOO")]
-    assert at_exit.call_count == len(calls)  # NCCL warns if a group is not destroyed
     assert interfaces == [None, "eth7", "lo", "eth7"]
     assert [call["timeout"].total_seconds() for call in calls] == [9060, 3660, 3660, 20, 20, 20]
     assert [call["device_id"] for call in calls] == [device, device] + 4 * [None]

@@ -10,9 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 
 from gptrain.assemble.base import load_start
@@ -332,6 +334,8 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         MissingRanksError: If not all ranks start in time, or if their address cannot be used.
     """
     quiet_lightning()
+    # A Trainer on one device would keep the rank of an earlier run of this process.
+    cast(Any, rank_zero_only).rank = process.rank
     if devices.accelerator == "cpu" or devices.n_local > 1:  # Adam with cpu_offload uses them, too
         set_threads(devices.n_local)
     if devices.accelerator == "cuda":

@@ -50,6 +50,7 @@ from gptrain.runtime.process import (
     this_process,
 )
 from gptrain.runtime.streams import prepare_streams
+from gptrain.runtime.unchanged import unchanged_process
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
 # launcher start within these seconds, so rank 0 can print the error before the launcher kills it.
@@ -58,6 +59,7 @@ LINGER_S = 10.0
 Job = Callable[[Any], "float | None"]
 
 
+@unchanged_process()
 def main(
     job: Job,
     schema: type[RunConfig] = RunConfig,
@@ -89,6 +91,7 @@ def main(
     sys.exit(code)
 
 
+@unchanged_process()
 def run_command(
     job: Job,
     argv: list[str],
@@ -97,6 +100,8 @@ def run_command(
     usage: str | None = None,
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
+
+    What the command changes in this process is restored (`unchanged_process`).
 
     With `--help` the help is printed, and with `--cfg` the config, and no job runs. At the end of a
     sweep a table of its jobs is printed and written to results.csv.

@@ -1,6 +1,5 @@
 """Process group and device mesh of a job, and functions that pass plain values among its ranks."""
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -126,14 +125,6 @@ def start_group(
         # Without device_id, barriers of NCCL guess the GPU from the rank, with a warning.
         device_id=device if backend == "nccl" else None,
     )
-    # A rank of a launcher ends by itself, and NCCL warns if its group was not destroyed.
-    atexit.register(_destroy_group)
-
-
-def _destroy_group() -> None:
-    """Destroy the process group of this process, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
