@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.bench.__main__ import main
-from tests.bench.loops import TutorialGPT, train
-from tests.bench.result import summarize
-from tests.bench.target import middle
-from tests.bench.turns import Contestant
+from tests.tools.bench.__main__ import main
+from tests.tools.bench.loops import TutorialGPT, train
+from tests.tools.bench.result import summarize
+from tests.tools.bench.target import middle
 
 LOOP = """
 from itertools import count
-from tests.bench.turns import Turns
+from tests.tools.bench.turns import Turns
 turns = Turns(lambda: None, lambda: step)
 for step in count(1):
     turns.step_done()
@@ -27,7 +26,7 @@ for step in count(1):
 
 @pytest.fixture
 def answer(typed):
-    """Runs `python -m tests.bench <words>`: exit code, stdout, stderr."""
+    """Runs `python -m tests.tools.bench <words>`: exit code, stdout, stderr."""
     n_threads = torch.get_num_threads()
     yield lambda *words: typed(main, *words)
     torch.set_num_threads(n_threads)
@@ -94,29 +93,6 @@ def test_a_turn_has_as_many_steps_as_it_was_given():
     assert [reply["peak_bytes"] for reply in replies] == [1, 1 + 3, 1 + 3 + 1]
 
 
-@pytest.mark.slow
-def test_a_failed_loop_is_reported_with_its_last_output(tmp_path):
-    model = {"vocab_size": 9, "d_model": 4, "n_heads": 3, "n_layers": 1, "max_seq_len": 4}
-    spec = {"loop": "bare", "device": "cpu", "compile": "none"}
-    spec |= {"net": "gptrain.models.SimpleGPT", "model": model}
-    loop = Contestant("bare", spec, n_ranks=1, threads=1, log_dir=tmp_path)
-    message = r"^the loop 'bare' ended by itself: ValueError: n_heads=3: .*; see .*bare-0\.log$"
-    with pytest.raises(RuntimeError, match=message):
-        loop.first_step()
-    loop.end()
-
-
-def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path):
-    words = ("size=huge", "rounds=0", "steps=two", "loops=[bare,oars]", "target_loss=last",
-             "seeds=0")  # fmt: skip
-    code, _, err = answer(*words, f"output_dir={tmp_path}")
-    keys = {line.partition("=")[0].partition("[")[0] for line in err.splitlines()}
-    assert code == 2
-    assert keys == {f"error: {word.partition('=')[0]}" for word in words}, err
-    assert err.count("\n") == len(words) and not list(tmp_path.iterdir())
-    assert "did you mean trainer.max_steps?" in answer("trainer.max_step=1")[2]
-
-
 def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
     code, _, err = answer("size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
     assert code == 2
@@ -125,11 +101,6 @@ def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
         "size=tiny", "model=llama_nano", "model.n_kv_heads=1", f"output_dir={tmp_path}"
     )
     assert code == 2 and "try: loops=[bare,ours]" in err
-
-
-def test_help_is_about_the_verb(answer):
-    code, out, _ = answer("--help")
-    assert code == 0 and "python -m tests.bench" in out
 
 
 @pytest.mark.slow

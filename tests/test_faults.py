@@ -1,4 +1,4 @@
-"""A sample of the fault campaign, on real runs of two ranks; all of it: python -m tests.campaign.
+"""A sample of the fault campaign, on real runs of two ranks; all: python -m tests.tools.campaign.
 
 Two cases run at a time, forked from one process that has imported everything; a case that is run
 alone by -k starts no others.
@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from gptrain.core.schema import RunConfig
-from tests.campaign.lab import Lab
-from tests.campaign.scenarios import SCENARIOS
 from tests.conftest import ROOT
+from tests.tools.campaign.lab import Lab
+from tests.tools.campaign.scenarios import SCENARIOS
 
 QUICK = [row for row in SCENARIOS if row.quick]
 

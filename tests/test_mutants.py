@@ -48,8 +48,8 @@ def test_another_process(method, case):
 
 @pytest.mark.engine("coverage")
 def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
-    from tests.mutants.__main__ import Records, is_caught
-    from tests.mutants.plant import find_mutants
+    from tests.tools.mutants.__main__ import Records, is_caught
+    from tests.tools.mutants.plant import find_mutants
 
     checkout, path = tmp_path / "checkout", "src/gptrain/small.py"
     for folder in ("src/gptrain", "tests"):
@@ -57,9 +57,10 @@ def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
     (checkout / "src/gptrain/__init__.py").touch()
     (checkout / path).write_text(MODULE)
     (checkout / "tests/test_small.py").write_text(TESTS)
-    (checkout / "tests/mutants").symlink_to(Path(__file__).with_name("mutants"))
+    (checkout / "tests/tools").mkdir()
+    (checkout / "tests/tools/mutants").symlink_to(Path(__file__).parent / "tools/mutants")
     (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    gpu\n")
-    records = Records(checkout)
+    records = Records(checkout, ["tests"])
     verdicts = {
         str(mutant).partition(": ")[2]: is_caught(mutant, checkout, records)
         for mutant in find_mutants(checkout, path)

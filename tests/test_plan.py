@@ -18,7 +18,7 @@ from gptrain.costs.step import Step, Traffic, estimate, find_link, gather_bytes,
 from gptrain.loss import next_token_loss
 from gptrain.models import SimpleGPT
 from tests.command_line import compose_run
-from tests.plan_scale import mpt_errors
+from tests.tools.plan_scale import mpt_errors
 
 GPT2 = net_of(compose_run("model=gpt2").model)
 SMALL = Net(10, 8, 4, 2, 2, 6, is_gated=True)

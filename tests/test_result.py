@@ -26,9 +26,9 @@ from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.datamodule import Loader
 from gptrain.lit.report import metric_parts, profile_files, waiting_line
 from gptrain.runtime.devices import find_devices
-from tests.campaign.recovery import recovery_times
 from tests.command_line import compose_run
 from tests.conftest import ROOT
+from tests.tools.campaign.recovery import recovery_times
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
 NO_LIMIT = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer}"  # measures only

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser import browser, tensorboard, wait
 from forked import forked_ranks
 
 import train
 from gptrain.config import cli
 from gptrain.lit.loggers import TensorBoardLogger
 from tests.conftest import TINY
+from tests.tools.browser import browser, tensorboard, wait
 
 pytestmark = pytest.mark.slow
 WORDS = (

@@ -40,11 +40,11 @@ REFUSED = [
     ("model", "torch.optim.SGD"),
     ("model", "outputs.stranger.Net"),
     ("model", 5),
-    ("model", "tests.campaign.faults.Fault"),
+    ("model", "tests.tools.campaign.faults.Fault"),
     ("module", "gptrain.lit.LanguageModel.load_from_checkpoint"),
     ("module.metrics.a", "torchmetrics.image.fid.FrechetInceptionDistance"),
     ("data", "gptrain.checkpoints.fileops.remove_tree"),
-    ("callbacks", "tests.campaign.faults.Fault"),
+    ("callbacks", "tests.tools.campaign.faults.Fault"),
     ("callbacks", "gptrain.assemble.build"),
     ("callbacks", "lightning.pytorch.callbacks.os.system"),
 ]

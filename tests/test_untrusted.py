@@ -57,8 +57,8 @@ OVERRIDES = {
     "nested": ["+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}"],
     "indirect": ["+model.y={_target_: os.system}", "data.test=${model.y}"],
     "sweep": ["seed=1,2"],
-    "injector": ["+callbacks.x={_target_: tests.campaign.faults.Fault, phase: setup, rank: 0, "
-                 "step: 0, always: true, operation: 0, target: group, "
+    "injector": ["+callbacks.x={_target_: tests.tools.campaign.faults.Fault, phase: setup, "
+                 "rank: 0, step: 0, always: true, operation: 0, target: group, "
                  "act: 'SIG0 1; touch $MARK; exit #'}"],
     "position": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
                  "_args_: [victim], every_n_train_steps: 1}"],

@@ -1,7 +1,7 @@
 """Training on real GPUs: `python -m pytest -m gpu`. Each strategy uses one or two of them.
 
-Without a GPU all tests are skipped. `tests/cuda_stub` runs them on GPUs that compute nothing, where
-no values are compared.
+Without a GPU all tests are skipped. `tests/tools/cuda_stub` runs them on GPUs that compute
+nothing, where no values are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEN_STEPS = (
     "trainer.max_steps=10", "data.num_samples=32", "optimizer.lr=3e-3", "scheduler=constant",
 )  # fmt: skip
 STRATEGIES = ("single", "ddp", "fsdp", "tensor_parallel", "pipeline", "context_parallel")
-# No kernel of `tests/cuda_stub` writes a value: a loss is whatever the memory held before.
+# No kernel of `tests/tools/cuda_stub` writes a value: a loss is whatever the memory held before.
 HAS_VALUES = not os.environ.get("LD_PRELOAD", "").endswith("libstubcuda.so")
 # Relative difference of the loss and of the gradient norm of the tenth step. fp32 sums in another
 # order and multiplies in TF32; bf16 has 8 bits of mantissa. A learning rate that is 3 % lower
@@ -140,7 +140,7 @@ def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
 @pytest.mark.parametrize("size", ["gpt2", "llama_124m"])
 def test_the_bench_prints_a_table_for_the_readme(tmp_path, capsys, size, compile):
     words = (f"size={size}", f"model.compile={compile}", "trainer.precision=bf16-mixed")
-    command = [sys.executable, "-m", "tests.bench", *words, f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "tests.tools.bench", *words, f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     with capsys.disabled():

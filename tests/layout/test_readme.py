@@ -16,11 +16,11 @@ import pytest
 import gptrain
 from gptrain.core import errors
 from gptrain.core.strategies import STRATEGIES
-from tests.campaign.scenarios import SCENARIOS
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
 from tests.layout.test_packages import MAY_IMPORT, modules, package_of
+from tests.tools.campaign.scenarios import SCENARIOS
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)

@@ -30,7 +30,7 @@ def describe_run(devices: RunDevices) -> dict[str, object]:
     Args:
         devices: Devices of the run.
     """
-    is_hydra_command = HydraConfig.initialized()  # False in tests/bench
+    is_hydra_command = HydraConfig.initialized()  # False in tests/tools/bench
     device = f"{devices.accelerator} ({platform.machine()})"
     if devices.accelerator == "cuda":
         device = torch.cuda.get_device_name()

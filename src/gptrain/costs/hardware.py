@@ -46,7 +46,7 @@ LINKS = {name: Link(name, gb * 1e9, s) for s, links in _LINKS for name, gb in li
 
 # Fractions of the peak that training reaches, for each GPU generation: of the FLOP/s in matrix
 # multiplications, and of their speed in attention, whose masked positions count as computed. All
-# are fitted to published speeds. `python -m tests.plan_scale` prints the remaining errors.
+# are fitted to published speeds. `python -m tests.tools.plan_scale` prints the remaining errors.
 # V100: 39 TFLOP/s of a GPT of 1.2 B, Shoeybi et al. 2019, arXiv:1909.08053.
 _VOLTA = (0.55, 0.5)
 # A100: MPT of 125 M to 70 B on 8 to 128 GPUs, llm-foundry, scripts/train/benchmarking/README.md.

@@ -1,7 +1,7 @@
 """Compare the time of preparing a corpus with that of `datasets.map` and the same tokenizer.
 
-python -m tests.prepare          60 MB of JSONL, three turns each; needs `pip install datasets`
-python -m tests.prepare 600 1    600 MB, one turn each
+python -m tests.tools.prepare    60 MB of JSONL, three turns each; needs `pip install datasets`
+python -m tests.tools.prepare 600 1    600 MB, one turn each
 
 The records are files of the standard library. Both programs write one file of tokens, as training
 reads it, on all cores and without a cache. Each turn is a new process, whose imports do not count.

@@ -1,14 +1,14 @@
 """Plant random mutants in src/gptrain, one at a time, and print those that no test notices.
 
-    python -m tests.mutants [FILES] --n 150 --seed 1
+    python -m tests.tools.mutants [FILES] --n 150 --seed 1 --only tests/truth,tests/golden
 
 A mutant is a flipped comparison, a negated condition, a dropped keyword argument, a changed
 constant, a removed statement or two swapped arguments. All work is done in a clone of the checkout,
-so that only what is committed is tried. First, all tests run once, slow ones too, and coverage.py
-records which test runs which line, also in forked ranks and in commands. This takes about half an
-hour. Then each mutant is tried with the tests that run its line, until one fails or the time is
-over. The clone and the verdicts of a commit are kept in outputs/mutants: type the same command
-again to continue an interrupted campaign.
+so that only what is committed is tried. First, all tests run once, slow ones too, or those in the
+folders of `--only`, and coverage.py records which test runs which line, also in forked ranks and in
+commands. All tests take about half an hour. Then each mutant is tried with the tests that run its
+line, until one fails or the time is over. The clone and the verdicts of a commit are kept in
+outputs/mutants: type the same command again to continue an interrupted campaign.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-from tests.mutants.plant import Mutant, find_mutants
+from tests.tools.mutants.plant import Mutant, find_mutants
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-RECORD = ("coverage", "run", "-m", "pytest", "-p", "contexts", "-m", "not gpu", "tests")
+ROOT = HERE.parents[2]
+RECORD = ("coverage", "run", "-m", "pytest", "-p", "contexts", "-m", "not gpu")
 TRY = ("pytest", "-n", "0", "-x", "-m", "", "-p", "no:cacheprovider", "--timeout=60")
 
 
@@ -46,12 +46,13 @@ class Records:
 
     Args:
         checkout: The checkout in which the tests run.
+        paths: Files and folders of the tests.
     """
 
-    def __init__(self, checkout: Path):
+    def __init__(self, checkout: Path, paths: list[str]):
         folder = checkout / "outputs" / "coverage"
         if not (folder / "data").exists():
-            run(checkout, *RECORD, limit_s=7200)
+            run(checkout, *RECORD, *paths, limit_s=7200)
             run(checkout, "coverage", "combine", "-q")
         self.seconds = json.loads((folder / "seconds.json").read_text())
         self.places = defaultdict[tuple[str, int], int](count().__next__)  # place of a line's bit
@@ -107,18 +108,21 @@ def draw(checkout: Path, paths: list[str], n: int, seed: int) -> list[Mutant]:
 
 def main() -> None:
     """Record the tests, try the mutants, and print the survivors."""
-    parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
+    parser = argparse.ArgumentParser("python -m tests.tools.mutants", description=__doc__)
     parser.add_argument("files", nargs="*", help="files of src/gptrain; default: all")
     parser.add_argument("--n", type=int, default=150, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1, help="another seed plants other mutants")
+    parser.add_argument("--only", default="tests", help="tests that judge, separated by commas")
     typed = parser.parse_args()
     commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
-    checkout = ROOT / "outputs" / "mutants" / commit.strip()
+    judges = "" if typed.only == "tests" else "-" + typed.only.replace("/", "_")
+    checkout = ROOT / "outputs" / "mutants" / (commit.strip() + judges)
     if not checkout.exists():
         subprocess.check_call(("git", "clone", "-q", ROOT, checkout))
     # An interrupted campaign may have left a mutant.
     subprocess.check_call(("git", "restore", "."), cwd=checkout)
-    records, results = Records(checkout), checkout / "outputs" / "verdicts.json"
+    records = Records(checkout, typed.only.split(","))
+    results = checkout / "outputs" / "verdicts.json"
     verdicts = json.loads(results.read_text()) if results.exists() else {}
     library = checkout.glob("src/gptrain/**/*.py")
     files = [str(file.relative_to(checkout)) for file in library]

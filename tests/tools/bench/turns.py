@@ -24,7 +24,7 @@ class Contestant:
         peak_bytes: Peak memory of the largest rank.
 
     Args:
-        spec: Options of the loop, see `tests.bench.loops`.
+        spec: Options of the loop, see `tests.tools.bench.loops`.
         threads: Number of OpenMP threads of each rank.
         log_dir: Folder for the output of the processes.
     """
@@ -41,7 +41,7 @@ class Contestant:
                 "MASTER_PORT": str(free.getsockname()[1]),
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-        words = [sys.executable, "-m", "tests.bench.loops", json.dumps(spec)]
+        words = [sys.executable, "-m", "tests.tools.bench.loops", json.dumps(spec)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.ranks = []
         for rank, log in enumerate(self.logs):

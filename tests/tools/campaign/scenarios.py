@@ -5,10 +5,10 @@ The test suite makes the `quick` tries of a row, for faults that no other test c
 
 import os
 
-from tests.campaign import trial
-from tests.campaign.faults import HOOKS
-from tests.campaign.lab import EVERY
-from tests.campaign.trial import Scenario
+from tests.tools.campaign import trial
+from tests.tools.campaign.faults import HOOKS
+from tests.tools.campaign.lab import EVERY
+from tests.tools.campaign.trial import Scenario
 
 KILL, STEP = ("SIGKILL",), ("forward", "backward", "clip", "log", "validation", "save")
 FSDP, LOG, WAITS = ("strategy=fsdp",), ("log",), {"within_s": 15.0, "again": None}

@@ -1,4 +1,4 @@
-"""python -m tests.plan_scale: compare the planner with published speeds on 8 to 256 GPUs.
+"""python -m tests.tools.plan_scale: compare the planner with published speeds on 8 to 256 GPUs.
 
 191 runs of MPT of 125 M to 70 B under FSDP on 8 to 128 A100 and H100 are in mpt_speeds.csv, from
 llm-foundry, scripts/train/benchmarking/README.md: tokens/s per GPU, batch_size per micro-step. The

@@ -7,7 +7,7 @@ from operator import sub, truediv
 from statistics import median
 from typing import Any
 
-from tests.bench.turns import Contestant
+from tests.tools.bench.turns import Contestant
 
 
 def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[dict[str, Any]]:

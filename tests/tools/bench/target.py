@@ -14,7 +14,7 @@ from typing import Any
 from gptrain.core.errors import JobFailedError
 from gptrain.core.shell import quoted
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+TRAIN = Path(__file__).parents[3] / "train.py"
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.
 CONFIGS = (
     "experiment=quickstart model=gpt_nano optimizer=adamw optimizer.lr=2e-3 trainer.max_steps=350 "

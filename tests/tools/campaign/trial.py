@@ -14,9 +14,9 @@ from pathlib import Path
 from random import Random
 
 from gptrain.checkpoints.status import read_status
-from tests.campaign.faults import HOOKS
-from tests.campaign.lab import EVERY, Attempt, Lab
-from tests.campaign.truth import difference, record, repeated
+from tests.tools.campaign.faults import HOOKS
+from tests.tools.campaign.lab import EVERY, Attempt, Lab
+from tests.tools.campaign.truth import difference, record, repeated
 
 CHANGES = "seed=7 model.d_model=64 data.num_samples=61 data.global_batch_size=16 optimizer=muon"
 
@@ -121,7 +121,7 @@ def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -
 
 def fault_words(**options: object) -> list[str]:
     """Return the overrides that add a fault."""
-    options["_target_"] = "tests.campaign.faults.Fault"
+    options["_target_"] = "tests.tools.campaign.faults.Fault"
     return [f"+callbacks.fault.{key}={value}" for key, value in options.items()]
 
 

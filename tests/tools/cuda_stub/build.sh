@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes an environment with PyPI's CUDA build of torch and the stub in it (several GB, minutes).
-# usage, from the project's root: [TORCH=2.13.0] tests/cuda_stub/build.sh ENV
+# usage, from the project's root: [TORCH=2.13.0] tests/tools/cuda_stub/build.sh ENV
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 env=$1

@@ -1,13 +1,13 @@
 """Compare the speed of several training loops that do the same work.
 
-    python -m tests.bench size=simple_gpt                    the tutorial's size
-    python -m tests.bench size=tiny                          what a loop adds to a 1 ms step
-    python -m tests.bench size=cpu trainer.devices=2         on two processes
-    python -m tests.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
+    python -m tests.tools.bench size=simple_gpt                    the tutorial's size
+    python -m tests.tools.bench size=tiny                          what a loop adds to a 1 ms step
+    python -m tests.tools.bench size=cpu trainer.devices=2         on two processes
+    python -m tests.tools.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
                                                                gptrain's loop saves checkpoints
-    python -m tests.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
-    python -m tests.bench target_loss=first                  GPT-2 and AdamW, Llama and Muon
-    python -m tests.bench target_loss=1.9 configs="['experiment=a seed=7',experiment=b]"
+    python -m tests.tools.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
+    python -m tests.tools.bench target_loss=first                  GPT-2 and AdamW, Llama and Muon
+    python -m tests.tools.bench target_loss=1.9 configs="['experiment=a seed=7',experiment=b]"
 
     size    tiny, cpu, simple_gpt, gpt2 or llama_124m: model and batch, which every key of train.py
             can change

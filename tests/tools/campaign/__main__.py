@@ -1,4 +1,4 @@
-"""Run `python -m tests.campaign [--quick] [--only F01,F08] [--keep FOLDER]`."""
+"""Run `python -m tests.tools.campaign [--quick] [--only F01,F08] [--keep FOLDER]`."""
 
 import argparse
 import statistics
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import measure
-from tests.campaign.lab import Lab
-from tests.campaign.recovery import recovery_times
-from tests.campaign.scenarios import SCENARIOS
+from tests.tools.campaign.lab import Lab
+from tests.tools.campaign.recovery import recovery_times
+from tests.tools.campaign.scenarios import SCENARIOS
 
 
 def print_times(folder: Path, faults: list[str]) -> None:
@@ -34,7 +34,7 @@ def print_times(folder: Path, faults: list[str]) -> None:
             print(line)
 
 
-parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
+parser = argparse.ArgumentParser(prog="python -m tests.tools.campaign", description=__doc__)
 parser.add_argument("--quick", action="store_true", help="a sample, about a minute")
 parser.add_argument("--only", default="F", help="numbers of faults: F01,F08")
 parser.add_argument("--keep", type=Path, help="keep all runs and their output in this folder")

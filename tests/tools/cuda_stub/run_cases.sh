@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs each case of cases.txt (name|GPUs|options): six steps with validation, sample and save.
-# usage, from the project's root: tests/cuda_stub/run_cases.sh ENV [NAME ...]
+# usage, from the project's root: tests/tools/cuda_stub/run_cases.sh ENV [NAME ...]
 # ENV is an environment of build.sh. Exit code 1 if a case fails.
 here=$(cd "$(dirname "$0")" && pwd) env=$1 failed=0 out=$(mktemp -d)
 shift

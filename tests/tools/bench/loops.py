@@ -1,4 +1,4 @@
-"""Run one process of one loop. The bench starts it by `python -m tests.bench.loops '<spec>'`.
+"""Run one process of one loop. The bench starts it by `python -m tests.tools.bench.loops '<spec>'`.
 
 The spec is JSON: `loop` (a name of LOOPS), `overrides` of the run for gptrain's loop, and the same
 options for the other loops: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.bench.turns import Turns
+from tests.tools.bench.turns import Turns
 
 # B batch, T time, D d_model, V vocab
 Spec = dict[str, Any]

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.campaign.truth import record
 from tests.processes import living
+from tests.tools.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
 WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.supervisor",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline", "gptrain.parallel.sharded",
-        "gptrain.checkpoints.safe_load", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
+        "gptrain.checkpoints.safe_load", "torch._dynamo",
+        "tests.tools.campaign.faults"]  # fmt: skip
 # Only one thread at a time may read exit codes: the system reports the code of a child only once.
 _polling = threading.Lock()
 # The smallest GPT that has all parts, with all sources of randomness enabled.
@@ -36,7 +37,7 @@ TINY = (
     "data.seq_len=33 data.batch_size=4 data.num_samples=96 trainer.val_check_interval=10 "
     "trainer.limit_val_batches=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false "
     f"logger=csv checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
-    "callbacks=none +callbacks.witness._target_=tests.campaign.faults.Witness ckpt_path=last "
+    "callbacks=none +callbacks.witness._target_=tests.tools.campaign.faults.Witness ckpt_path=last "
     "on_spike=skip spike.window=8"
 ).split()
 

@@ -1,4 +1,4 @@
-"""The command `python -m tests.bench`: read the options, run the loops in turns, print a table."""
+"""`python -m tests.tools.bench`: read the options, run the loops in turns, print a table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, Name, Positive
 from gptrain.costs.net import net_of, train_flops_per_token
-from tests import bench as package
-from tests.bench import target
-from tests.bench.result import summarize, table
-from tests.bench.target import CONFIGS
-from tests.bench.turns import Contestant
+from tests.tools import bench as package
+from tests.tools.bench import target
+from tests.tools.bench.result import summarize, table
+from tests.tools.bench.target import CONFIGS
+from tests.tools.bench.turns import Contestant
 
 # Overrides of each size, which typed overrides follow. A step takes about 1 ms, 0.1 s and 2 s on a
 # CPU, and a step of gpt2 0.1 s on a GPU.
