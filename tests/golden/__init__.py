@@ -1,0 +1,62 @@
+"""Descriptions of what gptrain does, as files that are read as a diff.
+
+    python -m tests.golden
+
+writes all files again, and `git diff` shows what has changed. The tests compare.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+WRITE = "GPTRAIN_WRITE_GOLDEN"
+ROOT = Path(__file__).parents[2]
+NUMBER = r"-?[\d,]+(\.\d+)?(e[+-]\d+)?"
+UNITS = r"tokens/s|GFLOP/s|TFLOP/s|GiB|s\b"
+# What differs between two runs of the same code.
+MASKS = {
+    r"\d{4}-\d\d-\d\d[ _T]\d\d[-:]\d\d[-:]\d\d([,.]\d+)?( \+0000)?(-\d+)?": "<time>",
+    r"events\.out\.tfevents[\w.-]+": "events.out.tfevents",
+    rf"(?<=[\s(]){NUMBER}(?= ({UNITS}))": "#",
+    rf"(?<=tokens/s ){NUMBER}": "#",
+    rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm) {NUMBER}": r"\1 #",
+    r"left [\d:]+": "left #",
+    r"step-\d{8}": "step-<n>",
+    r"(?<=sample    )\n( {10}.*\n)+": "<text>\n",
+}
+
+
+def masked(text: str, folder: Path) -> str:
+    """Replace paths, times, speeds and losses in a text."""
+    for path, name in ((folder, "<folder>"), (ROOT, "<root>")):
+        text = text.replace(str(path), name)
+    for pattern, name in MASKS.items():
+        text = re.sub(pattern, name, text)
+    return text
+
+
+def as_lines(values: Any, depth: int, indent: str = "") -> str:
+    """Return JSON with one line for each entry at this depth."""
+    if depth == 0 or not isinstance(values, dict | list) or not values:
+        return json.dumps(values, ensure_ascii=False, sort_keys=True)
+    inner = indent + " "
+    if isinstance(values, list):
+        items = [as_lines(value, depth - 1, inner) for value in values]
+    else:
+        items = [
+            f"{json.dumps(key, ensure_ascii=False)}: {as_lines(values[key], depth - 1, inner)}"
+            for key in sorted(values)
+        ]
+    begin, end = "[]" if isinstance(values, list) else "{}"
+    return begin + "\n" + ",\n".join(inner + item for item in items) + "\n" + indent + end
+
+
+def check(name: str, text: str) -> None:
+    """Compare a text with the golden file of this name, or write the file again."""
+    path = Path(__file__).with_name(name)
+    if os.environ.get(WRITE):
+        path.write_text(text.rstrip("\n") + "\n")
+    expected = path.read_text().splitlines()
+    assert text.splitlines() == expected, "python -m tests.golden; git diff"
