@@ -1,0 +1,39 @@
+"""An exception in a step of a run ends it with its exit code, and one line. See exceptions.yaml."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+
+from gptrain.data import DataError
+from tests.refused.commands import RUN
+from tests.run import train
+
+EXCEPTIONS = yaml.safe_load(Path(__file__).with_name("exceptions.yaml").read_text())
+NAMES = {"errno": errno, "DataError": DataError}
+
+
+class Raises(Callback):
+    """Raises the exception of this row of exceptions.yaml after the first step."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def on_train_batch_end(self, *_):
+        raise eval(list(EXCEPTIONS)[self.row], NAMES)
+
+
+@pytest.mark.parametrize("row", range(len(EXCEPTIONS)), ids=list(EXCEPTIONS))
+def test_an_exception_is_an_exit_code_and_one_line(row):
+    callback = f"+callbacks.raises={{_target_:tests.refused.test_exceptions.Raises,row:{row}}}"
+    run = train(*RUN.split(), "checkpoint=none", callback)
+    cause = run.status["cause"]
+    assert f"{run.code} {cause}" == list(EXCEPTIONS.values())[row], run.err
+    errors = [line for line in run.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, run.err
+    assert ("Traceback" in run.err) == (cause in ("error", "memory"))
+    assert not (run.folder / "result.json").exists()
