@@ -35,6 +35,7 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
+    "test_refused", "test_golden",
     "test_nodes", "test_slurm_cluster", "test_launchers",  # mark slow
     "test_table", "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_project",
@@ -42,7 +43,7 @@ LONGEST = [
     "test_lightning_features", "test_run_nets", "test_resume_changes",
     "test_train", "test_learning_rate", "test_run_tensor_parallel",
     "test_mirror", "test_run_pipeline", "test_run_one_device", "test_own_modules",
-    "test_run_ddp", "test_untrusted_files", "test_watchdog",
+    "test_run_ddp", "test_watchdog",
 ]  # fmt: skip
 
 forbid_network()

@@ -1,0 +1,213 @@
+"""What gptrain builds, composes, plans, prints and writes is as the golden files describe it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.golden import as_lines, check, masked
+from tests.refused.commands import answer
+from tests.run import ROOT, Run, new_place, train
+
+SMALL = (
+    "model=gpt_nano model.d_model=16 model.n_heads=2 model.n_layers=1 data=text data.path=text.txt "
+    "data.seq_len=16 data.batch_size=4 trainer.accelerator=cpu trainer.max_steps=6 "
+    "trainer.val_check_interval=3 trainer.log_every_n_steps=2"
+)
+
+
+@cache
+def folder() -> Path:
+    """Return a folder with two texts, in which all commands of this file run."""
+    place = new_place().resolve()
+    for name, word in (("text", "quick"), ("other", "slow")):
+        lines = (f"line {n} of the {word} text\n" for n in range(1000))
+        (place / f"{name}.txt").write_text("".join(lines))
+    return place
+
+
+def run(*words: str, **options: Any) -> Run:
+    """Run train.py in the folder of the texts."""
+    where = [f"output_dir={folder()}/data"]
+    changed = [word.replace("=text.txt", f"={folder()}/text.txt") for word in words]
+    return train(*changed, *where, **options)
+
+
+# A run without a default, as far as its options can be together -> number of ranks.
+BUILT = {
+    """seed=5 model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=2 model.dropout=0.2
+    model.max_seq_len=24 model.activation=gelu_tanh module.loss.label_smoothing=0.1
+    data=text data.path=text.txt data.seq_len=16 data.batch_size=2 data.global_batch_size=8
+    data.num_workers=1 data.val_fraction=0.2 data.end_of_document=true model.vocab_size=300
+    data.tokenizer=bpe
+    optimizer.lr=0.003 optimizer.betas=[0.8,0.9] optimizer.eps=1e-7 optimizer.weight_decay=0.3
+    optimizer.fused=false optimizer.lr_scaling=sqrt optimizer.reference_batch_size=2
+    scheduler=warmup_stable_decay scheduler.warmup_steps=3 scheduler.decay_steps=4
+    scheduler.total_steps=10 scheduler.start_factor=0.2 scheduler.min_factor=0.05
+    trainer.accelerator=cpu trainer.max_steps=10 trainer.val_check_interval=4
+    trainer.limit_val_batches=2 trainer.limit_test_batches=3 trainer.num_sanity_val_steps=1
+    trainer.gradient_clip_val=0.5 +trainer.gradient_clip_algorithm=value
+    trainer.log_every_n_steps=3 trainer.precision=bf16-mixed trainer.deterministic=true
+    trainer.detect_anomaly=true trainer.enable_progress_bar=false trainer.max_time=00:01:00:00
+    +trainer.min_epochs=1 trainer.min_steps=2
+    callbacks=ema callbacks.ema.decay=0.9 ~callbacks.sample
+    +callbacks.stop={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,patience:7}
+    logger=csv profiler=simple checkpoint.keep=3 checkpoint.every_n_steps=3""": 1,
+    """seed=6 model=llama_nano model.d_model=32 model.n_heads=4 model.n_kv_heads=2 model.d_ff=48
+    model.n_layers=2 model.qk_norm=false model.max_seq_len=32 model.vocab_size=256
+    module.loss.z_loss=0.001 data=mixture +data@data.parts.a=text +data@data.parts.b=text
+    data.parts.a.path=text.txt data.parts.b.path=other.txt data.parts.b.documents=masked
+    data.seq_len=16 data.batch_size=2 trainer.accumulate_grad_batches=2
+    optimizer=muon optimizer.lr=0.002 optimizer.embedding_lr=0.1 optimizer.head_lr=0.02
+    optimizer.vector_lr=0.03 optimizer.momentum=0.8 optimizer.weight_decay=0.2
+    scheduler=warmup_linear scheduler.warmup_tokens=200 scheduler.min_factor=0.2
+    max_tokens=1000 trainer.accelerator=cpu trainer.log_every_n_steps=1
+    trainer.enable_progress_bar=false trainer.gradient_clip_val=null
+    strategy=ddp strategy.bucket_cap_mb=3 strategy.gradient_as_bucket_view=false
+    strategy.find_unused_parameters=true callbacks=none logger=none checkpoint=none""": 2,
+}
+
+
+def test_a_built_run_has_the_options_that_were_typed():
+    seen = []
+    for number, (words, n_ranks) in enumerate(BUILT.items()):
+        path = folder() / f"seen-{number}.json"
+        look = f"+callbacks.look={{_target_:tests.golden.look.Look,path:'{path}'}}"
+        other = words.replace("other.txt", f"{folder()}/other.txt")
+        place = f"run_dir={folder()}/built"
+        ended = run(*other.split(), look, f"{place}-{number}", ranks=n_ranks)
+        assert ended.code == 0, ended.err
+        seen.append(json.loads(path.read_text()))
+    check("built.json", masked(as_lines(seen, depth=3), folder()))
+
+
+PLANS = (
+    "hardware=h100_sxm model=gpt2 trainer.devices=8 trainer.precision=bf16-mixed",
+    "hardware=h100_sxm model=llama_8b trainer.devices=8 trainer.num_nodes=2 optimizer=muon "
+    "trainer.precision=bf16-mixed trainer.accumulate_grad_batches=3 max_tokens=1e10 "
+    "data.seq_len=4096 model.activation_checkpointing=full strategy=fsdp strategy.replicas=2",
+    "hardware=a100_sxm_80gb model=gpt2_xl trainer.devices=4 trainer.precision=bf16-true "
+    "model.activation_checkpointing=selective data.batch_size=4 model.compile=blocks "
+    "model.dropout=0.1 strategy=ddp strategy.bucket_cap_mb=50",
+    "hardware=v100_sxm2 model=llama_124m trainer.devices=8 trainer.num_nodes=3 "
+    "trainer.precision=32-true data.batch_size=4 data.seq_len=512",
+    "hardware=t4 model=simple_gpt trainer.devices=1 trainer.precision=16-mixed",
+    "hardware=rtx_4090 model=llama_1b trainer.devices=2 data.batch_size=1 data.seq_len=2048",
+    "hardware=h200 model=qwen3_4b trainer.devices=4 strategy=tensor_parallel "
+    "trainer.precision=bf16-mixed data.global_batch_size=64 data.batch_size=2 data.seq_len=1024",
+    "hardware=l4 model=gpt2_medium trainer.devices=2 strategy=pipeline data.batch_size=16 "
+    "strategy.microbatches=8 optimizer._target_=torch.optim.SGD ~optimizer.betas ~optimizer.eps",
+)
+
+
+def test_plans():
+    plans = {}
+    for words in PLANS:
+        ended = answer(f"plan {words} --json", folder())
+        assert ended.code == 0, ended.err
+        plans[words] = json.loads(
+            "\n".join(ended.out), parse_float=lambda x: float(f"{float(x):.4g}")
+        )
+    check("plans.json", masked(as_lines(plans, depth=3), folder()))
+
+
+def choices() -> list[str]:
+    """Return each choice of each group of the two conf folders."""
+    files = [*ROOT.glob("conf/*/*.yaml"), *ROOT.glob("src/gptrain/conf/*/*.yaml")]
+    pairs = {(file.parent.name, file.stem) for file in files}
+    # A search needs a package of its own, and conf/local is that of this machine.
+    return [f"{g}={name}" for g, name in sorted(pairs) if g not in ("hparams_search", "local")]
+
+
+def flat(values: Any, key: str = "") -> dict[str, Any]:
+    """Return the leaves of a config by their dotted keys."""
+    if not isinstance(values, dict) or not values:
+        return {key: values}
+    return {
+        k: v for name in values for k, v in flat(values[name], f"{key}.{name}".lstrip(".")).items()
+    }
+
+
+def compose(words: str) -> dict[str, Any]:
+    ended = answer(f"--cfg job {words}", folder())
+    assert ended.code == 0, ended.err
+    return flat(yaml.safe_load("\n".join(ended.out)))
+
+
+def test_each_choice_composes_to_the_same_config():
+    default = compose("")
+    configs = {"": default}
+    for word in choices():
+        composed = compose(word)
+        gone = {f"~{key}": None for key in default.keys() - composed.keys()}
+        changed = {k: v for k, v in composed.items() if k not in default or default[k] != v}
+        configs[word] = changed | gone
+    check("configs.json", masked(as_lines(configs, depth=2), folder()))
+
+
+STOPPED = ("SIGTERM@3", 75)
+COMMANDS = (
+    f"{SMALL} run_dir=one logger=csv",
+    "from_run=one ckpt_path=one trainer.max_steps=9 allow_changes=[scheduler] run_dir=two",
+    "from_run=one task=test run_dir=three",
+    "from_run=one task=validate ckpt_path=best objective=val/my run_dir=four",
+    "generate from_run=one prompt=line n_tokens=5 temperature=0",
+    "export from_run=one run_dir=five",
+)
+
+
+@cache
+def outputs() -> tuple[str, ...]:
+    """Run the commands, and two runs of other kinds, and return what they have printed."""
+    parts = []
+    for words in COMMANDS:
+        ended = answer(words, folder())
+        assert ended.code == 0, ended.err
+        parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
+    for name, words, options, code in (
+        ("six", f"{SMALL} logger=none strategy=fsdp callbacks=none", {"ranks": 2}, 0),
+        ("seven", f"{SMALL} logger=none callbacks=none", {"stop": STOPPED[0]}, STOPPED[1]),
+    ):
+        ended = run(*words.split(), f"run_dir={folder()}/{name}", **options)
+        assert ended.code == code, ended.err
+        parts += [f"$ {words} run_dir={name} {options}", *ended.out.splitlines()]
+        parts += [*(f"stderr: {line}" for line in ended.err.splitlines()), ""]
+    return tuple(parts)
+
+
+def test_what_is_printed():
+    check("output.txt", masked("\n".join(outputs()), folder()))
+
+
+def test_a_log_is_what_is_printed():
+    outputs()
+    lines = (folder() / "one" / "train.log").read_text()
+    check("train.log.txt", masked(lines, folder()))
+
+
+def keys_of(file: Path) -> list[str] | None:
+    """Return the keys of a file of a run, or None for a file without keys."""
+    if file.suffix == ".json" and file.name != "tokenizer.json":
+        keys = flat(json.loads(file.read_text()))
+        # Outside of a git checkout, and with other packages, these two hold other keys.
+        return sorted({re.sub(r"^(git|versions)\..*", r"\1", key) for key in keys})
+    if file.suffix == ".jsonl":
+        return sorted({key for line in file.read_text().splitlines() for key in json.loads(line)})
+    if file.suffix == ".csv":
+        return file.read_text().splitlines()[0].split(",")
+    return None
+
+
+def test_the_files_of_a_run_folder_and_their_keys():
+    outputs()
+    described = {}
+    for name in ("one", "two", "three", "five", "six", "seven"):
+        files = sorted(path for path in (folder() / name).rglob("*") if path.is_file())
+        names = {masked(str(path.relative_to(folder() / name)), folder()): path for path in files}
+        described[name] = {n: keys_of(path) for n, path in names.items() if ".beats" not in n}
+    check("files.json", masked(as_lines(described, depth=2), folder()))
