@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,17 +14,12 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
 from gptrain.assemble import trainer as trainer_of
-from gptrain.assemble.load import build_net
 from gptrain.assemble.run import TrainingRun
 from gptrain.assemble.start_report import parameters_text, precision_text, typed_options
-from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.checkpoints.lock import RunLock
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.strategies import ParallelDims
-from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.monitor import TrainingMonitor
-from gptrain.lit.nonfinite import NonFiniteRule
-from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.user_data import USER_DATA, SeedAfterSetup
 from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import Process
@@ -48,110 +42,6 @@ def build(tmp_path_factory) -> Callable[..., TrainingRun]:
             return assemble.build(cfg, unwatched(cfg))
 
     return build
-
-
-@pytest.fixture(scope="module")
-def built(build, tmp_path_factory) -> tuple[TrainingRun, int]:
-    """Return a training on text, with values that are not the defaults, and torch's last seed."""
-    prepare_data = assemble.prepare_data
-
-    def draw_and_prepare(*args: Any) -> Any:
-        torch.rand(3)  # a user's dataset may draw random numbers
-        return prepare_data(*args)
-
-    text = tmp_path_factory.mktemp("data") / "text.txt"
-    text.write_text("".join(f"line {n} of the text\n" for n in range(1000)))
-    words = (
-        "seed=5", "data=text", f"data.path={text}", "data.seq_len=16",
-        "data.batch_size=2", "data.global_batch_size=8", "trainer.max_epochs=2",
-        "data.num_workers=3",
-        "trainer.val_check_interval=3", "trainer.gradient_clip_val=0.5",
-        "trainer.log_every_n_steps=4", "trainer.precision=bf16-mixed", "on_nonfinite=skip",
-        "on_spike=skip", "spike.sigma=5",
-        "spike.window=50", "max_skips=7", "checkpoint.keep=3", "optimizer.lr=0.003",
-        "scheduler.warmup_steps=2", "callbacks=ema", "~callbacks.sample", "logger=csv",
-    )  # fmt: skip
-    with patch.object(assemble, "prepare_data", draw_and_prepare):
-        return build(*words), torch.initial_seed()
-
-
-@pytest.fixture
-def training(built) -> TrainingRun:
-    """Return the training on text, which several tests read."""
-    return built[0]
-
-
-def test_the_trainer_counts_the_configs_lengths_in_optimizer_steps(training):
-    trainer, epoch_steps = training.trainer, len(training.datamodule.train) // 8
-    assert epoch_steps > 100
-    assert (trainer.max_steps, trainer.max_epochs) == (2 * epoch_steps, 2)
-    assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (4, 3 * 4)
-    assert (trainer.check_val_every_n_epoch, trainer.overfit_batches) == (None, 0.0)
-    assert (trainer.limit_train_batches, trainer.gradient_clip_val) == (1.0, 0.5)
-    assert trainer.default_root_dir == training.cfg.run_dir
-    names = [type(part).__name__ for part in (*trainer.loggers, *trainer.callbacks)]
-    assert names == [
-        "CSVLogger", "JsonLinesLogger", "TrainingMonitor", "QuietCollector", "EMAWeightAveraging",
-        "OptionTracker", "Checkpoints",
-    ]  # fmt: skip
-
-
-def test_the_callbacks_of_every_run_have_its_rules_and_facts(training):
-    monitor, *_, checkpoints = cast(Any, training.trainer).callbacks
-    assert isinstance(monitor, TrainingMonitor) and isinstance(checkpoints, Checkpoints)
-    nonfinite, spike = monitor.decisions.rules
-    assert isinstance(nonfinite, NonFiniteRule) and nonfinite.reaction == "skip"
-    assert isinstance(spike, SpikeRule)
-    assert (spike.reaction, spike.sigma, spike.window) == ("skip", 5, 50)
-    assert (monitor.decisions.max_skips, monitor.every_n_steps, monitor.compile_s) == (7, 4, 0.0)
-    assert monitor.checkpoints is checkpoints and monitor.timeline is checkpoints.timeline
-    run_dir = Path(training.cfg.run_dir)
-    assert checkpoints.store.folder == run_dir / "checkpoints"
-    assert checkpoints.store.run_id == read_holder(run_dir)["run_id"]
-    facts, data = checkpoints.identity, cast(Any, training.datamodule).train
-    assert data.fingerprint and facts["data"] == data.fingerprint
-    assert (facts["warmup_steps"], facts["data.global_batch_size"]) == (2, 8)
-    # A parameter in fp32 has two moments of AdamW.
-    assert (checkpoints.parameter_bytes, checkpoints.options.keep) == (12, 3)
-    heartbeat = monitor.guard.heartbeat
-    assert checkpoints.store.progress == heartbeat.beat  # a long save is not a rank that hangs
-    assert checkpoints.agreement_folder.parent == heartbeat.folder
-    # The data are ready, so a rank that hangs is no longer given a day.
-    assert (heartbeat.progress.phase, heartbeat.progress.allow_s) == ("build", 600.0)
-
-
-def test_the_seed_decides_the_weights_and_the_order_and_each_rank_its_dropout(built):
-    training, last_seed = built
-    assert last_seed == 5 + 1  # each rank has another seed, rank 0 this one
-    torch.manual_seed(5)
-    net = build_net(training.cfg.model).state_dict()
-    weights = training.module.net.state_dict()
-    assert all(torch.equal(weights[name], net[name]) for name in net)
-    data = cast(Any, training.datamodule)
-    assert (data.batches.order.seed, data.worker_seed) == (5, 5)
-    assert (data.batches.batch_size, data.batches.accumulate, data.batches.epoch_steps) == (
-        2, 4, len(data.train) // 8,
-    )  # fmt: skip
-    assert (data.vocab_size, data.num_workers, data.pin_memory) == (256, 3, False)
-    assert data.equal_lengths == {"train", "val", "test"} and data.test is data.val
-    assert (Path(training.cfg.run_dir) / "tokenizer.json").is_file()
-
-
-def test_the_lines_at_the_start_describe_the_parts(training):
-    n_steps = 2 * (len(training.datamodule.train) // 8)
-    lines = dict(training.report.lines)
-    assert " GiB of tensors per device · best: single · " in lines.pop("plan")
-    assert lines.pop("strategy").startswith("single · 1 x cpu · precision bf16-mixed · ")
-    assert lines == {
-        "model": "SimpleGPT · 41,856 parameters · vocab_size 256 · d_model 32 · n_heads 4 · "
-        "n_layers 2 · max_seq_len 256",
-        "data": training.datamodule.train.describe(n_steps * 8),
-        "batch": "2 x 1 ranks x 4 accumulated = 8 sequences = 128 tokens per step · "
-        f"{n_steps} steps by trainer.max_epochs=2 · lr 0.003",
-        "run": training.cfg.run_dir,
-    }
-    order = ["model", "strategy", "data", "batch", "plan", "run"]
-    assert list(training.report.lines) == order
 
 
 def test_a_line_has_few_parameters_in_full_and_a_hint_where_a_precision_is_slow():

@@ -1,4 +1,4 @@
-"""Every choice of every group composes, and every part of it can be built."""
+"""The data, the lengths and the vocabulary that a choice gives a run, and the keys of its yaml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from gptrain.assemble.datasets import build_datasets
 from gptrain.config import compose_command
@@ -25,30 +24,6 @@ from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = ("data.train_path=train.bin", "data.val_path=val.bin")
-ALONE = {
-    "experiment": (),
-    "hparams_search": pytest.mark.engine("optuna"),
-}  # groups that choose other groups' entries
-FOUND: dict[str, list[str]] = {}
-for file in sorted(file for conf in CONFS for file in conf.glob("*/*.yaml")):
-    FOUND.setdefault(file.parent.name, []).append(file.stem)
-FOUND.pop("local", None)
-# Each entry has one choice of every group, and together the entries have all choices.
-CHOICES = [
-    [f"{group}={names[n % len(names)]}" for group, names in FOUND.items() if group not in ALONE]
-    for n in range(max(map(len, FOUND.values())))
-]
-for group, marks in ALONE.items():
-    CHOICES += [pytest.param([f"{group}={name}"], marks=marks) for name in FOUND[group]]
-
-
-@pytest.mark.parametrize("words", CHOICES, ids=str)
-def test_a_choice_composes_and_every_reference_in_it_resolves(words):
-    required = REQUIRED if "data=tokens" in words else ()
-    if {"experiment=chat", "experiment=stream"} & set(words):
-        required = ("data.path=json",)
-    cfg = compose_command([*words, *required])
-    OmegaConf.to_container(cfg, resolve=True)
 
 
 def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path):
@@ -80,41 +55,6 @@ def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_t
     assert torch.cat([targets for _, targets in train]).tolist() == list(range(1, 97))
     targets = torch.cat([targets for _, targets in val])
     assert targets[targets >= 0].tolist() == list(range(1, 47))
-
-
-OPTIONS = {
-    "data=text": "path=a pattern=*.b format=jsonl text_key=body tokenizer=bytes "
-    "end_of_document=true documents=separate val_fraction=0.125 seq_len=24",
-    "experiment=chat": "path=a held_out=0.25 keys=said tokenizer=bytes too_long=skip "
-    "documents=separate seq_len=24",
-    "experiment=stream": "path=a text_key=body tokenizer=b.json seq_len=24",
-}
-
-
-def test_both_datasets_of_a_group_get_the_options_of_the_group():
-    for choice, options in OPTIONS.items():
-        words = [f"data.{option}" for option in options.split()]
-        if choice == "experiment=stream":
-            words += ["data.files=c", "data.split=part", "data.val_files=d", "data.val_split=rest"]
-        cfg = compose_run(choice, "model=llama_nano", *words)
-        data = cfg.data
-        for part, name in ((data.train, "train"), (data.val, "val")):
-            arguments = part.arguments
-            for option in options.split():
-                key, _, value = option.partition("=")
-                given = str(arguments[key])
-                assert given == {"true": "True"}.get(value, value), (choice, name, key)
-            if choice != "experiment=stream":
-                assert arguments["split"] == name
-        if choice == "experiment=stream":
-            assert data.train.arguments["options"] == {"data_files": "c", "split": "part"}
-            assert data.val.arguments["options"] == {"data_files": "d", "split": "rest"}
-            assert cfg.trainer.limit_val_batches == 10  # a stream has no end
-
-
-def test_the_validation_on_random_tokens_has_other_samples_than_the_training():
-    data = compose_run("data=dummy_text", "seed=5").data
-    assert (data.train.arguments["seed"], data.val.arguments["seed"]) == (5, 6)
 
 
 def test_a_mixture_has_samples_of_one_length_and_masks_documents_if_one_of_its_parts_does():

@@ -36,24 +36,6 @@ def test_data_parallelism_uses_the_ranks_that_tensor_and_pipeline_leave(
     assert parallel_dims(options(name, tensor, pipeline), world_size) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "tensor", "pipeline", "words"),
-    [
-        ("fsdp_tensor_parallel", 8, 3, None, "data 2 x tensor 3 x pipeline 1 = 6"),
-        ("fsdp_tensor_parallel", 2, 4, None, "; tensor_parallel_size must divide 2: 1, 2"),
-        ("tensor_parallel", 4, 2, None, "use tensor_parallel_size=4"),
-        ("pipeline", 4, None, 8, "8 = 8, but there are 4 ranks; use pipeline_parallel_size=4"),
-        ("ddp_pipeline", 6, None, 4, "; pipeline_parallel_size must divide 6: 1, 2, 3, 6"),
-        ("single", 2, None, None, "; use one device, or strategy=ddp"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused_with_the_equation(
-    name, world_size, tensor, pipeline, words
-):
-    with pytest.raises(ValueError, match=words):
-        parallel_dims(options(name, tensor, pipeline), world_size)
-
-
 def test_a_context_group_has_the_ranks_of_a_node_unless_its_size_is_given():
     given = default_options("context_parallel")
     assert parallel_dims(given, 8) == ParallelDims(context=8)

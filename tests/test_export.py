@@ -132,13 +132,6 @@ def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_pa
     assert tokenizer("some words")["input_ids"] == trained.encode("some words").tolist()
 
 
-def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path):
-    code, folder, output = export_run("format=hf")
-    assert code == 2 and "from_run" in output and not folder.exists()
-    code, folder, output = export_run(f"from_run={tmp_path / 'nothing'}")
-    assert code == 66 and str(tmp_path / "nothing") in output and not folder.exists()
-
-
 def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
     dtypes = (torch.bool, torch.int64, torch.uint8, torch.uint16)
     own = {str(dtype): torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}

@@ -85,12 +85,6 @@ def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):
     assert (cfg.seed, cfg.model.d_model) == (3, 768)
 
 
-def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.hydra/overrides\.yaml is missing") as caught:
-        compose_command([f"from_run={tmp_path}"])
-    assert caught.value.code == 66
-
-
 def test_evaluating_the_best_checkpoint_gives_the_same_value_in_a_new_folder(train):
     run = train(
         "trainer.val_check_interval=2", "optimizer.lr=0.3", "scheduler.warmup_steps=3",

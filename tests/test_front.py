@@ -66,15 +66,6 @@ def test_help_fits_one_screen_and_names_every_choice(capsys):
         assert file.stem in text, file
 
 
-def test_the_composed_config_is_shown(capsys):
-    words = ["--cfg", "job"]
-    assert run_command(never, words) == 0
-    assert "model" in capsys.readouterr().out
-    assert run_command(never, [*words, "modell.d_model=1"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: modell.d_model=1")
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_problem_is_reported_by_the_first_rank_before_another_exits_and_no_rank_writes(
     typed, monkeypatch, outputs, rank
@@ -160,12 +151,6 @@ def test_a_stop_ends_the_sweep_and_not_one_job(stop, code):
     assert seen == [1]
 
 
-@pytest.mark.parametrize("word", ["optimizr.lr=1,2", "model=gptx,gpt2", "name=é,a", "from_run=a,b"])
-def test_a_sweep_that_cannot_be_composed_is_refused(word, outputs):
-    assert run_command(never, ["-m", word]) == 2
-    assert list(outputs.iterdir()) == []
-
-
 def test_a_sweep_over_the_choices_of_a_pattern():
     seen = []
     words = ["-m", "model=glob(gpt_n*)", "seed=1,2", *NANO[1:]]
@@ -188,14 +173,6 @@ def test_a_home_folder_in_output_dir_is_expanded(tmp_path, monkeypatch):
     seen = []
     assert run_command(lambda cfg: seen.append(cfg.output_dir), ["output_dir='~/mine'", *NANO]) == 0
     assert seen == [f"{tmp_path}/mine"] and os.listdir(tmp_path) == ["mine"]
-
-
-def test_a_sweep_inside_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (line,) = refused("-m", "seed=1,2")
-    assert "-m: a sweep cannot run inside the ranks of a launcher; try: python " in line
-    assert line.endswith(" -m ... trainer.devices=<n>")
 
 
 @pytest.mark.engine("optuna")

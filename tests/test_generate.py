@@ -113,34 +113,6 @@ def test_lists_and_quoted_texts_are_hydras():
     assert quote_text("prompt=[not a list") == "prompt='[not a list'"
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
-        (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
-        (["model=gpt2"], "error: model: has no effect: the net of from_run is used"),
-        (["prompt=[]"], "error: prompt=[]: must be a text or a list of texts"),
-        (["stop="], "error: stop="),
-        (["n_token=3"], "error: n_token=3: unknown key, did you mean n_tokens?"),
-        (["ckpt_path=x"], "error: ckpt_path=x: unknown; allowed: best, last"),
-    ],
-    ids=str,
-)
-def test_wrong_words_are_one_line_without_torch(write, tmp_path, words, message):
-    code, out, err = write(tmp_path / "no_run", *words)
-    assert (code, out) == (2, "") and err.startswith(message) and err.count("\n") == 1
-
-
-def test_a_missing_or_damaged_run_has_its_exit_code(write, saved_twice, tmp_path):
-    code, _, err = write(tmp_path / "nothing")
-    message = "no run in this folder, and no model in this file"
-    assert (code, err) == (66, f"error: from_run={tmp_path}/nothing: {message}\n")
-    for path in (saved_twice.folder / "checkpoints").glob("*/state.ckpt"):
-        path.write_bytes(path.read_bytes()[:-9])
-    code, _, err = write(saved_twice.folder)
-    assert code == 65 and err.splitlines()[-1].startswith(f"error: from_run={saved_twice.folder}: ")
-
-
 # From a run, moved; its checkpoints; its exports
 
 
@@ -217,12 +189,6 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     assert write(speaker, "prompt=")[2] == (
         "error: prompt=: must be one or more tokens of the net, whose ids are 0 to 269\n"
     )
-
-
-def test_a_chat_without_a_template_is_refused(write, saved_twice):
-    code, out, err = write(saved_twice.folder, "prompt=1", "chat=true")
-    assert (code, out) == (2, "")
-    assert err == "error: chat=true: the run's folder has no chat template; try: chat=false\n"
 
 
 def test_an_invalid_untrusted_tokenizer_is_one_line(write, speaker):

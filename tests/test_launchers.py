@@ -137,47 +137,6 @@ def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
     assert not this_process().is_rank
 
 
-def test_ranks_that_cannot_be_told_apart_and_devices_that_mpirun_has_not_started_are_refused(
-    launched,
-):
-    launched("mpich", 1, 2)  # the launcher has set some variables under other names
-    (line,) = refused("trainer.accelerator=cpu")
-    assert line == "error: MPI_LOCALRANKID: not set, but PMI_RANK=1"
-    launched("openmpi", 0, 2, 0, 2)
-    (line,) = refused("trainer.accelerator=cpu")
-    assert line.startswith("error: trainer.devices=1: 1 x trainer.num_nodes=1 = 1")
-    assert "OMPI_COMM_WORLD_SIZE=2" in line
-    assert line.endswith("try: trainer.devices=2 trainer.num_nodes=1")
-
-
-@pytest.mark.parametrize(
-    "variables, message",
-    [
-        ("RANK=2 WORLD_SIZE=2", "RANK=2: must be at most 1 (WORLD_SIZE=2); try: unset RANK"),
-        ("RANK=-1 WORLD_SIZE=2", "RANK=-1: must be a whole number, at least 0; try: unset RANK"),
-        ("RANK=first WORLD_SIZE=2", "RANK=first: must be a whole number, at least 0"),
-        ("RANK=3", "RANK=3: must be at most 0 (WORLD_SIZE is not set)"),
-        ("WORLD_SIZE=two", "WORLD_SIZE=two: must be a whole number, at least 1"),
-        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0: must be a whole number, at least 1"),
-        ("RANK=0 WORLD_SIZE=2.0", "WORLD_SIZE=2.0: must be a whole number"),
-        ("LOCAL_RANK=gpu0", "LOCAL_RANK=gpu0: must be a whole number"),
-        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=2", "LOCAL_RANK=2: must be at most 1 (WORLD_SIZE=2)"),
-        ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_WORLD_SIZE=2",
-         "LOCAL_RANK=3: must be at most 1 (LOCAL_WORLD_SIZE=2)"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3",
-         "LOCAL_WORLD_SIZE=3: must be at most 2 (WORLD_SIZE=2)"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=one", "LOCAL_WORLD_SIZE=one: must be a whole"),
-        ("SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0",
-         "SLURM_PROCID=9: must be at most 1 (SLURM_STEP_NUM_TASKS=2)"),
-    ],
-)  # fmt: skip
-def test_a_variable_of_a_launcher_that_makes_no_sense_is_named(monkeypatch, variables, message):
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    (line,) = refused("trainer.accelerator=cpu")
-    assert line.startswith(f"error: {message}")
-
-
 def test_a_rank_number_without_a_launcher_is_no_rank(monkeypatch):
     """Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process."""
     for variables in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""}):

@@ -154,23 +154,6 @@ def test_phases_in_tokens_are_those_in_steps(train):
     assert rates == learning_rates(steps.folder) and len(set(rates)) == 6
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("scheduler.warmup_tokens=9 scheduler.warmup_steps=1",
-         "scheduler.warmup_tokens=9: excludes scheduler.warmup_steps=1: both set the same length; "
-         "try: scheduler.warmup_steps=null"),
-        ("scheduler.warmup_tokens=9 scheduler.total_tokens=8",
-         "scheduler.warmup_tokens=9: must be <= scheduler.total_tokens=8"),
-        ("scheduler.warmup_tokens=9", "scheduler.warmup_tokens=9: less than the 64 tokens of"),
-    ],
-)  # fmt: skip
-def test_lengths_that_do_not_go_together_are_one_line(train, words, message):
-    run = train("logger=none", *words.split())
-    assert run.code == 2
-    assert run.err.startswith(f"error: {message}") and run.err.count("\n") == 1
-
-
 def test_a_cool_down_of_a_run_is_bit_for_bit_the_run_that_was_to_decay_there(train):
     """Also where the cool-down is itself interrupted; the run it came from stays as it was."""
     options = ("optimizer=muon", "model.dropout=0.1", "data.num_samples=14", "logger=csv",

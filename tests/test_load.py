@@ -77,28 +77,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
         gptrain.load(saved_twice.folder)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"_target_": "os.system", "command": "touch {mark}"},
-        {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
-        {
-            "_target_": "torch.nn.Sequential",
-            "_args_": [{"_target_": "subprocess.Popen", "args": ["touch", "{mark}"]}],
-        },
-    ],
-    ids=lambda model: model["_target_"],
-)
-def test_loading_an_untrusted_folder_runs_no_code(tmp_path, model):
-    mark = tmp_path / "mark"
-    (tmp_path / ".hydra").mkdir()
-    text = OmegaConf.to_yaml({"model": model, "allowed_targets": ["os", "posix", "subprocess"]})
-    (tmp_path / ".hydra" / "config.yaml").write_text(text.replace("{mark}", str(mark)))
-    with pytest.raises(ConfigError, match="_target_="):
-        gptrain.load(tmp_path)
-    assert not mark.exists()
-
-
 def test_the_end_tokens_are_those_of_the_folder_and_not_of_a_file_outside(tmp_path):
     (tmp_path / "run").mkdir()
     ByteTokenizer().save(tmp_path / "run")

@@ -80,21 +80,6 @@ def test_a_foreign_lock_file_never_stops_a_run(tmp_path, text):
             RunLock(tmp_path, wait_s=0).acquire()
 
 
-@pytest.mark.parametrize("name", [".lock", "train.log", ".hydra", ".beats"])
-def test_a_folder_in_which_what_a_run_opens_is_a_link_is_refused(tmp_path, name):
-    victim, path = tmp_path / "victim", tmp_path / "run" / name
-    victim.write_text("content")
-    path.parent.mkdir(parents=True)
-    path.symlink_to(victim)
-    with pytest.raises(ConfigError, match=rf"{name}: a link; remove it, or choose"):
-        RunLock(tmp_path / "run").acquire()
-    assert victim.read_text() == "content"
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ConfigError, match=rf"{name}: not a file or folder of a run"):
-        RunLock(tmp_path / "run").acquire()
-
-
 def _forked_worker_outlives_its_run(run_dir, pids):
     RunLock(run_dir).acquire()
     worker = FORK.Process(target=time.sleep, args=(60,))

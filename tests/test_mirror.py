@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from command_line import refused
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback
 
@@ -315,16 +314,3 @@ def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path, 
     shutil.rmtree(tmp_path / "run")
     copy(store, mirror)
     assert len(names(tmp_path / "mirror")) == 2 and not caplog.messages
-
-
-def test_a_mirror_that_cannot_be_used_is_refused_at_the_start(train, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    for words in ((), ("ckpt_path=last",)):
-        run = train(*SAVES, f"checkpoint.mirror={tmp_path}/file/mirror", *words)
-        assert run.code == 73 and "error: checkpoint.mirror=" in run.err
-        assert not (run.folder / "checkpoints").exists()
-
-
-def test_an_unknown_protocol_is_refused_before_the_run():
-    (line,) = refused("checkpoint.mirror=nope://bucket/a")
-    assert "checkpoint.mirror=nope://bucket/a" in line and "nope" in line

@@ -10,7 +10,6 @@ import pytest
 
 from gptrain.assemble import run as assemble
 from gptrain.config.cli import run_command
-from tests.command_line import refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 MINE = """
@@ -252,45 +251,3 @@ def test_user_classes_can_be_trained(user_words, words, train):
     small = ("trainer.max_steps=2", "logger=none", "trainer.enable_progress_bar=false")
     run = train(*user_words[:2], *user_words[3:], *words.split(), *small, tiny=False)
     assert run.code == 0, run.err
-
-
-def test_keys_that_gptrain_reads_are_typed_for_any_class(user_words):
-    (line,) = refused(*user_words, "model=net", "model.compile=fast")
-    assert "model.compile=fast: unknown; allowed: none, blocks, model" in line
-    assert "must be > 0" in refused(*user_words, "optimizer=opt", "optimizer.lr=-1")[0]
-    assert "must be >= 1" in refused(*user_words, "data=mine", "data.batch_size=0")[0]
-
-
-# Words -> a piece of the line.
-REFUSED = {
-    "model=net +model.n_layer=3": "keyword argument 'n_layer'; allowed: vocab_size, n_layers",
-    "data=mine model=net ~model.vocab_size": "missing a required argument: 'vocab_size'",
-    "model=net model._target_=mine.Nett": "No module named 'mine.Nett'",
-    "model=net model._target_=nosuch.Net": "No module named 'nosuch'",
-    "model=net model._target_=torch.load": "not of type Module, which the model group needs",
-    "model=net model._target_=5": "not the dotted name",
-    "+optimizer.nesterov=true": "AdamW: got an unexpected keyword argument 'nesterov'",
-    "+trainer.max_step=3": "did you mean trainer.max_steps?",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_wrong_class_or_keyword_is_one_line(user_words, words):
-    lines = refused(*user_words, *words.split())
-    assert any(REFUSED[words] in line for line in lines), lines
-
-
-def test_an_object_of_the_wrong_type_for_its_group_is_one_line(user_words):
-    """The command reports the errors of all groups at once."""
-    kinds = {
-        "optimizer._target_=torch.hub.load": "not of type Optimizer",
-        "trainer._target_=lightning.fabric.Fabric": "not of type Trainer",
-        "scheduler._target_=mine.Net": "not of type LRScheduler",
-        "module._target_=mine.Net": "not of type LightningModule",
-        "callbacks.a._target_=mine.Net": "not of type Callback",
-        "data.val._target_=mine.Mine": "not of type dataset",
-    }
-    choices = ("optimizer=opt", "scheduler=halving", "module=mine", "callbacks=mine", "data=mine")
-    lines = refused(*user_words, *choices, *kinds)
-    for word, kind in kinds.items():
-        assert sum(line.startswith(f"error: {word}: {kind}") for line in lines) == 1, (word, lines)

@@ -136,18 +136,6 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     assert [line.split()[0] for line in lines[1:3]] == ["a", "sweep/0"]
 
 
-@pytest.mark.parametrize(
-    "words, code, message",
-    [
-        (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
-        (["nowhere"], 66, "error: no run in nowhere"),
-    ],
-)
-def test_a_wrong_word_is_a_line(words, code, message, four, show):
-    exit_code, out, err = show(*([four] if words[0][0] == "-" else []), *words)
-    assert exit_code == code and not out and len(err) == 1 and err[0].startswith(message)
-
-
 def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     write(four / "a" / "result.json", "{")
     write(four / "sweep" / "1" / ".hydra/overrides.yaml", "!!python/object/apply:os.system [id]")

@@ -171,21 +171,6 @@ def test_files_written_by_torch_save_are_read(tmp_path):
     assert flat(read(SafeFileSystemReader(tmp_path / "plain"), saved)) == flat(saved)
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protocol):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
-    with pytest.raises(UnsafeCheckpointError, match=r"\.metadata: contains os\.system"):
-        SafeFileSystemReader(tmp_path).read_metadata()
-    with pytest.raises(dcp.api.CheckpointException):
-        dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(tmp_path))
-
-
-def test_foreign_code_in_a_value_of_a_folder_is_refused(tmp_path, mark):
-    path = save_shards(tmp_path / "c", {"step": Attack(mark)})
-    with pytest.raises(dcp.api.CheckpointException, match=r"contains os\.system; refused"):
-        dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(path))
-
-
 def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
     """Python 3.11.2 writes a member of an enum as `getattr(class, name)`; only members are read."""
     saved = trained()

@@ -87,12 +87,6 @@ def test_numbers_have_their_noun_and_a_long_list_is_cut():
     assert labels.line("strategies", "a") == "strategies a"
 
 
-def test_a_run_folder_that_hydra_would_take_for_a_reference_is_refused(train):
-    run = train(shell.override("run_dir", "out/${a}"))
-    (line,) = run.err.splitlines()
-    assert run.code == 73 and line.startswith("error: run_dir=out/${a}: contains ${; try: run_dir=")
-
-
 def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
     for name in ("conf", "inner"):
         (tmp_path / name).mkdir()

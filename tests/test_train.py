@@ -42,15 +42,6 @@ def plain(train) -> Finished:
     return _made[0]
 
 
-def test_a_run_prints_five_lines_at_the_start_and_two_at_the_end(plain):
-    assert plain.code == 0, plain.err
-    lines = {line.split()[0]: line for line in plain.out.splitlines()}
-    assert list(lines) == ["model", "strategy", "batch", "plan", "run", "result", "next"]
-    assert len(plain.out.splitlines()) == 7 and str(plain.folder) in plain.out
-    assert "best: single" in lines["plan"]
-    assert "tokens/s" not in lines["plan"]  # a CPU is not timed
-
-
 def test_result_and_status_of_a_finished_run_are_written_and_the_loss_is_ln_v(plain):
     """Dummy data is random, so that the loss stays at ln V."""
     result = json.loads((plain.folder / "result.json").read_text())

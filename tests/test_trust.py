@@ -15,7 +15,7 @@ from gptrain.config import ConfigError
 from gptrain.config.from_run import check_values, expand, words_to_repeat
 from gptrain.config.outside import find_outside
 from gptrain.core.errors import ConfigIssue
-from tests.untrusted import fill
+from tests.refused.hostile import fill
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) pairs that an untrusted run may name.

@@ -102,16 +102,6 @@ def test_batches_may_be_dicts(fit):
 # Optimizers and schedulers
 
 
-def test_manual_optimization_is_refused(refused):
-    for name in ("Manual", "LateManual"):
-        line = refused(f"{MODULES}.{name}", "trainer.gradient_clip_val=null")
-        assert "automatic_optimization" in line
-
-
-def test_several_optimizers_are_refused(refused):
-    assert "several optimizers" in refused(f"{MODULES}.OwnOptimizers", "+module.kind=two")
-
-
 @pytest.mark.filterwarnings(
     "error:To copy construct from a tensor"
 )  # a learning rate may be a tensor
@@ -238,14 +228,6 @@ def test_early_stopping_reports_the_step_and_the_reason(fit, monitor, options):
     assert last < 9 and len(run.rows) == last
     line = next(line for line in run.out.splitlines() if "early stop, " in line)
     assert f"step {last}" in line and monitor in line
-
-
-def test_early_stopping_on_a_name_that_is_never_logged_is_one_line(fit):
-    run = fit(
-        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: nowhere}}",
-        code=2, begun=True,
-    )  # fmt: skip
-    assert "nowhere" in run.errors[0] and "val/loss" in run.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.assemble.config_errors import missing_monitor_as_config_error
-from gptrain.assemble.module import check_names
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
@@ -137,21 +136,6 @@ def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names(
         (line,) = [line for line in run.out.splitlines() if name in line]
         assert line.startswith(f"warning: {key}={name}: not logged in the first validation")
         assert "val/loss" in line and "train/loss" in line
-
-
-def test_an_invalid_metric_or_objective_is_refused_in_one_line(refused):
-    line = refused("objective=val/los")
-    assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
-    # An evaluation may have the objective of a run whose callbacks have logged it.
-    check_names(compose_run("task=validate", "objective=val/los"), LanguageModel)
-    callback = "+callbacks.c={_target_: lightning.pytorch.callbacks.%s, monitor: %s}"
-    for name in ("EarlyStopping", "ModelCheckpoint"):
-        line = refused(callback % (name, "val/acc"))
-        assert line.startswith("error: callbacks.c.monitor=val/acc: no value of this name is log")
-    assert "torchmetrics.Nope" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
-    for name in ("loss", "perplexity", "bits_per_byte"):
-        line = refused(f"+module.metrics.{name}={{_target_: torchmetrics.text.Perplexity}}")
-        assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
 
 
 @pytest.mark.parametrize(
@@ -318,16 +302,6 @@ def test_a_metric_of_the_users_that_fails_on_random_values_is_only_a_warning(cap
         "warning: module.metrics.a=my.Broken: fails on logits (16, 10) and targets (16,): "
         "TypeError: needs texts"
     ]
-
-
-def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):
-    cases = (
-        (TARGET % ("cm", "MulticlassConfusionMatrix", 256, ""), "its value has shape (256, 256)"),
-        (TARGET % ("f1", "MulticlassF1Score", 10, ""), "fails on logits (16, 256)"),
-    )
-    for words, message in cases:
-        run = fit(words, code=2, begun=True)
-        assert message in run.errors[0] and "module.metrics." in run.errors[0], run.errors
 
 
 class DrawsLots(MulticlassAccuracy):

@@ -48,10 +48,6 @@ def test_gradients_computed_inside_training_step_are_not_added_to_the_steps_grad
     assert run.column("grad_norm") == plain.column("grad_norm")
 
 
-def test_a_key_that_the_module_does_not_accept_is_refused_in_one_line(refused):
-    assert "weigth" in refused(f"{MODULES}.WithPenalty", "+module.weigth=0.01")
-
-
 def test_extra_parameters_outside_the_net_are_saved_restored_and_trained(resumes):
     run = resumes(f"{MODULES}.WithExtraParameters", "optimizer.lr=0.1")
     state = run.state(6)["state_dict"]
@@ -338,12 +334,6 @@ def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit, strateg
     assert one_rank.metrics["val/loss"] == pytest.approx(two_ranks.metrics["val/loss"], rel=1e-6)
     again = fit(*words, "ckpt_path=last", name=two_ranks.copy_until(2, "back"))
     assert not (mismatches := differences(two_ranks.state(4), again.state(4))), mismatches[:8]
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
-def test_a_plain_lightning_module_is_refused_under_sharding_strategies(refused, strategy):
-    line = refused(*TWO, f"strategy={strategy}", f"{MODULES}.Plain")
-    assert f"strategy={strategy}" in line and "single, ddp" in line
 
 
 @pytest.mark.parametrize("name, reason", [("OwnLoss", "`loss`"), ("CallsNet", "net")])

@@ -39,12 +39,6 @@ def test_the_flops_of_attention_follow_the_width_of_its_heads(runs):
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_number_of_heads_that_ranks_cannot_divide_is_refused(runs):
-    words = (*helpers.PLACES["tensor_parallel"], "model.n_kv_heads=1")
-    output = runs(*words, model=LLAMA, code=2).output
-    assert "strategy.tensor_parallel_size=null: does not divide model.n_kv_heads=1" in output
-
-
 @pytest.mark.slow
 def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(runs, tmp_path):
     from transformers import AutoModelForCausalLM

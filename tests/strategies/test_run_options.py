@@ -58,13 +58,6 @@ def test_another_seed_changes_weights_order_and_dropout(runs):
     assert not torch.equal(first["mask"], second["mask"])
 
 
-def test_the_optimizer_receives_every_option_of_its_group(runs):
-    groups = helpers.plain(runs, "single").state(8)["optimizer_states"][0]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    for group in groups:
-        assert (*group["betas"], group["eps"], group["fused"]) == (0.9, 0.95, 1e-8, True)
-
-
 def test_the_optimizer_receives_clipped_gradients(runs):
     """Adam normalizes the gradients, so the loss would not show missing clipping."""
     run = helpers.plain(runs, "single")
@@ -113,20 +106,6 @@ def test_speed_metrics_follow_from_the_time_of_a_step(name, n_ranks, runs):
     assert waited.count(0.0) <= 1  # the batches after a validation are already loaded
 
 
-def test_options_that_change_no_value_reach_every_rank(runs):
-    run = runs(
-        *TWO, "trainer.max_steps=2", "trainer.deterministic=true", "strategy.bucket_cap_mb=1",
-        "strategy.gradient_as_bucket_view=false", "strategy.find_unused_parameters=true",
-    )  # fmt: skip
-    plain = helpers.plain(runs, "ddp")
-    for number in range(2):
-        record, before = run.record(number), plain.record(number)
-        assert record["deterministic"] and not before["deterministic"]
-        assert tuple(record["ddp"].values()) == (False, True, False, 2**20)
-        assert tuple(before["ddp"].values()) == (False, False, True, 25 * 2**20)
-    assert run.column("train/loss") == plain.column("train/loss")[:2]
-
-
 def test_overfit_batches_repeats_the_same_batches_on_all_ranks(runs):
     run = runs(
         *TWO, "trainer.max_steps=4", "data.global_batch_size=8", "trainer.overfit_batches=2",
@@ -137,26 +116,6 @@ def test_overfit_batches_repeats_the_same_batches_on_all_ranks(runs):
     for steps in (slice(0, 2), slice(2, 4)):  # two passes over two batches of each rank
         read = [run.record(number)["samples"][steps] for number in range(2)]
         assert sorted(n for of_rank in read for step in of_rank for n in step) == list(range(16))
-
-
-def test_lightnings_trainer_receives_its_own_options(runs):
-    """Keys that gptrain does not use itself are passed on to Lightning's Trainer."""
-    words = {
-        "min_steps": 1, "detect_anomaly": True, "benchmark": False, "inference_mode": False,
-        "limit_val_batches": 2, "limit_test_batches": 3, "num_sanity_val_steps": 1,
-        "log_every_n_steps": 1, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value",
-        "max_time": "00:01:00:00", "enable_model_summary": False, "deterministic": True,
-    }  # fmt: skip
-    typed = (f"{'+' * (key == 'gradient_clip_algorithm')}trainer.{key}={value}"
-             for key, value in words.items())  # fmt: skip
-    run = runs(*ONE, "trainer.max_steps=2", "trainer._target_=own_parts.KeyReader", *typed)
-    given = json.loads((run.folder / "trainer.json").read_text())
-    assert given == given | words
-    assert given["default_root_dir"] == str(run.folder)
-    assert run.record()["clipped"][0] > 5e-3  # the norm of values up to 1e-3
-    # The gradient norm is measured although Lightning clips by value.
-    truth = helpers.plain(runs, "single")
-    assert run.column("grad_norm")[0] == pytest.approx(truth.column("grad_norm")[0], rel=1e-5)
 
 
 def test_a_run_that_always_fails_is_restarted_max_restarts_times(runs):
