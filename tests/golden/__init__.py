@@ -24,6 +24,8 @@ MASKS = {
     rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm) {NUMBER}": r"\1 #",
     r"left [\d:]+": "left #",
     r"step-\d{8}": "step-<n>",
+    # A line is printed after some seconds, too: keep the first and the last one.
+    r"(?m)^.*\bstep      (?!1/)(\d+)/(?!\1 ).*\n": "",
     r"(?<=sample    )\n( {10}.*\n)+": "<text>\n",
 }
 
