@@ -32,7 +32,7 @@ def fingerprints(state: Any) -> Fingerprints:
     """Return a fingerprint of every tensor in nested dicts, lists and tuples, to detect changes.
 
     The result maps the path of a tensor, the tuple of keys and indices that leads to it, to its
-    fingerprint: the shape, the dtype and, for each piece of the tensor, the exact sum of its bits
+    fingerprint: the shape, the dtype and, for each piece of the tensor, a weighted sum of its bits
     read as integers. It is computed on the tensor's device, by one read of the tensor. Of a
     DTensor, the local shard counts.
 
@@ -72,7 +72,7 @@ def amend(state: Any, before: Fingerprints) -> bytes:
 def is_unchanged(state: Any, before: Fingerprints) -> bool:
     """Return whether a state has the same tensors as before, with the same values.
 
-    A change that leaves the sum of the bits equal is not noticed.
+    A change that leaves the weighted sum of the bits equal is not noticed.
 
     Args:
         state: Nested dicts, lists and tuples. Values that are no tensors are ignored.
@@ -149,7 +149,9 @@ def _map_tensors(
 def _fingerprint(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of a tensor, or of the local shard of a DTensor.
 
-    It is the shape, the dtype and the sums of the bits of its pieces, read as integers.
+    It is the shape, the dtype and, for each piece, a sum of the bits, read as integers. Odd weights
+    make it depend on the place of each element: a drawn number moves a count within the state of
+    the random generator, which leaves the plain sum equal.
     """
     local = tensor.detach()
     if isinstance(local, DTensor):
@@ -158,7 +160,10 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
     if flat.element_size() not in _INTEGERS:  # complex128 has 16 bytes per element
         flat = torch.view_as_real(flat).reshape(-1)
     flat = flat.view(_INTEGERS[flat.element_size()])
-    sums = [piece.sum() for piece in flat.split(_PIECE)] if math.prod(local.shape) else []
+    pieces = flat.split(_PIECE) if math.prod(local.shape) else []
+    sums = [
+        (piece * torch.arange(1, 2 * len(piece), 2, device=piece.device)).sum() for piece in pieces
+    ]
     return tuple(local.shape), local.dtype, torch.stack(sums) if sums else flat
 
 
