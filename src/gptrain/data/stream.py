@@ -157,9 +157,8 @@ class StreamDataset(Dataset):
         if position is not None:
             self.epoch = position["epoch"]
             self._set_epoch()
-            if position["state"] is None:
-                self.n_read = position["n_read"]
-            else:
+            self.n_read = position["n_read"]
+            if position["state"] is not None:
                 self.part.load_state_dict(position["state"])
         self._samples = self._read_passes()
 
@@ -214,7 +213,8 @@ class StreamDataset(Dataset):
         """
         is_complete = False  # the first pass may begin at the end of the stream
         while True:
-            samples = islice(self.part, self.n_read * self.stride, None)
+            n_again = 0 if self._has_state() else self.n_read  # samples of an earlier start
+            samples = islice(self.part, n_again * self.stride, None)
             while len(group := list(islice(samples, self.stride))) == self.stride:
                 self.n_read += 1
                 yield group[self.number % self.stride]
