@@ -346,9 +346,10 @@ class Checkpoints(Checkpoint):
         """Save the newest complete step after an error, if every rank has failed after this step.
 
         A save in the background is completed in the same way. Does nothing if neither is needed,
-        before the training has begun, or after an error that makes a save impossible or useless
-        (see `may_save`). An error of this save is logged and not raised, because the first error is
-        to be reported.
+        before the training has begun, after an error that makes a save impossible or useless
+        (see `may_save`), or if only the hooks of the epoch's end are missing: a run cannot resume
+        there unless a validation is due. An error of this save is logged and not raised, because
+        the first error is to be reported.
 
         A run that was asked to stop ends by a PreemptedError, and has saved its last step before if
         any step was done. Nothing is saved then, but all ranks wait until this checkpoint is copied
@@ -359,10 +360,11 @@ class Checkpoints(Checkpoint):
                 self._wait_for_mirror(trainer)
             return
         step = trainer.global_step
-        is_unsaved = step > self.saved.step
+        validated = step <= self._completed_step or not self._has_pending_hooks(trainer)
+        can_resume = validated or is_validated(trainer, step)
+        is_unsaved = step > self.saved.step and can_resume
         if not self._rng or not (is_unsaved or self.store.is_unfinished):
             return
-        validated = step <= self._completed_step or not self._has_pending_hooks(trainer)
         facts = [step, is_unsaved, validated]
         try:
             if not may_save(trainer, exception, facts, self.agreement_folder):
