@@ -1,0 +1,301 @@
+"""A run that is interrupted and resumed equals the same run that was never stopped.
+
+TABLE has the words of each run, and the starts before the last one, with how each of them ends.
+One function compares the last checkpoint bit for bit, and metrics.jsonl row for row.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import dataclass
+
+import pytest
+
+from tests.interruption.parts import STOP
+from tests.run import Run, same, train
+
+PARTS = "tests.interruption.parts"
+LIGHTNING = "lightning.pytorch.callbacks"
+NET = (
+    "model=gpt_nano", "model.d_model=16", "model.n_heads=2", "model.n_layers=1",
+    "model.dropout=0.1",
+)  # fmt: skip
+DATA = ("data.num_samples=16", "data.val.num_samples=6")
+# Seven steps of two micro-batches. An epoch has four steps, a validation follows every third step.
+LOOP = (
+    "data.seq_len=17", "data.batch_size=2", "data.global_batch_size=4", "trainer.max_steps=7",
+    "trainer.max_epochs=9", "trainer.val_check_interval=3", "trainer.log_every_n_steps=1",
+    "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=none",
+)  # fmt: skip
+TINY = (*NET, *DATA, *LOOP)
+PLAIN = (*TINY, "callbacks=none")
+EARLY = f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, patience: %d}}"
+TOP = (
+    "+module.metrics.top={_target_: torchmetrics.classification.MulticlassAccuracy,"
+    " num_classes: 256, top_k: 9, average: micro}"
+)
+DRAWS = f"+callbacks.draws._target_={PARTS}.Draws"
+# EMA replaces the weights for a validation, which is therefore not interrupted.
+AVERAGED = (
+    *TINY, "callbacks=ema", "callbacks.ema.decay=0.5", "callbacks.sample.n_tokens=4",
+    "scheduler.total_steps=7", EARLY % 9, TOP,
+)  # fmt: skip
+RICH = (*AVERAGED, DRAWS)
+LLAMA = (
+    "model=llama_nano", "model.d_model=32", "model.n_heads=4", "model.n_kv_heads=2",
+    "model.d_ff=40", "model.n_layers=4",
+)  # fmt: skip
+SAMPLES = f"{{_target_: {PARTS}.Samples, seq_len: 17, num_samples: %d, seed: %d}}"
+MIXTURE = (
+    "data=mixture",
+    f"+data.parts.a={{weight: 3, train: {SAMPLES % (11, 1)}, val: {SAMPLES % (3, 2)}}}",
+    f"+data.parts.b={{weight: 1, train: {SAMPLES % (10, 3)}, val: {SAMPLES % (3, 4)}}}",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run.
+
+    Attributes:
+        how: How it is stopped (`parts.Stop`). It ends by itself if this is empty.
+        at: Hook in which it is stopped.
+        step: Number of steps that are done then.
+        code: Exit code.
+        rank: Rank that is stopped.
+        words: Words that only this start has.
+        ranks: Number of ranks.
+    """
+
+    how: str = ""
+    at: str = ""
+    step: int = 0
+    code: int = 0
+    rank: int = 0
+    words: tuple[str, ...] = ()
+    ranks: int | None = None
+
+
+def asked(at: str, step: int, how: str = "SIGTERM", **more) -> Start:
+    return Start(how, at, step, code=75, **more)
+
+
+def failed(at: str, step: int, **more) -> Start:
+    return Start("error", at, step, code=70, **more)
+
+
+def killed(at: str, step: int, **more) -> Start:
+    return Start("SIGKILL", at, step, code=-9, **more)
+
+
+def full_disk(at: str, step: int) -> Start:
+    return Start("full", at, step, code=74)
+
+
+def until(step: int, *words: str, ranks: int | None = None) -> Start:
+    return Start(words=(*words, f"trainer.max_steps={step}"), ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run.
+
+    Attributes:
+        words: Words of the run.
+        starts: Starts before the last one.
+        ranks: Number of ranks.
+        rtol: Relative error up to which losses and weights are equal, if not bit for bit. It is
+            for a run that does not always have the same ranks.
+        base: Words of a run whose folder is `init_from`.
+    """
+
+    words: tuple[str, ...]
+    starts: tuple[Start, ...]
+    ranks: int = 1
+    rtol: float = 0.0
+    base: tuple[str, ...] = ()
+
+
+TABLE = {
+    # Ways of stopping
+    "signals outside of a step": Row(RICH, (
+        asked("on_train_start", 0), asked("on_train_batch_end", 1, "SIGINT"),
+        asked("on_validation_batch_end", 3), asked("on_train_epoch_end", 4),
+        Start("SIGTERM", "on_validation_batch_end", 7),
+    )),
+    "signals in a step and in a save": Row(RICH, (
+        asked("on_before_backward", 1), asked("on_save_checkpoint", 3),
+        asked("on_train_batch_start", 4, "SIGUSR1"), asked("on_validation_start", 6),
+    )),
+    "a signal, then an error, in a validation": Row(PLAIN, (
+        asked("on_validation_batch_end", 3), failed("on_validation_batch_end", 6),
+    )),
+    "errors": Row(AVERAGED, (
+        failed("on_before_backward", 1), failed("on_validation_batch_end", 3),
+        failed("on_train_batch_end", 5), failed("on_validation_batch_end", 7),
+    )),
+    "errors in a validation at the end of an epoch, and after it": Row(
+        (*PLAIN, DRAWS, EARLY % 9, "trainer.val_check_interval=4"),
+        (failed("on_validation_batch_end", 4), failed("on_train_epoch_end", 4)),
+    ),
+    "an error at the end of an epoch": Row(AVERAGED, (failed("on_train_epoch_end", 4),)),
+    "a signal in the last step of an epoch": Row(
+        (*PLAIN, DRAWS), (asked("on_before_backward", 3),)
+    ),
+    "an error in a step of a callback with a state": Row(RICH, (failed("on_before_backward", 2),)),
+    "SIGKILL": Row(RICH, (
+        killed("on_before_backward", 5, words=("checkpoint.every_n_steps=2",)),
+        killed("in_save", 6), killed("on_validation_batch_end", 7),
+    )),
+    "a full disk": Row(RICH, (
+        full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
+    )),
+    "a shorter run": Row(RICH, (until(6),)),
+    "a shorter run, by epochs": Row((*RICH, "trainer.val_check_interval=4"), (
+        until(-1, "trainer.max_epochs=1"),
+    )),
+    # What has a state
+    "Muon in bf16 on a mixture, read by a worker": Row(
+        (*NET, *LOOP, "callbacks=none", "optimizer=muon", "trainer.precision=bf16-mixed",
+         *MIXTURE, "data.num_workers=1"),
+        (asked("on_train_batch_end", 2),),
+    ),
+    "a stream, read by two workers": Row(
+        (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2"),
+        (failed("on_before_backward", 1), asked("on_train_batch_end", 4)),
+    ),
+    "steps that are not finite": Row(
+        (*PLAIN, "on_nonfinite=skip", "scheduler._target_=torch.optim.lr_scheduler.StepLR",
+         "+scheduler.step_size=2",
+         f"+callbacks.scales={{_target_: {PARTS}.Scales, steps: [1, 4], factor: inf}}"),
+        (asked("on_train_batch_end", 2),),
+    ),
+    "a spike, and the losses before it": Row(
+        (*PLAIN, "on_spike=skip", "spike.window=4",
+         f"+callbacks.scales={{_target_: {PARTS}.Scales, steps: [5], factor: 100.0}}"),
+        (asked("on_train_batch_end", 4),),
+    ),
+    "ReduceLROnPlateau, and EarlyStopping that ends the run": Row(
+        (*PLAIN, "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
+         "+scheduler.patience=0", "+scheduler.threshold=10.0", "trainer.val_check_interval=1",
+         (EARLY % 4).replace("patience", "min_delta: 9.0, patience")),
+        (asked("on_validation_batch_end", 3),),
+    ),
+    "a module with weights, an optimizer and a schedule": Row(
+        (*PLAIN, f"module._target_={PARTS}.OwnModule"), (asked("on_train_batch_end", 5),),
+    ),
+    "adapters of a frozen net": Row(
+        ("experiment=lora", *LLAMA, *DATA, *LOOP, "callbacks=none"),
+        (asked("on_train_batch_end", 2),), base=(*LLAMA, *DATA, *LOOP, "callbacks=none"),
+    ),
+    # Ranks
+    "DDP: one rank gets SIGTERM, the other one SIGKILL": Row(
+        (*RICH, "strategy=ddp", "data.batch_size=1"),
+        (asked("on_train_batch_end", 1, rank=1), killed("on_validation_batch_end", 6)), ranks=2,
+    ),
+    "FSDP: an error of one rank, then a SIGTERM in a save": Row(
+        (*PLAIN, DRAWS, EARLY % 9, "strategy=fsdp", "data.batch_size=1"),
+        (failed("on_validation_batch_end", 3, rank=1), asked("on_save_checkpoint", 6)), ranks=2,
+    ),
+    "a pipeline": Row(
+        (*PLAIN, DRAWS, "model.n_layers=2", "strategy=pipeline", "data.batch_size=4"),
+        (asked("on_train_batch_end", 1, rank=1),), ranks=2,
+    ),
+    "other ranks and other strategies": Row(
+        (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",
+         "trainer.val_check_interval=1", "scheduler.total_steps=7"),
+        (until(1), until(2, "strategy=ddp", ranks=2), until(3, "strategy=fsdp", ranks=2),
+         until(4, "strategy=tensor_parallel", ranks=2),
+         until(6, "strategy=pipeline", "data.batch_size=8", ranks=2)), rtol=1e-4,
+    ),
+}  # fmt: skip
+SLOW = {
+    "tensor parallelism": Row(
+        (*PLAIN, DRAWS, "strategy=tensor_parallel"), (asked("on_train_batch_end", 1, rank=1),),
+        ranks=2,
+    ),
+    "context parallelism": Row(
+        (*PLAIN, DRAWS, "strategy=context_parallel"), (asked("on_train_batch_end", 1, rank=1),),
+        ranks=2,
+    ),
+    "a stream on two ranks": Row(
+        (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2", "data.batch_size=1"),
+        (asked("on_train_batch_end", 1, rank=1),), ranks=2,
+    ),
+    "four ranks: FSDP and tensor parallelism": Row(
+        (*PLAIN, "strategy=fsdp_tensor_parallel", "trainer.max_steps=4"),
+        (asked("on_train_batch_end", 1, rank=3),), ranks=4,
+    ),
+    "four ranks: DDP and a pipeline": Row(
+        (*PLAIN, "model.n_layers=2", "strategy=ddp_pipeline", "trainer.max_steps=4"),
+        (asked("on_train_batch_end", 1, rank=3),), ranks=4,
+    ),
+    "four ranks, then two, then one": Row(
+        (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",
+         "trainer.val_check_interval=1", "scheduler.total_steps=7"),
+        (until(1, "strategy=fsdp", ranks=4),
+         until(2, "strategy=fsdp_tensor_parallel", ranks=4),
+         until(3, "strategy=ddp_pipeline", "data.batch_size=4", ranks=4),
+         until(4, "strategy=fsdp", "strategy.replicas=2", ranks=4),
+         until(5, "strategy=context_parallel", ranks=2)), rtol=1e-4,
+    ),
+}  # fmt: skip
+# Faults that a later change mends, by the name of the row.
+KNOWN = {
+    "an error in a step of a callback with a state": "the save after an error has the state that "
+    "the callback has in the middle of the next step",
+}
+ROWS = [pytest.param(row, id=name) for name, row in TABLE.items() if name not in KNOWN]
+ROWS += [
+    pytest.param(TABLE[name], id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
+    for name, reason in KNOWN.items()
+]
+ROWS += [pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW.items()]
+
+
+@pytest.fixture
+def disk_limit():
+    """Give this process its own limit of file sizes back."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_interrupted_run_ends_as_one_that_was_never_stopped(row, tmp_path, disk_limit):
+    words = (*row.words, f"+callbacks.stop._target_={PARTS}.Stop")
+    if row.base:
+        words = (*words, f"init_from={train(*row.base).folder}")
+    whole = begin(words, Start(), row)
+    words = (*words, f"run_dir={tmp_path}/run", "ckpt_path=last")
+    for number, start in enumerate((*row.starts, Start())):
+        run = begin(words, start, row, number)
+        disk_limit()
+        assert run.code == start.code, (start, run.code, run.out + run.err)
+    found = same(lasting(run), lasting(whole), row.rtol)
+    state, expected = run.state(), whole.state()
+    if row.rtol:
+        found += same(state["weights"], expected["weights"], row.rtol)
+    else:
+        found += same(state, expected)
+    assert not found, found[:9]
+
+
+def begin(words: tuple[str, ...], start: Start, row: Row, number: int = 0) -> Run:
+    """Make a start. torchrun restarts its ranks under another number."""
+    ranks = start.ranks or row.ranks
+    env = {"TORCHELASTIC_RESTART_COUNT": f"{number}"} if ranks > 1 else {}
+    own_process = process_of_its_own if start.how == "SIGKILL" else None
+    if start.how:
+        env[STOP] = json.dumps([start.how, start.at, start.step, start.rank])
+    return train(*words, *start.words, ranks=ranks, env=env, stop=own_process)
+
+
+def process_of_its_own(rank: int) -> None:
+    """Do nothing: a run with a `stop` has processes of its own, which may be killed."""
+
+
+def lasting(run: Run) -> list[dict]:
+    """Return the rows of metrics.jsonl without the columns that are times."""
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in run.rows]
