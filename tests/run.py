@@ -195,7 +195,7 @@ class Made:
     def run_processes(self, words: list[str], env: dict[str, str], place: Path) -> int:
         """Run the command in processes of its own, and return its exit code."""
         if self.ranks > 1:
-            env |= torchrun_variables(self.ranks, place)
+            env = torchrun_variables(self.ranks, place) | env
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preloaded())
         processes = []
