@@ -130,39 +130,6 @@ def test_the_host_reads_no_tensor_in_a_step_that_is_not_logged(train, monkeypatc
     assert [counts.reads[step] for step in range(1, 6)] == [0] * 5
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (
-            "optimizer=muon",
-            "scheduler._target_=torch.optim.lr_scheduler.StepLR",
-            "+scheduler.step_size=1",  # each rate is computed from the one before
-        ),
-        pytest.param(
-            ("trainer.devices=2", "strategy=fsdp", "scheduler.warmup_steps=4"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_step_that_is_read_one_step_later_is_saved_and_repeated_bit_for_bit(train, words):
-    """The hardware fails once: the run that resumes is equal to one that it never failed in."""
-    words = (*words, "trainer.max_steps=5", "model.dropout=0.1")
-    broken = train(*words, BREAKS % ("blocks.1.mlp.down_proj", "output"))
-    assert broken.code == 79 and f"at step {BAD_STEP} " in broken.err, broken.err
-    resumed = train(*words, "ckpt_path=last")
-    assert resumed.code == 0, resumed.err
-    whole = train(*words, name="whole")
-    for leaf, expected in zip(state_leaves(resumed), state_leaves(whole), strict=True):
-        assert torch.equal(leaf, expected) if isinstance(leaf, torch.Tensor) else leaf == expected
-
-
-def state_leaves(run) -> list[object]:
-    """Return the tensors and values of a run's last checkpoint that an exact resume restores."""
-    state = run.state(5)
-    names = ("state_dict", "optimizer_states", "lr_schedulers", "rng")
-    return tree_leaves([state[name] for name in names])
-
-
 BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, layer: %s, at: %s}"
 BREAKS_ON_RANK = BREAKS.replace("}", ", rank: %s}")
 

@@ -20,10 +20,10 @@ class Stop(Callback):
     """Stop the run in a hook of a step, exactly, and not after some time.
 
     The environment says how, so that the words of a run are those of the run that is not stopped:
-    `how` is the name of a signal that a rank sends to itself, `error` for an exception, or `full`
-    for a disk on which no file may have more than 20,000 bytes. `at` is the name of a hook, or
-    `in_save` for the moment in which the file of a checkpoint is written. `step` is the number of
-    steps that are done, and `rank` the rank that does it.
+    `how` is the name of a signal that a rank sends to itself, `error` for an exception, `nan` for
+    gradients that are not numbers, or `full` for a disk on which no file may have more than 20,000
+    bytes. `at` is the name of a hook, or `in_save` for the moment in which the file of a checkpoint
+    is written. `step` is the number of steps that are done, and `rank` the rank that does it.
     """
 
     def __init__(self):
@@ -38,10 +38,13 @@ class Stop(Callback):
     def is_due(self, trainer):
         return (trainer.global_step, trainer.global_rank) == (self.step, self.rank)
 
-    def stop(self, trainer, *_):
+    def stop(self, trainer, module=None, loss=None, *_):
         if self.is_due(trainer) and not self.is_done:
             self.is_done = True
-            self.act()
+            if self.how == "nan":
+                loss.register_hook(lambda gradient: gradient * float("nan"))
+            else:
+                self.act()
 
     def add_to_save(self, trainer, module, checkpoint):
         if self.is_due(trainer):

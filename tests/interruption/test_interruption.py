@@ -139,6 +139,10 @@ TABLE = {
         (*PLAIN, DRAWS, EARLY % 9, "trainer.val_check_interval=4"),
         (failed("on_validation_batch_end", 4), failed("on_train_epoch_end", 4)),
     ),
+    "gradients that are not numbers, under Muon": Row(
+        (*PLAIN, "optimizer=muon", "scheduler._target_=torch.optim.lr_scheduler.StepLR",
+         "+scheduler.step_size=1"), (Start("nan", "on_before_backward", 2, code=79),),
+    ),
     "an error at the end of an epoch": Row(AVERAGED, (failed("on_train_epoch_end", 4),)),
     "a signal in the last step of an epoch": Row(
         (*PLAIN, DRAWS), (asked("on_before_backward", 3),)
@@ -183,7 +187,9 @@ TABLE = {
         (asked("on_validation_batch_end", 3),),
     ),
     "a module with weights, an optimizer and a schedule": Row(
-        (*PLAIN, f"module._target_={PARTS}.OwnModule"), (asked("on_train_batch_end", 5),),
+        (*PLAIN, f"module._target_={PARTS}.OwnModule",
+         f"+callbacks.mean._target_={LIGHTNING}.WeightAveraging"),
+        (asked("on_train_batch_end", 5),),
     ),
     "adapters of a frozen net": Row(
         ("experiment=lora", *LLAMA, *DATA, *LOOP, "callbacks=none"),
@@ -198,10 +204,6 @@ TABLE = {
         (*PLAIN, DRAWS, EARLY % 9, "strategy=fsdp", "data.batch_size=1"),
         (failed("on_validation_batch_end", 3, rank=1), asked("on_save_checkpoint", 6)), ranks=2,
     ),
-    "a pipeline": Row(
-        (*PLAIN, DRAWS, "model.n_layers=2", "strategy=pipeline", "data.batch_size=4"),
-        (asked("on_train_batch_end", 1, rank=1),), ranks=2,
-    ),
     "other ranks and other strategies": Row(
         (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",
          "trainer.val_check_interval=1", "scheduler.total_steps=7"),
@@ -211,6 +213,10 @@ TABLE = {
     ),
 }  # fmt: skip
 SLOW = {
+    "a pipeline": Row(
+        (*PLAIN, DRAWS, "model.n_layers=2", "strategy=pipeline", "data.batch_size=4"),
+        (asked("on_train_batch_end", 1, rank=1),), ranks=2,
+    ),
     "tensor parallelism": Row(
         (*PLAIN, DRAWS, "strategy=tensor_parallel"), (asked("on_train_batch_end", 1, rank=1),),
         ranks=2,
@@ -228,7 +234,8 @@ SLOW = {
         (asked("on_train_batch_end", 1, rank=3),), ranks=4,
     ),
     "four ranks: DDP and a pipeline": Row(
-        (*PLAIN, "model.n_layers=2", "strategy=ddp_pipeline", "trainer.max_steps=4"),
+        (*PLAIN, "model.n_layers=2", "strategy=ddp_pipeline", "trainer.max_steps=4",
+         "data.batch_size=4", "data.global_batch_size=8"),
         (asked("on_train_batch_end", 1, rank=3),), ranks=4,
     ),
     "four ranks, then two, then one": Row(

@@ -39,25 +39,15 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        (),
-        TWO,
-        pytest.param((*TWO, "strategy=fsdp"), marks=pytest.mark.slow),
-    ],
-    ids=["one", "ddp", "fsdp"],
-)
-def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit, ranks):
-    words = (*WORDS, *ranks)
-    full = fit(*words, BREAKS % 0, name="full")
-    failed = fit(*words, BREAKS % 2, code=70)
+def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit):
+    full = fit(*WORDS, BREAKS % 0, name="full")
+    failed = fit(*WORDS, BREAKS % 2, code=70)
     assert "module.metrics.broken: RuntimeError: the metric is broken" in failed.errors[0]
     assert failed.steps() == [2, 4]
     first, second = (read_manifest(failed.folder / f"checkpoints/step-0000000{n}") for n in (2, 4))
     assert "val/loss" in first["metrics"] and second["metrics"] == {}
     assert failed.state(4)["validated"] is False
-    resumed = fit(*words, BREAKS % 0, "ckpt_path=last", "allow_changes=[module.metrics]")
+    resumed = fit(*WORDS, BREAKS % 0, "ckpt_path=last", "allow_changes=[module.metrics]")
     for step in (4, 6):
         mismatches = differences(full.state(step), resumed.state(step))
         assert not mismatches, (step, mismatches[:8])
@@ -239,13 +229,7 @@ def test_only_a_checkpoint_of_the_kind_that_the_strategy_writes_is_amended(tmp_p
     [
         ("on_validation_batch_end", [2, 4], ()),
         ("on_before_backward", [2, 3], ()),
-        ("on_train_batch_end", [2, 3], ()),
-        ("on_train_epoch_end", [2, 4], ()),
-        ("on_validation_batch_end", [2, 4], TWO),
         ("on_before_backward", [2, 3], TWO),
-        # One rank has these hooks in the fast tests.
-        pytest.param("on_train_batch_end", [2, 3], TWO, marks=pytest.mark.slow),
-        pytest.param("on_train_epoch_end", [2, 4], TWO, marks=pytest.mark.slow),
     ],
 )
 def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):

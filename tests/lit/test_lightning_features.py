@@ -18,7 +18,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.lit.callbacks.monitor import TrainingMonitor, acts_on_validation
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import is_for_users, quiet_lightning
-from tests.lit.conftest import OWN, differences, same_rows, tensors
+from tests.lit.conftest import OWN, differences, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
@@ -128,22 +128,6 @@ def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resum
         assert used == pytest.approx(expected[kind])
     else:
         assert used[-1] < 0.1
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
-        ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "+scheduler.patience=0",
-         "+scheduler.threshold=10.0", "checkpoint.mode=max", "trainer.val_check_interval=1"],
-    ],
-)  # fmt: skip
-def test_schedulers_from_the_config_resume(resumes, words):
-    run = resumes(*words, SEES, stops=(1, 5))  # the plateau's best value is its first
-    used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
-    assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
-    (schedule,) = run.state(6)["lr_schedulers"]
-    assert schedule.get("mode", "max") == "max"  # a plateau takes the mode of the checkpoints
 
 
 # Files
@@ -257,19 +241,6 @@ def test_a_resumed_learning_rate_monitor_logs_the_same_steps_as_an_uninterrupted
     resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3, 4))
 
 
-def test_callbacks_resume_their_state(resumes):
-    early = f"{{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, min_delta: 9.0}}"
-    own_callback = f"+callbacks.mine._target_={CALLBACKS}.Stateful"
-    rates = ("optimizer=muon", "optimizer.embedding_lr=2e-3")  # of two groups of parameters
-    run = resumes(own_callback, f"+callbacks.early={early}", *rates, stops=(2, 3))
-    assert run.seen[-1]["count"] == 6
-    states = run.state(6)["callbacks"]
-    assert states.pop("Stateful")["count"] == 6
-    (early_stopping,) = (state for name, state in states.items() if "EarlyStopping" in name)
-    assert early_stopping["wait_count"] == 1  # two validations, one of them before the second stop
-    assert early_stopping["best_score"] == run.column("val/loss")[0]
-
-
 def test_a_callback_may_forward_to_another(fit):
     run = fit(f"+callbacks.mine._target_={CALLBACKS}.Forwards")
     assert [seen["step"] for seen in run.seen] == [1, 2, 3, 4, 5, 6]
@@ -291,12 +262,12 @@ EMA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words, stops", [*zip(EMA, [(3, 4, 5), (4,), (3, 4)], strict=True)])
-def test_averaged_weights_resume_bit_for_bit_and_are_the_weights_that_are_loaded(
-    fit, resumes, words, stops
-):
-    words = [*words, "data.num_samples=16", "trainer.max_epochs=9"]  # 4 steps an epoch
-    run = resumes(*words, stops=stops, n=7)
+@pytest.mark.parametrize("words", EMA)
+def test_averaged_weights_are_the_weights_that_are_loaded(fit, words):
+    run = fit(
+        *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.max_steps=7",
+        "model.dropout=0.1", "trainer.val_check_interval=3", "checkpoint.keep=9", name="averaged",
+    )  # fmt: skip
     state = run.state(7)
     averaged = {k: v for k, v in state["state_dict"].items() if not k.startswith("module.")}
     loaded = tensors(run.folder / "checkpoints" / "step-00000007")
@@ -312,27 +283,6 @@ def test_averaged_weights_resume_bit_for_bit_and_are_the_weights_that_are_loaded
     )  # averaging does not change the training
     tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
     assert tested.metrics["test/loss"] == run.metrics["val/loss"]
-
-
-@pytest.mark.parametrize(
-    "hook, step",
-    [("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_validation_batch_end", 3),
-     ("on_validation_start", 6)],
-)  # fmt: skip
-@pytest.mark.parametrize("words", [EMA[0], []], ids=["ema", "plain"])
-def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(fit, words, hook, step):
-    words = [
-        *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.val_check_interval=3",
-        "trainer.max_steps=7", "model.dropout=0.1", "checkpoint.keep=9",
-    ]  # fmt: skip
-    full = fit(*words, name=None)
-    stopped = fit(
-        *words, f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: {step}, hook: {hook}}}",
-        name="stopped", code=75,
-    )  # fmt: skip
-    assert stopped.steps()[-1] in (step, step + 1)
-    resumed = fit(*words, "ckpt_path=last", name="stopped")
-    assert not (mismatches := differences(full.state(7), resumed.state(7))), mismatches[:8]
 
 
 def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_name():
@@ -351,37 +301,6 @@ def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_
     assert not acts_on_validation(trainer)
     trainer.callbacks.append(Swaps())
     assert acts_on_validation(trainer)
-
-
-ASKED = (
-    f"{MODULES}.AskedInValidation", "data.num_samples=16", "trainer.max_epochs=9",
-    "trainer.max_steps=7", "model.dropout=0.1",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("step, code", [(3, 75), (4, 75), (7, 0)])
-def test_a_signal_interrupts_any_validation_except_the_last(fit, step, code):
-    words = (*ASKED, "trainer.val_check_interval=1")
-    full = fit(*words, name=None)
-    words += (f"+module.at={step}",)
-    stopped = fit(*words, code=code)
-    assert stopped.steps()[-1] == step
-    if code:
-        assert stopped.state(step)["validated"] is False
-        stopped = fit(*words, "ckpt_path=last")
-    assert not (mismatches := differences(full.state(7), stopped.state(7))), mismatches[:8]
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_an_interrupted_last_validation_is_repeated(fit, every):
-    words = (*ASKED, f"trainer.val_check_interval={every}")
-    full = fit(*words, name=None)
-    words += ("+module.at=7", "+module.dies=true")
-    assert fit(*words, code=70).state(7)["validated"] is False
-    resumed = fit(*words, "ckpt_path=last")
-    assert not (mismatches := differences(full.state(7), resumed.state(7))), mismatches[:8]
-    assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
-    assert same_rows(full.rows, resumed.rows)
 
 
 @pytest.mark.parametrize(

@@ -9,28 +9,8 @@ class TestStrategy(helpers.StrategyTests):
     name, data_ranks = "ddp", [0, 1]
 
 
-def test_a_stopped_run_with_dropout_resumes_bit_for_bit(runs):
-    """A stop signal reaches one rank between validations, and the run resumes in its folder."""
-    words = (*helpers.PLACES["ddp"], *helpers.DROPOUT, "trainer.val_check_interval=6")
-    whole = runs(*words)
-    stop = (
-        "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=3",
-        "+callbacks.stop.rank=1",
-    )  # fmt: skip
-    stopped = runs(*words, *stop, code=75)
-    assert 3 < stopped.n_steps < 6
-    resumed = runs(*words, "ckpt_path=last", begun=stopped)
-    assert resumed.record()["places"][0][1] == stopped.n_steps
-    helpers.check_same_bits(resumed, whole)
-    assert not torch.equal(*(whole.record(rank)["mask"] for rank in range(2)))
-
-
 def test_muon_with_its_work_divided_over_ranks_equals_one_process(runs):
     helpers.check_muon(runs, "ddp")
-
-
-def test_checkpoints_with_sharded_weights_can_be_resumed(runs):
-    helpers.check_reads_checkpoints_of(runs, "ddp", "fsdp")
 
 
 def test_each_rank_draws_its_own_dropout_after_resuming_from_one_process(runs):

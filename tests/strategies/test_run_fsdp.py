@@ -1,16 +1,10 @@
 """strategy=fsdp through train.py."""
 
-import pytest
 import runs as helpers
 
 
 class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "fsdp", [0, 1]
-
-
-@pytest.mark.parametrize("source", ["single", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_checkpoints_of_other_strategies_can_be_resumed(source, runs):
-    helpers.check_reads_checkpoints_of(runs, "fsdp", source)
 
 
 def test_bf16_mixed_gathers_weights_in_bf16_and_reduces_gradients_in_fp32(runs):

@@ -22,12 +22,6 @@ class TestHSDP(helpers.StrategyTests):
     name, data_ranks = "hsdp", [0, 1, 2, 3]
 
 
-@pytest.mark.slow  # the fast tests resume each of the strategies that are combined
-@pytest.mark.parametrize("name", ["fsdp_tensor_parallel", "ddp_pipeline"])
-def test_a_combined_strategy_with_dropout_resumes_bit_for_bit(name, runs):
-    helpers.check_resumes_with_dropout(runs, name, n_ranks=4)
-
-
 def test_copies_exchange_only_the_gradients_of_their_shards(runs):
     """A rank reduces gradients with its neighbour, then its half of them with the other copy."""
     run = helpers.plain(runs, "hsdp")

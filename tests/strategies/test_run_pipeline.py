@@ -7,17 +7,9 @@ import runs as helpers
 class TestStrategy(helpers.CheckpointingTests):
     name, data_ranks = "pipeline", [0, 0]
 
-    @pytest.mark.slow  # ddp and fsdp resume in the fast tests
-    def test_a_run_with_dropout_resumes_bit_for_bit(self, runs):
-        super().test_a_run_with_dropout_resumes_bit_for_bit(runs)
-
     @pytest.mark.slow  # the fast tests have it under fsdp
     def test_activation_checkpointing_saves_fewer_activations(self, runs):
         super().test_activation_checkpointing_saves_fewer_activations(runs)
-
-
-def test_checkpoints_with_sharded_weights_can_be_resumed(runs):
-    helpers.check_reads_checkpoints_of(runs, "pipeline", "tensor_parallel")
 
 
 @pytest.mark.slow

@@ -82,24 +82,6 @@ class Forwards(Callback):
         self.other.on_train_batch_end(*args)
 
 
-class Stateful(Callback):
-    """Counts steps over all starts of a run."""
-
-    def __init__(self):
-        self.count, self.tensor = 0, torch.zeros(2)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.count += 1
-        self.tensor += 1
-        note(trainer, count=self.count, tensor=self.tensor.tolist())
-
-    def state_dict(self):
-        return {"count": self.count, "tensor": self.tensor}
-
-    def load_state_dict(self, state):
-        self.count, self.tensor = state["count"], state["tensor"]
-
-
 class Saves(Callback):
     """Calls trainer.save_checkpoint at step 3."""
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
@@ -302,30 +298,6 @@ class LogsMine(LanguageModel):
     def training_step(self, batch, batch_idx):
         self.log("mine", abs(3.0 - self.global_step))
         return self.loss(*batch)
-
-
-class AskedInValidation(LanguageModel):
-    """Sends SIGTERM to itself in the validation after step `at`, once per run folder.
-
-    Each validation draws random numbers. If `dies` is true, the interrupted validation raises.
-    """
-
-    def __init__(self, *args, at=0, dies=False, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.at, self.dies, self.asked = at, dies, False
-
-    def validation_step(self, batch, batch_idx):
-        once = Path(self.trainer.default_root_dir) / "asked"
-        if self.global_step == self.at and not once.exists():
-            once.touch()
-            self.asked = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        super().validation_step(batch, batch_idx)
-        self.log("val/drawn", torch.rand(()))
-
-    def on_validation_epoch_end(self):
-        if self.asked and self.dies:
-            raise RuntimeError("killed")
 
 
 class ClipsItself(LanguageModel):
