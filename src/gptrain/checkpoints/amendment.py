@@ -8,7 +8,6 @@ out which tensors have changed without a second copy of them, fingerprints are c
 """
 
 import io
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -160,11 +159,9 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
     if flat.element_size() not in _INTEGERS:  # complex128 has 16 bytes per element
         flat = torch.view_as_real(flat).reshape(-1)
     flat = flat.view(_INTEGERS[flat.element_size()])
-    pieces = flat.split(_PIECE) if math.prod(local.shape) else []
-    sums = [
-        (piece * torch.arange(1, 2 * len(piece), 2, device=piece.device)).sum() for piece in pieces
-    ]
-    return tuple(local.shape), local.dtype, torch.stack(sums) if sums else flat
+    weights = 2 * torch.arange(min(len(flat), _PIECE), device=flat.device) + 1
+    sums = [(piece * weights[: len(piece)]).sum() for piece in flat.split(_PIECE)]
+    return tuple(local.shape), local.dtype, torch.stack(sums)
 
 
 def _is_same(first: Fingerprint, second: Fingerprint) -> bool:

@@ -361,8 +361,7 @@ class Checkpoints(Checkpoint):
             return
         step = trainer.global_step
         validated = step <= self._completed_step or not self._has_pending_hooks(trainer)
-        can_resume = validated or is_validated(trainer, step)
-        is_unsaved = step > self.saved.step and can_resume
+        is_unsaved = step > self.saved.step and (validated or is_validated(trainer, step))
         if not self._rng or not (is_unsaved or self.store.is_unfinished):
             return
         facts = [step, is_unsaved, validated]
