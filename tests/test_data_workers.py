@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import Dataset
@@ -66,14 +65,6 @@ def test_an_error_of_a_data_worker_is_one_line():
             assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/shm")
         else:
             assert str(raised.value) == message
-
-
-def test_a_worker_of_a_stream_reads_its_part_and_ends_with_its_rank(monkeypatch):
-    called = []
-    monkeypatch.setattr(datamodule, "ignore_in_worker", called.append)
-    stream = SimpleNamespace(start=lambda *part: called.append(part))
-    datamodule.start_stream_worker(77, stream, [(0, "a"), (1, "b")], 1)
-    assert called == [77, (1, "b")]
 
 
 @pytest.mark.slow

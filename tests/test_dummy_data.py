@@ -54,7 +54,7 @@ def test_neighbouring_tokens_and_samples_are_independent():
 def test_an_index_outside_is_an_index_error_with_which_iteration_ends():
     dataset = DummyTextDataset(7)
     for index in (7, -8, 2**40):
-        with pytest.raises(IndexError, match="the dataset has only 7 samples"):
+        with pytest.raises(IndexError):
             dataset[index]
     assert len(list(dataset)) == len(dataset) == 7
     assert torch.equal(dataset[-1][0], dataset[6][0])

@@ -27,8 +27,7 @@ from gptrain.assemble.run import write_tokenizer as write_run_tokenizer
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
-from gptrain.data import ByteTokenizer, train_bpe
-from gptrain.data.tokenizers import load_tokenizer
+from gptrain.data import load_tokenizer, train_bpe
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 from gptrain.export.files import (
     check_format,
@@ -116,7 +115,7 @@ def test_an_export_generates_the_same_text_as_its_run(
 
 
 def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
-    write_tokenizer(ByteTokenizer(), tmp_path, "hf")
+    write_tokenizer(load_tokenizer("bytes"), tmp_path, "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "".join(map(chr, range(0x250))) + "\U0001f600\r\n\tdef f(x): return x  # \x00\x7f"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -194,7 +193,7 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
     end = "data.end_of_document=" + ("true" if tokenizer == "bytes" else "null")
     run = train(
         "data=text", f"data.path={records}", f"data.tokenizer={tokenizer}", end,
-        "data.documents=separate", "model.vocab_size=257", "optimizer.lr=0.01",
+        "data.documents=masked", "model.vocab_size=257", "optimizer.lr=0.01",
         "scheduler.warmup_steps=5", "trainer.max_steps=40", "logger=none", "callbacks=none",
     )  # fmt: skip
     assert run.code == 0, run.err
@@ -260,37 +259,19 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
     assert (run / "chat_template.jinja").read_text() == "goodbye"
 
 
-def test_an_export_has_an_end_token_but_not_of_bytes_unless_the_data_use_one(
+def test_an_export_has_the_end_token_of_its_tokenizer_and_of_its_data(
     speaker, export_run, tmp_path
 ):
     _, folder, output = export_run(f"from_run={speaker}", "format=hf")
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text())["eos_token_id"] == 269, output
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    write_special_ids(tmp_path, ByteTokenizer(), has_end=False)
-    assert (tmp_path / "config.json").read_text() == '{"eos_token_id": null}'
-    assert not (tmp_path / "generation_config.json").exists()
     # Bytes have no token 256.
     generation = {"pad_token_id": 256, "eos_token_id": 9, "max_new_tokens": 7}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
-    write_special_ids(tmp_path, ByteTokenizer(), has_end=True)
+    write_special_ids(tmp_path, load_tokenizer("bytes"))
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"max_new_tokens": 7, "eos_token_id": [9, 255]}
-
-
-def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):
-    secret, names = tmp_path / "secret", ("chat_template.jinja", "merges.txt")
-    secret.write_text("mine")
-    for name in names:
-        (saved_twice.folder / name).symlink_to(secret)
-    (saved_twice.folder / "added_tokens.json").write_text('{"<x>": 7}')
-    _, folder, _ = export_run(f"from_run={saved_twice.folder}", "format=hf")
-    assert (folder / "config.json").exists()
-    for name in names:
-        (saved_twice.folder / name).unlink()
-        assert not (folder / name).exists()
-    assert (folder / "added_tokens.json").read_text() == '{"<x>": 7}'
 
 
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):

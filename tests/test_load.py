@@ -16,7 +16,7 @@ import gptrain
 from gptrain.assemble.load import build_target, find_tokenizer, load_for_command
 from gptrain.checkpoints.manifest import AllDamagedError, read_manifest
 from gptrain.core.errors import ConfigError
-from gptrain.data import ByteTokenizer
+from gptrain.data import load_tokenizer
 from tests.conftest import ROOT
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
 
 def test_the_end_tokens_are_those_of_the_folder_and_not_of_a_file_outside(tmp_path):
     (tmp_path / "run").mkdir()
-    ByteTokenizer().save(tmp_path / "run")
+    load_tokenizer("bytes").save(tmp_path / "run")
     (tmp_path / "outside.json").write_text('{"eos_token_id": [7, 5]}')
     generation = tmp_path / "run" / "generation_config.json"
     generation.symlink_to(tmp_path / "outside.json")

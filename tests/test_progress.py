@@ -107,14 +107,12 @@ def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
 
 
 def test_preparing_a_corpus_counts_its_bytes_and_is_logged_once(tmp_path, monkeypatch, caplog):
-    made, text = [], b"a line\n" * 300_000 + b"without a newline, which is added"
+    made, text = [], b"a line\n" * 300_000
     monkeypatch.setattr(prepare, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
     (tmp_path / "text.txt").write_bytes(text)
     for _ in range(2):
         with caplog.at_level(logging.INFO):
-            TextDataset.from_corpus(
-                "train", 16, tmp_path / "text.txt", "bytes", cache_dir=tmp_path / "cache"
-            )
+            TextDataset("train", 16, tmp_path / "text.txt", "bytes", cache_dir=tmp_path / "cache")
     assert [(bar.what, bar.n, bar.total) for bar in made] == [("tokenizing", len(text), len(text))]
     lines = [line for line in caplog.messages if line.startswith("preparing")]
-    assert lines == [f"preparing 2.1 MB of text in {tmp_path}/cache, once"]
+    assert lines == [f"preparing 1 files of text in {tmp_path}/cache, once"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.data import ByteTokenizer, load_tokenizer, train_bpe
+from gptrain.data import load_tokenizer, train_bpe
 from gptrain.models import SimpleGPT
 from gptrain.text.scoring import encode_pair, score_continuations
 
-BYTES, LIMIT = ByteTokenizer(), 8
+BYTES, LIMIT = load_tokenizer("bytes"), 8
 TEXT = "für naïve 數據, and more"
 
 
@@ -141,7 +141,7 @@ def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, mon
     assert cut == text[: text.index(text[2])]
     for limit in ({"top_k": 1}, {"top_p": 1e-9}):  # only the most probable token passes
         assert gptrain.generate(net, BYTES, ["ab"], 8, temperature=9, **limit) == [text]
-    tokenizer = ByteTokenizer()
+    tokenizer = load_tokenizer("bytes")
     tokenizer.stop_ids = [int(net.eval()(torch.tensor([[97, 98]]))[0, -1].argmax())]
     assert gptrain.generate(net, tokenizer, ["ab"], 8, temperature=0) == [""]
     once, again = gptrain.generate(net, BYTES, ["a", "a"], 20, seed=1)

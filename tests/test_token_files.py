@@ -54,14 +54,17 @@ def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda p: p.write_bytes(b""), "0 tokens; need at least seq_len"),
-        (lambda p: p.write_bytes(b"abc"), "3 bytes are not a whole number of uint16"),
-        (lambda p: write_headed(p, []), "0 tokens; need at least seq_len"),
+        (lambda p: p.write_bytes(b""), "0 bytes of uint16; empty"),
+        (lambda p: p.write_bytes(b"abc"), "3 bytes of uint16; .*truncated"),
+        (lambda p: write_headed(p, []), "0 bytes of uint16"),
         (lambda p: write_headed(p, [1, 2], version=2), "header, or not of version 1"),
-        (lambda p: write_headed(p, [1, 2], count=3), "counts 3 tokens of uint16, 4 bytes follow"),
-        (lambda p: write_headed(p, [1, 2], count=1), "counts 1 tokens .* 4 bytes follow"),
+        (lambda p: write_headed(p, [1, 2], count=3), "4 bytes of uint16, and its header counts 3"),
+        (lambda p: write_headed(p, [1, 2], count=1), "4 bytes of uint16, and its header counts 1"),
         (lambda p: p.write_bytes(np.int32([20240520, 1]).tobytes()), "truncated header"),
-        (lambda p: write_headed(p, [1]).open("ab").write(b"x"), "counts 1 tokens .* 3 bytes"),
+        (
+            lambda p: write_headed(p, [1]).open("ab").write(b"x"),
+            "3 bytes of uint16, and its header counts 1",
+        ),
         (lambda p: os.mkfifo(p), "not a regular file"),
     ],
 )
@@ -89,7 +92,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
     for missing in (tmp_path / "no.bin", tmp_path / "*.bin"):
         with pytest.raises(FileNotFoundError, match="no such file"):
             TokenDataset(missing, 8, "uint16")
-    with pytest.raises(FileNotFoundError, match=r"no \*\.bin for train in it"):
+    with pytest.raises(DataError, match="no such file in it"):
         TokenDataset(tmp_path, 8, split="train")
 
 
@@ -116,7 +119,7 @@ def test_windows_follow_each_other_and_never_cross_a_file(tmp_path):
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.is_contiguous() and targets.is_contiguous()
     assert torch.equal(dataset[-1][0], tokens[1])
-    with pytest.raises(IndexError, match="the dataset has only 4 samples"):
+    with pytest.raises(IndexError):
         dataset[4]
 
 
@@ -148,31 +151,43 @@ def test_a_worker_maps_the_files_itself(tmp_path):
     assert torch.equal(pickle.loads(pickled)[4998][1], before[1])
 
 
-# ---- vocabulary
+# ---- files that are not what they seem
 
 
-def test_a_token_outside_the_vocabulary_is_found_at_once_in_a_small_file(tmp_path):
-    path = write_raw(tmp_path / "train.bin", [1] * 1182 + [50304] + [1] * 1000)
-    with pytest.raises(DataError, match=r"token 50304 at offset 1182 .*vocab_size=50257"):
-        TokenDataset(path, 256, "uint16", vocab_size=50257)
-    assert len(TokenDataset(path, 256, "uint16", vocab_size=50305)) == 8
-    shards = [write_raw(tmp_path / f"{number:02}.bin", [1] * 9) for number in range(40)]
-    prints = [TokenDataset(shards, 8).fingerprint]
-    # The checked blocks are spread over all files.
-    write_raw(shards[-1], [1] * 8 + [9])
-    prints.append(TokenDataset(shards, 8).fingerprint)
-    assert prints[0] != prints[1]
-    with pytest.raises(DataError, match=r"39\.bin: token 9 at offset 8 .*vocab_size=9"):
-        TokenDataset(shards, 8, vocab_size=9)
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", ">i8", "uint8"])
+def test_an_array_of_numpy_is_read_by_its_own_header(tmp_path, dtype):
+    np.save(tmp_path / "train.npy", np.arange(100).astype(dtype))
+    dataset = TokenDataset(tmp_path, 9, "uint16")
+    tokens, targets = dataset.__getitems__(range(len(dataset)))
+    assert tokens.ravel().tolist() == [*range(99)] and targets.ravel().tolist() == [*range(1, 100)]
 
 
-def test_a_token_that_the_first_look_missed_is_found_in_its_batch(tmp_path):
-    tokens = np.ones(600_000)
-    tokens[20_000] = 99  # the second block looked at begins at 38,907
-    dataset = TokenDataset(write_headed(tmp_path / "train.bin", tokens), 64, vocab_size=50)
-    assert dataset.__getitems__([0, 5])[0].max() == 1
-    with pytest.raises(DataError, match=r"token 99 at offset 20000 .*vocab_size=50"):
-        dataset.__getitems__([0, 20_000 // 64])
+@pytest.mark.parametrize("array", [np.zeros((4, 4), np.int64), np.zeros(9), np.zeros(9, "<U3")])
+def test_an_array_of_another_kind_is_refused(tmp_path, array):
+    np.save(tmp_path / "train.npy", array)
+    with pytest.raises(DataError, match=r"train\.npy: an array"):
+        TokenDataset(tmp_path / "train.npy", 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "hint"),
+    [("int64", "uint16", "int64"), ("int64", "uint32", "int64"), ("int32", "uint16", "uint32")],
+)
+def test_a_raw_file_of_wider_tokens_is_refused_with_its_type(tmp_path, written, read, hint):
+    tokens = np.random.default_rng(0).integers(50_000, size=5_000).astype(written)
+    tokens.tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=f"data.dtype={hint}$"):
+        TokenDataset(tmp_path / "train.bin", 64, read)
+    assert TokenDataset(tmp_path / "train.bin", 64, hint)[0][0].tolist() == tokens[:64].tolist()
+
+
+def test_raw_tokens_too_narrow_for_the_vocabulary_are_refused(tmp_path):
+    path = write_raw(tmp_path / "train.bin", np.arange(1000) + 70_000, np.uint32)
+    with pytest.raises(DataError, match=r"data\.dtype=uint32$"):
+        TokenDataset(path, 64, "uint16", vocab_size=128_000)
+    assert TokenDataset(path, 64, "uint32", vocab_size=128_000)[0][0][0] == 70_000
+    headed = write_headed(tmp_path / "headed.bin", range(1000))  # the header says the type
+    assert len(TokenDataset(headed, 64, vocab_size=128_000)) == 15
 
 
 # ---- the same tokens
@@ -188,7 +203,7 @@ def test_a_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
     before = fingerprint("train.bin", tokens)
     assert fingerprint("moved/train.bin", tokens) == before
     assert fingerprint("longer.bin", [*tokens, 1]) != before
-    assert fingerprint("other.bin", [*tokens[:-1], 1]) != before
+    assert fingerprint("other.bin", [*tokens[:-99], *tokens[-99:][::-1]]) != before
 
 
 # ---- shards and Megatron's files
@@ -208,7 +223,7 @@ def write_megatron(path, sequences, dtype=np.uint16, code=8):
     return path.with_suffix(".bin")
 
 
-@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4), (np.int64, 5)])
 def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
     path = write_megatron(tmp_path / "web_text", [[1, 2, 3], [4], [5, 6]], dtype, code)
     assert open_token_file(path).map().tolist() == [1, 2, 3, 4, 5, 6]
@@ -221,8 +236,8 @@ def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
         (lambda index: index[:20], r"web\.idx: truncated, or without a sequence"),
         (lambda index: index[:-30], r"web\.idx: truncated, or without a sequence"),
         (lambda index: b"X" + index[1:], r"web\.idx: not a Megatron index of version 1"),
-        (lambda index: index[:17] + b"\5" + index[18:], r"web\.idx: tokens of type 5"),
-        (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: its header counts 10 tokens"),
+        (lambda index: index[:17] + b"\6" + index[18:], r"web\.idx: not a Megatron index"),
+        (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: .* its header counts 10"),
     ],
 )
 def test_the_error_of_an_index_names_the_file(tmp_path, harm, message):
@@ -252,7 +267,7 @@ def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp
     (tokens / "shard").symlink_to(disk)
     (tokens / "z.bin").symlink_to("a.bin")  # the file is read once, under its first name
     (tokens / "gone").symlink_to("/unmounted")
-    with pytest.warns(UserWarning, match=r"1 link has no target.*for example .*gone -> /unm"):
+    with pytest.warns(UserWarning, match="1 paths lead to no file, such as .*gone"):
         names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
     assert names == ["a.bin", "shard/train/b.bin"]
     assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]

@@ -23,7 +23,7 @@ ALLOWED = [
     ("model", "gptrain.models.SimpleGPT"),
     ("model", "project.net.MyLSTM"),  # the project's own conf/ names this class
     ("module", "gptrain.lit.LanguageModel"),
-    ("data", "gptrain.data.TextDataset.from_corpus"),
+    ("data", "gptrain.data.TextDataset"),
     ("optimizer", "torch.optim.SGD"),
     ("scheduler", "gptrain.optim.warmup_cosine"),
     ("scheduler", "torch.optim.lr_scheduler.StepLR"),

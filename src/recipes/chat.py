@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from gptrain.core import labels
 from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
-from gptrain.data.records import format_of, read_json_array, read_json_lines
 from gptrain.data.samples import pack_samples
+from gptrain.data.sources import format_of, read_records
 from gptrain.lit.lightning import data_of
 from gptrain.lit.loggers.notes import log_note
 from gptrain.loss import IGNORED
@@ -34,7 +34,7 @@ class ChatDataset(Dataset):
     """Samples of whole conversations: tokens (T,) and targets (T,), int64.
 
     Args:
-        path: JSON lines, a JSON array or a Parquet file.
+        path: JSON lines, or with the package `datasets` any file of records.
         split: `train` or `val`.
         tokenizer: Folder of a tokenizer or a run, tokenizer.json, or `bytes`. If its folder has no
             chat template, it is ChatML.
@@ -163,27 +163,19 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
     """Yield the messages of each record of a file.
 
     Args:
-        file: JSON lines, a JSON array or a Parquet file.
+        file: JSON lines, or with the package `datasets` any file of records.
         keys: Key of the messages, or the two keys of a question and its answer.
 
     Raises:
         DataError: If there are more than two keys, or a record has not these keys.
-        KeyError: If a format was added to `gptrain.data.records` that has no reader here.
     """
     names = [keys] if isinstance(keys, str) else keys
     if not isinstance(keys, str) and len(keys) != 2:
         raise DataError(f"data.keys={keys}: allowed: messages, or two keys: [question,answer]")
-    if format_of(file) == "parquet":
-        from pyarrow import parquet  # extra `parquet`
-
-        records = parquet.read_table(file, columns=names).to_pylist()
-    else:
-        # A file counts as text if its suffix is not known, or if it is .json without an array.
-        readers = {"json": read_json_array, "jsonl": read_json_lines, "text": read_json_lines}
-        records = (record for _, record, _ in readers[format_of(file)](file, ""))
-    for number, record in enumerate(records, 1):
+    kind = format_of(file)
+    for record, place in read_records(file, "jsonl" if kind == "text" else kind):
         if not isinstance(record, dict) or not record.keys() >= set(names):
-            raise DataError(f"{file}: record {number} has no {' and '.join(names)}; try: data.keys")
+            raise DataError(f"{place} has no {' and '.join(names)}; try: data.keys")
         pairs = zip(("user", "assistant"), (record[name] for name in names), strict=False)
         talk = [{"role": role, "content": text} for role, text in pairs]
         yield record[keys] if isinstance(keys, str) else talk

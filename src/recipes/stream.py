@@ -42,9 +42,9 @@ class TextStream(IterableDataset):
         self.arguments = (path, options, tokenizer, seq_len, text_key)
         self.tokenizer = load_tokenizer(tokenizer)
         self.seq_len, self.text_key = seq_len, text_key
-        self.token_bytes, self.end_id = self.tokenizer.token_bytes, self.tokenizer.end_id
-        if self.end_id is None:
+        if self.tokenizer.end_id is None:
             raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
+        self.token_bytes, self.end_id = self.tokenizer.token_bytes, self.tokenizer.end_id
         self.documents = load_stream(path, options)
         self.tokens = [self.end_id]  # read, and not yet the targets of a sample
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gptrain.core.errors import ConfigError, DataError
-from gptrain.data import ByteTokenizer
+from gptrain.data import load_tokenizer
 from recipes.scores import Scores, count, named_scores, read_questions
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
@@ -98,7 +98,7 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
         normed = [value / len(choice) for value, choice in zip(nats, choices, strict=True)]
         by_hand.append([nats.index(max(nats)) == answer, normed.index(max(normed)) == answer])
     expected = [*torch.tensor(by_hand).sum(0).tolist(), 4]
-    callback, tokenizer = Scores({"hs": str(files["hs"])}), ByteTokenizer()
+    callback, tokenizer = Scores({"hs": str(files["hs"])}), load_tokenizer("bytes")
     encode = callback.encoder(tokenizer)
     assert encode("a ", "b") == ([97], [32, 32, 98])  # lm-evaluation-harness moves the space, too
     assert count(net, encode, questions).tolist() == expected
@@ -110,7 +110,7 @@ def test_the_most_probable_choice_counts_also_by_character_and_over_ranks(files)
 
 
 def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):
-    encode = Scores({"hs": str(files["hs"])}, chat=True).encoder(ByteTokenizer())
+    encode = Scores({"hs": str(files["hs"])}, chat=True).encoder(load_tokenizer("bytes"))
     assert encode("q?", "bb") == (
         [254, *b"user\nq?", 255, *b"\n", 254, *b"assistant\n"], [*b"bb", 255],
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_the_scores_of_a_run_are_those_of_all_data_ranks_in_the_precision_of_the
     net, precisions = Unigram({"b": 1.0, "c": 2.0, "d": 3.0}), []
     questions = read_questions(files["hs"])
     callback = Scores({"hs": str(files["hs"])})
-    callback.tokenizer = ByteTokenizer()
+    callback.tokenizer = load_tokenizer("bytes")
     encode = callback.encoder(callback.tokenizer)
     others = [count(net, encode, questions, rank, 3) for rank in (0, 1)]
     expected = named_scores("hs", count(net, encode, questions))

@@ -9,7 +9,7 @@ import runs as helpers
 import torch
 from torch import nn
 
-from gptrain.data import ByteTokenizer
+from gptrain.data import load_tokenizer
 from gptrain.lit.callbacks.sample import SampleText
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
@@ -17,7 +17,7 @@ from gptrain.text.sampling import Sampling, generate, terminal_text
 def test_the_callback_samples_with_its_own_options(caplog):
     net = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
     trainer = SimpleNamespace(
-        datamodule=SimpleNamespace(val=SimpleNamespace(tokenizer=ByteTokenizer())),
+        datamodule=SimpleNamespace(val=SimpleNamespace(tokenizer=load_tokenizer("bytes"))),
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         fast_dev_run=False,
         is_global_zero=True,
@@ -29,7 +29,7 @@ def test_the_callback_samples_with_its_own_options(caplog):
     SampleText("ab", n_tokens=20).on_train_end(trainer, SimpleNamespace(net=net))
     made = generate(net, list(b"ab"), 20, Sampling(0.7), torch.Generator().manual_seed(0))
     tokens = [*b"ab", *made]
-    text = terminal_text(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
+    text = terminal_text(load_tokenizer("bytes").decode(tokens)).replace("\n", "\n" + 10 * " ")
     assert caplog.messages == [f"{'sample':9} {text}"]
     for owner, name, value in (
         (trainer, "fast_dev_run", 1),

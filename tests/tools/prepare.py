@@ -26,7 +26,7 @@ OURS = """
 from gptrain.data import TextDataset
 start = time.perf_counter()
 words = "train", 128, source, tokenizer, folder
-made = TextDataset.from_corpus(*words, val_fraction=0.0001, end_of_document=True)
+made = TextDataset(*words, val_fraction=0.0001, end_of_document=True)
 n_tokens = sum(file.n_tokens for file in made.files)
 """
 THEIRS = """

@@ -10,17 +10,12 @@ from typing import Any
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import to_json
 from gptrain.core.small_files import read_facts
-
-TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-COMPANIONS = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-
+from gptrain.data.tokenizers import COMPANIONS, copy_files
 
 # Keys of config.json and generation_config.json with the ids of special tokens.
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
+TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
@@ -46,12 +41,12 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     own = _content(run_dir / TOKENIZER[0])
     if own is None:
         for folder in folders:
-            if copy_existing_files(folder, run_dir, TOKENIZER):
+            if copy_files(folder, run_dir, TOKENIZER):
                 break
         own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
-            copy_existing_files(folder, run_dir, COMPANIONS)
+            copy_files(folder, run_dir, (*COMPANIONS, GENERATION))
             generation = read_facts(folder / GENERATION)
             ids = read_ids(read_facts(folder / "config.json")) | read_ids(generation)
             if ids.keys() - generation.keys():
@@ -106,24 +101,6 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
         if ids:
             special_ids[key] = ids[0] if len(ids) == 1 else ids
     return special_ids
-
-
-def copy_existing_files(folder: Path, to: Path, names: Iterable[str] = COMPANIONS) -> list[str]:
-    """Copy those of the named files that exist, and return their names.
-
-    Args:
-        folder: Folder to copy from.
-        to: Existing folder to copy into. A file of the same name is replaced.
-        names: Names of the files.
-
-    Raises:
-        OSError: If a file cannot be read or written.
-    """
-    contents = {name: _content(folder / name) for name in names}
-    existing = {name: content for name, content in contents.items() if content is not None}
-    for name, content in existing.items():
-        fileops.replace(to / name, content)
-    return [*existing]
 
 
 def _content(file: Path) -> bytes | None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hydra.utils import get_method
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
@@ -19,7 +19,7 @@ from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.order import limit_lengths
-from gptrain.data.samples import describe_sample, has_documents, len_of
+from gptrain.data.samples import has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
 from gptrain.lit.lightning import RankEnvironment, misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
@@ -261,9 +261,16 @@ def check_pair(key: str, dataset: Dataset) -> None:
         is_integer = targets.dtype == torch.int64 and not tokens.dtype.is_floating_point
         if is_integer and tokens.ndim == 2 and tokens.shape == targets.shape:
             return
-    message = f"sample 0 is {describe_sample(dataset[0])}"
+    shapes = tree_map(describe_value, dataset[0])
+    message = f"sample 0 is {shapes!s:.200}"
     hint = USER_PAIR if isinstance(dataset, UserData) else PAIR
     raise ConfigError.of(key, None, message, hint=hint, code=BAD_DATA)
+
+
+def describe_value(value: Any) -> str:
+    """Return the dtype and shape of a tensor or an array, or the name of another type."""
+    is_array = isinstance(value, Tensor | np.ndarray)
+    return f"{value.dtype} {tuple(value.shape)}" if is_array else type(value).__name__
 
 
 def check_evaluation(

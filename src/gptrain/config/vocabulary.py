@@ -83,8 +83,6 @@ def _count_tokens(key: str, tokenizer: str) -> int:
         raise ConfigError.of(key, tokenizer, message, hint=f"{KEY}=4096")
     path = expand_home(tokenizer)
     facts = read_facts(path / "tokenizer.json" if path.is_dir() else path)
-    if facts.get("type") == "bytes":
-        return 256
     try:
         vocabulary: Any = facts["model"]["vocab"]
         # The vocabulary of a Unigram model is a list of pairs of text and probability.

@@ -106,23 +106,24 @@ class TextConfig(DataConfig):
             Python's standard library.
         pattern: Pattern of the names of the files that are read in folders.
         format: Format of all files. None decides by the suffix of each file.
-        text_key: Key of the text in a record of jsonl, json or parquet.
+        text_key: Key of the text in a record. None is "text". Files that are no records are refused
+            if it is given.
         tokenizer: `bytes`, `bpe` (trained on the data), or the path of a tokenizer.json.
         end_of_document: Whether a token ends each document. None: only if the tokenizer has such a
             token and is not `bytes`.
-        documents: Whether a sample may contain several documents (`packed`), only one (`separate`),
-            or several that do not attend to each other (`masked`).
+        documents: Whether the documents in a sample attend to each other (`packed`), or not
+            (`masked`).
         val_fraction: Fraction of the data that is kept for the validations.
     """
 
     seq_len: Count
     path: LocalPaths | None
     pattern: Name
-    format: Literal["text", "jsonl", "json", "parquet"] | None
-    text_key: Name
+    format: Literal["text", "jsonl", "json", "parquet", "csv"] | None
+    text_key: Name | None
     tokenizer: LocalPath
     end_of_document: bool | None
-    documents: Literal["packed", "separate", "masked"]
+    documents: Literal["packed", "masked"]
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -139,7 +140,7 @@ class TokensConfig(DataConfig):
     seq_len: Count
     train_path: LocalPaths
     val_path: LocalPaths
-    dtype: Literal["uint16", "uint32"]
+    dtype: Literal["uint16", "uint32", "int64"]
 
 
 class PartConfig(OpenSection):
@@ -179,7 +180,7 @@ class MixtureConfig(DataConfig):
 # Type of a data group that ships, by the `_target_` of its `train`.
 DATA: dict[str, type[DataConfig]] = {
     DUMMY: DummyTextConfig,
-    "gptrain.data.TextDataset.from_corpus": TextConfig,
+    "gptrain.data.TextDataset": TextConfig,
     "gptrain.data.TokenDataset": TokensConfig,
     "gptrain.data.Mixture": MixtureConfig,
 }

@@ -14,21 +14,19 @@ A dataset may have these attributes and methods in addition:
 - `describe(n_samples) -> str`: Description of the data that a run of `n_samples` samples sees. The
   run prints the description when training starts.
 
-A stream, such as an IterableDataset, `datasets` in streaming mode or litdata, works as well: see
+A stream, such as an IterableDataset or `datasets` in streaming mode, works as well: see
 `gptrain.data.stream` for what it may have.
 
 Samples in the form of Hugging Face work as well: dicts of `input_ids` and `labels`, each a tensor
 or a list of T integers. `labels` are not shifted: `labels[t]` is `input_ids[t]`, or -100 where no
-loss is counted (see `HuggingFacePairs`). A right-padded `attention_mask` is taken into account.
+loss is counted (see `pair_of`). A right-padded `attention_mask` is taken into account.
 """
 
 from gptrain.core.errors import DataError
-from gptrain.data.corpus import default_corpus
 from gptrain.data.dummy import DummyTextDataset
-from gptrain.data.hugging_face import HuggingFacePairs, as_pairs
 from gptrain.data.mixture import Mixture
-from gptrain.data.order import EvalBatches, SampleOrder, TrainBatches
-from gptrain.data.samples import BatchReader, collate
-from gptrain.data.text import TextDataset
-from gptrain.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+from gptrain.data.order import EvalBatches, MixtureOrder, SampleOrder, TrainBatches
+from gptrain.data.prepare import TextDataset
+from gptrain.data.samples import BatchReader, HuggingFacePairs, as_pairs, collate, pair_of
+from gptrain.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset

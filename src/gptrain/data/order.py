@@ -1,16 +1,15 @@
-"""Order in which the ranks read samples, as pure functions of seed, epoch and position.
+"""Order in which the ranks read samples, as pure functions of the seed and the step.
 
 No list of samples is shuffled or stored. The order of an epoch is a keyed permutation that is
 evaluated only at the positions that a rank needs. The state of the data order is therefore the
-number of the optimizer step, which is equal on all ranks. A run can resume with a different number
-of DataLoader workers, and with a different number of ranks if the global batch size is the same.
+number of samples that were read before an optimizer step, which is equal on all ranks. A run can
+resume with other numbers of DataLoader workers and ranks, and with another global batch size.
 
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +23,9 @@ _ROUNDS = 6
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
 _SECOND_MULTIPLIER = 0x94D049BB133111EB
+# Number of places after which the choice of parts repeats. The actual share of a part differs from
+# its weight by at most the number of parts / 2^16.
+_CYCLE = 2**16
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -39,25 +41,6 @@ def mix64(values: np.ndarray) -> np.ndarray:
     mixed *= _SECOND_MULTIPLIER
     mixed ^= mixed >> 31
     return mixed
-
-
-class Order(Protocol):
-    """Interface of an order in which training reads the samples of a dataset.
-
-    Attributes:
-        n_samples: Number of positions of an epoch.
-    """
-
-    n_samples: int
-
-    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index at each position of an epoch, int64, in the same shape.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            positions: Positions in the epoch, from 0 to `n_samples - 1`.
-        """
-        ...
 
 
 class SampleOrder:
@@ -81,20 +64,26 @@ class SampleOrder:
         self._low_mask = 2**n_low_bits - 1
         self._high_mask = 2**n_high_bits - 1
 
-    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return the sample index at each position of an epoch, int64, in the same shape.
+    def index(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the samples that are read at some places of the run, int64, in the same shape.
 
         Args:
-            epoch: Number of the epoch, from 0. Each epoch has another permutation.
-            positions: Positions in the epoch, from 0 to `n_samples - 1`, in any shape.
+            numbers: Number of samples that the run reads before each, counted over all epochs.
         """
+        epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), self.n_samples)
+        samples = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            samples[epochs == epoch] = self._of_epoch(epoch, positions[epochs == epoch])
+        return samples
+
+    def _of_epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
         key = mix64(key + np.uint64(epoch + GOLDEN))
         keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN)  # (rounds,)
-        samples = self._permute(positions.astype(np.uint64).ravel(), keys)
+        samples = self._permute(positions.astype(np.uint64), keys)
         while (outside := np.flatnonzero(samples >= self.n_samples)).size:
             samples[outside] = self._permute(samples[outside], keys)
-        return samples.astype(np.int64).reshape(positions.shape)
+        return samples.astype(np.int64)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Return the Feistel network's permutation of values below 2^bits, in a new array.
@@ -111,65 +100,100 @@ class SampleOrder:
         return high << self._n_low_bits | low
 
 
+class MixtureOrder:
+    """Order that mixes the samples of several parts in given shares. Each part has its own epochs.
+
+    Each place of a run belongs to a part, and this division repeats in cycles of 2^16 places. If a
+    part has n places of a cycle, the j-th of them is at the fraction (j + 1/2) / n of the cycle, as
+    far as places of other parts leave space. In any window of places, each part therefore has its
+    share to within a few samples.
+
+    Args:
+        lengths: Number of samples of each part by name. Sample i of a part is sample i of the
+            mixture plus the number of samples of all parts before.
+        weights: Share of each part by name, relative to the sum of all weights.
+        seed: Seed of the permutations.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], weights: Mapping[str, float], seed: int) -> None:
+        self.n_samples = sum(lengths.values())
+        # The seed of a part depends on its name, not on the order of the parts in the config.
+        number_of = sorted(lengths).index
+        self._orders = [SampleOrder(n, seed + 1 + number_of(name)) for name, n in lengths.items()]
+        self._firsts = np.cumsum([0, *lengths.values()])
+        shares = np.array([weights[name] for name in lengths]) / sum(weights.values())
+        self._counts = np.maximum(1, (shares * _CYCLE).astype(np.int64))  # (parts,) of a cycle
+        self._counts[np.argmax(self._counts)] += _CYCLE - self._counts.sum()
+        due = np.concatenate([(np.arange(n) + 0.5) / n for n in self._counts])
+        by_due = np.argsort(due, kind="stable")
+        # (cycle,) part of each place, and number of the place among those of its part
+        self._owners = np.repeat(np.arange(len(shares)), self._counts)[by_due]
+        self._ranks = np.concatenate([np.arange(n) for n in self._counts])[by_due]
+
+    def index(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the samples that are read at some places of the run, int64, in the same shape.
+
+        Args:
+            numbers: Number of samples that the run reads before each.
+        """
+        cycles, places = np.divmod(np.asarray(numbers, dtype=np.int64), _CYCLE)
+        owners = self._owners[places]
+        taken = cycles * self._counts[owners] + self._ranks[places]
+        samples = np.empty_like(taken)
+        for part in np.unique(owners).tolist():
+            own = owners == part
+            samples[own] = self._firsts[part] + self._orders[part].index(taken[own])
+        return samples
+
+    def count_by_part(self, n_samples: int) -> list[int]:
+        """Return how many of the first `n_samples` places of a run belong to each part."""
+        cycles, rest = divmod(n_samples, _CYCLE)
+        counts = np.bincount(self._owners[:rest], minlength=len(self._counts))
+        return (cycles * self._counts + counts).tolist()
+
+
+@dataclass(eq=False)
 class TrainBatches:
     """Batch sampler that yields the micro-batches of one rank, from the run's current position.
 
-    The micro-batches of a run are an endless sequence. Each micro-batch depends on its number only,
-    counted over the whole run. The data have N samples. A step of all W ranks takes G = A W B
-    samples: A micro-batches of B samples on each rank. A new permutation of the data begins every
-    N // G steps. Step s of a permutation takes the positions [s G, (s+1) G). Micro-step m of rank r
-    takes the B positions from s G + (m W + r) B on. The samples of a step therefore depend on G,
-    and not on the division of G into ranks and micro-steps. The last N mod G positions of each
-    permutation are skipped on all ranks. They hold different samples in each permutation.
+    The samples of a run are an endless sequence, which `order` defines. A step of all W ranks takes
+    the next G = A W B samples: A micro-batches of B samples on each rank. The samples of a step
+    therefore depend on G, and not on the division of G into ranks and micro-steps.
 
-    An epoch of the DataLoader is a section of `epoch_steps` steps of this sequence. A permutation
-    may begin inside an epoch. A run with shorter epochs sees the same samples in the same order.
+    An epoch of the DataLoader is a section of `epoch_steps` steps of this sequence. A run with
+    shorter epochs sees the same samples in the same order.
 
     Args:
-        order: Permutations of the samples.
+        order: Order of the samples.
         batch_size: Samples of a micro-batch on one rank, B.
         accumulate: Micro-batches per optimizer step, A.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks, W.
-        epoch_steps: Optimizer steps of one epoch. None takes one permutation, N // G.
+        epoch_steps: Optimizer steps of one epoch. 0 takes N // G.
         position: Function that returns the number of micro-batches that the whole run has done. It
             is called when an iterator is created.
-
-    Attributes:
-        resume_point: Tuple (step, number of a permutation, position in the permutation) at which
-            the current global batch size G begins to apply. (0, 0, 0) unless the run was resumed; a
-            resumed run sets it to the position in its checkpoint.
-        n_turns: Number of data workers that take turns, from the first micro-batch of an epoch on.
-            It matters for a stream, of which each worker reads a part of its own.
+        resumed: Pair of an optimizer step and the number of samples that were read before it. A
+            resumed run sets it, because the steps before may have had another size G.
 
     Raises:
         DataError: If one step needs more samples than the dataset has.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        batch_size: int,
-        accumulate: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        epoch_steps: int | None = None,
-        position: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.global_batch_size = batch_size * world_size * accumulate
-        self.permutation_steps = order.n_samples // self.global_batch_size
-        if self.permutation_steps == 0:
-            raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
-        self.epoch_steps = epoch_steps or self.permutation_steps
-        self.order = order
-        self.batch_size = batch_size
-        self.accumulate = accumulate
-        self.rank = rank
-        self.world_size = world_size
-        self.position = position
-        self.resume_point = (0, 0, 0)
-        self.n_turns = 1
+    order: SampleOrder | MixtureOrder
+    batch_size: int
+    accumulate: int = 1
+    rank: int = 0
+    world_size: int = 1
+    epoch_steps: int = 0
+    position: Callable[[], int] = lambda: 0
+    resumed: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.global_batch_size = self.batch_size * self.world_size * self.accumulate
+        n_samples = self.order.n_samples
+        if n_samples < self.global_batch_size:
+            raise DataError(f"{n_samples} sequences, one step needs {self.global_batch_size}")
+        self.epoch_steps = self.epoch_steps or n_samples // self.global_batch_size
 
     def __len__(self) -> int:
         return self.epoch_steps * self.accumulate
@@ -177,85 +201,50 @@ class TrainBatches:
     def __iter__(self) -> Iterator[list[int]]:
         """Return the micro-batches of this rank from the current position to the end of the epoch.
 
-        Each is a list of sample indices. Before them come empty lists, one for each worker whose
-        turn has passed, so that every worker continues with its own turn.
+        Each is a list of sample indices.
         """
         done = self.position()
-        epoch_end = (done // len(self) + 1) * len(self)
-        passed = repeat([], done % len(self) % self.n_turns)
-        return chain(passed, map(self._micro_batch, range(done, epoch_end)))
+        return map(self._micro_batch, range(done, (done // len(self) + 1) * len(self)))
+
+    def n_read(self, step: int) -> int:
+        """Return how many samples all ranks have read before an optimizer step of the run."""
+        first_step, n_before = self.resumed
+        return n_before + (step - first_step) * self.global_batch_size
 
     def step_samples(self, step: int) -> np.ndarray:
-        """Return the indices of all samples that all ranks read in an optimizer step.
-
-        `step_samples(s)[m, r]` are the samples that rank r reads in micro-step m.
-
-        Args:
-            step: Number of the optimizer step, counted over the whole run from 0.
-
-        Returns:
-            Indices, (micro-steps, data ranks, batch_size).
-        """
-        slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
-        return self._samples(step, slots)
-
-    def locate(self, step: int) -> tuple[int, int]:
-        """Return the number of the permutation and the position in it at which a step begins.
-
-        A run uses up one permutation of the samples after another, from number 0 on.
+        """Return the indices of the samples of a step, (micro-steps, data ranks, batch_size).
 
         Args:
             step: Number of the optimizer step, counted over the whole run from 0.
         """
-        first_step, permutation, start = self.resume_point
-        n_left = max(0, self.order.n_samples - start) // self.global_batch_size
-        if step - first_step < n_left:
-            return permutation, start + (step - first_step) * self.global_batch_size
-        n_further, done_steps = divmod(step - first_step - n_left, self.permutation_steps)
-        return permutation + 1 + n_further, done_steps * self.global_batch_size
+        numbers = self.n_read(step) + np.arange(self.global_batch_size)
+        return self.order.index(numbers).reshape(self.accumulate, self.world_size, -1)
 
     def _micro_batch(self, number: int) -> list[int]:
-        """Return the sample indices of one of this rank's micro-batches.
-
-        Args:
-            number: Number of the micro-batch, counted over the whole run from 0.
-        """
         step, micro_step = divmod(number, self.accumulate)
-        return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
-
-    def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """Return the sample indices of some micro-batches of an optimizer step, (..., batch_size).
-
-        Args:
-            step: Number of the optimizer step, counted over the whole run from 0.
-            slots: Number micro_step * world_size + rank of each micro-batch, (...).
-        """
-        permutation, start = self.locate(step)
-        positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)
-        return self.order.index(permutation, positions)
+        slot = micro_step * self.world_size + self.rank
+        numbers = self.n_read(step) + slot * self.batch_size + np.arange(self.batch_size)
+        return self.order.index(numbers).tolist()
 
 
 class EvalBatches:
     """Batch sampler of an evaluation: gives each sample to exactly one rank, in dataset order.
 
     All ranks yield the same number of batches, because the ranks of a partitioned model run each
-    batch together. Batches have `batch_size` samples, except for the last batches of each part,
-    which divide the last samples of the part evenly.
+    batch together. The batches of a part have sizes that differ by at most one. They have at most
+    `batch_size` samples, or two if that is 1.
 
     Args:
         lengths: Number of samples of each part of the dataset, whose parts follow each other. No
             batch has samples of two parts. The batches of the parts alternate (round robin). A
             dataset that is not a mixture has one part.
-        batch_size: Samples of a batch on one rank.
+        batch_size: Largest number of samples of a batch on one rank.
         rank: Data-parallel rank.
-        world_size: Number of data-parallel ranks.
+        world_size: Number of data-parallel ranks. A rank without a sample of a part that has fewer
+            samples than there are ranks yields [-1 - i], where i is the first sample of the part.
+            `BatchReader` reads this index as sample i without targets.
         limit: Number of the batches of one process whose samples are evaluated, or their fraction.
             All ranks together evaluate these samples, see `limit_lengths`. None evaluates all.
-
-    Attributes:
-        short_parts: Numbers of the parts that have fewer samples than there are ranks. A rank
-            without a sample of such a part yields [-1 - i], where i is the first sample of the
-            part. `BatchReader` reads this index as sample i without targets.
     """
 
     def __init__(
@@ -268,14 +257,16 @@ class EvalBatches:
     ) -> None:
         firsts = np.cumsum([0, *lengths]).tolist()
         lengths = limit_lengths(lengths, batch_size, limit)
-        self.short_parts = [part for part, n in enumerate(lengths) if 0 < n < world_size]
         self._batches: list[tuple[int, int, range]] = []  # (round, part, samples)
         for part, n_samples in enumerate(lengths):
             first = firsts[part]
-            bounds = batch_bounds(n_samples, batch_size, rank, world_size)
-            for round_number, (start, end) in enumerate(bounds):
-                samples = range(first + start, first + end) or range(-1 - first, -first)
-                self._batches.append((round_number, part, samples))
+            n_slots = -(-n_samples // (batch_size * world_size)) * world_size
+            n_slots = min(n_slots, max(world_size, n_samples // world_size * world_size))
+            for slot in range(rank, n_slots, world_size):
+                start = first + n_samples * slot // n_slots
+                end = first + n_samples * (slot + 1) // n_slots
+                samples = range(start, end) or range(-1 - first, -first)
+                self._batches.append((slot // world_size, part, samples))
         self._batches.sort(key=lambda batch: batch[:2])
 
     def __len__(self) -> int:
@@ -298,7 +289,7 @@ class EvalBatches:
     def samples_of(self, number: int) -> list[int]:
         """Return the sample indices of a batch of this rank, or [] if there is no such batch.
 
-        A batch without a sample is [-1 - i], as described at `short_parts`.
+        A batch without a sample is [-1 - i], as described at `world_size`.
 
         Args:
             number: Number of the batch, from 0.
@@ -309,56 +300,22 @@ class EvalBatches:
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
     """Return how many samples of each part of a dataset a limited evaluation reads.
 
-    They are the first samples of the part, those in the first `limit` batches that one process
-    reads. The set is therefore the same on any number of ranks.
+    They are the first samples of the part, those in the first `limit` full batches, which alternate
+    between the parts. The set is therefore the same on any number of ranks.
 
     Args:
         lengths: Number of samples of each part.
-        batch_size: Samples of a batch of the process.
+        batch_size: Samples of a batch.
         limit: Number of batches, or with a float their fraction, of which at least one is read.
             None reads all samples.
     """
     if limit is None:
         return list(lengths)
-    batches = EvalBatches(lengths, batch_size)._batches
-    n_batches = max(1, int(limit * len(batches))) if isinstance(limit, float) else limit
+    starts = sorted(
+        (start, part) for part, n in enumerate(lengths) for start in range(0, n, batch_size)
+    )
+    n_batches = max(1, int(limit * len(starts))) if isinstance(limit, float) else limit
     counts = [0] * len(lengths)
-    for _, part, samples in batches[:n_batches]:
-        counts[part] += len(samples)
+    for start, part in starts[:n_batches]:
+        counts[part] = min(start + batch_size, lengths[part])
     return counts
-
-
-def batch_bounds(
-    n_samples: int, batch_size: int, rank: int, world_size: int
-) -> list[tuple[int, int]]:
-    """Return the first sample and the end (exclusive) of each batch of one rank in an evaluation.
-
-    All ranks get equally many batches. In each round every rank has one batch. The samples after
-    the last round of full batches are divided evenly into one more round. If fewer samples than
-    ranks are left, they are divided together with the samples of the last full round: into two
-    rounds, or for `batch_size=1` into one round of batches with one or two samples. A batch is
-    empty only if there are fewer samples than ranks.
-
-    Args:
-        n_samples: Number of samples that all ranks share.
-        batch_size: Samples of a full batch on one rank.
-        rank: Data-parallel rank.
-        world_size: Number of data-parallel ranks.
-    """
-    round_samples = batch_size * world_size
-    n_full_rounds, n_left = divmod(n_samples, round_samples)
-    n_short_rounds = 1 if n_left else 0
-    if 0 < n_left < world_size and n_full_rounds:
-        n_full_rounds -= 1
-        n_left += round_samples
-        n_short_rounds = 1 if batch_size == 1 else 2
-    starts = [number * round_samples + rank * batch_size for number in range(n_full_rounds)]
-    bounds = [(start, start + batch_size) for start in starts]
-    first_left = n_full_rounds * round_samples
-    n_slots = n_short_rounds * world_size
-    for number in range(n_short_rounds):
-        slot = number * world_size + rank
-        start = first_left + n_left * slot // n_slots
-        end = first_left + n_left * (slot + 1) // n_slots
-        bounds.append((start, end))
-    return bounds

@@ -1,137 +1,325 @@
-"""Tokenization of a corpus to token files, on all cores and in constant memory.
+"""TextDataset: samples from a corpus of text, which is split and tokenized only once.
 
-The files are written to a temporary folder, which gets its final name when it is complete.
+The tokens are cached in a folder whose name is a hash of the texts, the tokenizer and the options
+of the split. Tokenization uses all cores and constant memory.
 """
 
-import fcntl
+import hashlib
 import logging
 import os
 import shutil
-import socket
-import uuid
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+import tempfile
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from gptrain.core.errors import DataError
 from gptrain.core.progress import progress_bar
-from gptrain.data.corpus import Piece
-from gptrain.data.tokenizers import Tokenizer
-from gptrain.data.tokens import token_dtype
+from gptrain.data.sources import Paths, Piece, find_corpus, format_of, read_pieces
+from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
+from gptrain.data.tokens import TokenDataset, token_dtype
 
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
-LENGTHS_TYPE = "<i8"
-_BATCH_BYTES = 2**20  # text that is tokenized in one call
-# One batch is encoded on all cores, while the next batch is read and the previous batch is
-# converted to arrays.
-_THREADS = 3
-_LOCK = "lock"
+# Version of the folder's files and of the split, a part of the cache key. A change of either must
+# increase it.
+FORMAT = 6
+_ENDS_TYPE = "<i8"
+_BATCH_CHARS = 2**20  # text that is tokenized in one call
+_IN_WORK = 3  # batches: one is encoded while others are read and converted to arrays
+_RECENT_S = 2.0
+
+
+class TextDataset(TokenDataset):
+    """Dataset of the training or the validation text of a corpus.
+
+    The text is cut into windows of `seq_len` tokens. The validation set keeps the last, incomplete
+    window, so that every byte counts. The corpus is hashed if a file has changed. It is tokenized
+    if the hash, the tokenizer or an option of the split has changed. Several processes may open the
+    same corpus at once; each gets the complete dataset.
+
+    Args:
+        split: "train" or "val".
+        seq_len: Positions of a sample, T.
+        path: File, folder, glob pattern or a list of these. None reads the source code of Python's
+            standard library.
+        tokenizer: `bytes`, `bpe` (trained on the training text), or the path of a tokenizer.json.
+        cache_dir: Folder for the tokens and for the hashes of the files.
+        val_fraction: Fraction of the text for validation, see `read_pieces`.
+        pattern: Pattern that the names of files within folders must match.
+        vocab_size: Vocabulary size of the model. The tokenizer may not have more tokens. `bpe`
+            learns this number of tokens, or fewer if the text is too small.
+        format: Format of all files: text, jsonl, json, parquet or csv. None takes the format of
+            each file from its suffix.
+        text_key: Key of the text in a record. None is "text".
+        end_of_document: Whether to append the end token to each document. None appends it if the
+            tokenizer has one, except for `bytes`.
+        documents: `packed` lets windows cross the ends of documents. `masked` does as well, but a
+            batch has a third item, the index of the document of each token, so that a document
+            attends to itself only.
+
+    Attributes:
+        tokenizer: Tokenizer of the tokens.
+        end_id: Token that ends each document, or None.
+        ends: Positions in the token file, (documents + 1,): where the first document begins, then
+            where each document ends. If a text file is divided between the splits, each of its
+            parts counts as a document.
+
+    Raises:
+        FileNotFoundError: If a path or the tokenizer does not exist.
+        ModuleNotFoundError: If an optional package is missing.
+        DataError: If there is too little text, if a file is damaged or has another format, if the
+            tokenizer has more tokens than the model or lacks a needed one, or if the cache was
+            modified.
+        ValueError: If the `vocab_size` of a new `bpe` is too small.
+        OSError: If a file cannot be read, or the disk is full or not writable. Incomplete files are
+            removed.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        seq_len: int,
+        path: Paths | None,
+        tokenizer: str,
+        cache_dir: str | os.PathLike,
+        val_fraction: float = 0.05,
+        pattern: str = "*",
+        vocab_size: int | None = None,
+        format: str | None = None,
+        text_key: str | None = None,
+        end_of_document: bool | None = None,
+        documents: str = "packed",
+    ) -> None:
+        cache_dir = Path(cache_dir).resolve()
+        loaded = None if tokenizer == "bpe" else load_tokenizer(tokenizer)
+        if loaded and vocab_size is not None and loaded.vocab_size > vocab_size:
+            raise DataError(f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}")
+        has_end = end_of_document
+        if has_end is None:
+            has_end = loaded is None or loaded.ends_documents
+        if has_end and loaded and loaded.end_id is None:
+            raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
+        files = find_corpus(path, pattern, cache_dir)
+        format = "text" if path is None else format
+        states = _states(files)
+        key = [
+            FORMAT, hash_files(files, cache_dir / "index"), [format_of(f, format) for f in files],
+            loaded.identity if loaded else f"bpe:{vocab_size}", val_fraction, has_end, text_key,
+        ]  # fmt: skip
+        folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        if not folder.exists():
+            read = partial(read_pieces, files, val_fraction, format, text_key, not has_end)
+            with fresh_folder(folder) as draft:
+                log.info("preparing %d files of text in %s, once", len(files), cache_dir)
+                if loaded is None:
+                    texts = (piece.text for piece in read() if not piece.is_val)
+                    loaded = train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
+                else:
+                    loaded.save(draft)
+                n_bytes = sum(file.stat().st_size for file in files)
+                write_tokens(draft, read(), loaded, has_end, n_bytes)
+                if _states(files) != states:
+                    raise DataError(f"{path}: a file changed while it was read; start again")
+        self.tokenizer = load_tokenizer(folder)
+        self.token_bytes = self.tokenizer.token_bytes
+        self.end_id = self.tokenizer.end_id if has_end else None
+        self.documents = documents
+        self.folder = folder
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        super().__init__(folder / f"{split}.bin", seq_len, dtype, keep_tail=split == "val")
+        self.ends = np.fromfile(folder / f"{split}.ends", _ENDS_TYPE)
+        if self.ends[-1:] != [self.n_tokens]:
+            raise DataError(f"{folder}: damaged; delete it, it will be prepared again")
+        self.fingerprint = folder.name
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64.
+
+        Args:
+            indices: Numbers of windows, (B,).
+        """
+        tokens, targets = super().__getitems__(indices)
+        if self.documents != "masked":
+            return tokens, targets
+        # The token before a document's first token belongs to the document, as its context.
+        positions = np.asarray(indices)[:, None] * self.seq_len + np.arange(1, self.seq_len + 1)
+        documents = np.searchsorted(self.ends, positions, side="right") - 1  # (B, T)
+        begins = torch.from_numpy(positions == self.ends[documents])
+        tokens[begins] = int(self._map(0)[0])
+        return tokens, targets, torch.from_numpy(documents)
+
+    def describe(self, n_samples: int = 0) -> str:
+        """Return a line with the number of tokens and documents, and the epochs of a run.
+
+        Args:
+            n_samples: Number of samples that the run reads. 0 leaves out the epochs.
+        """
+        end = f"each ended by {self.tokenizer.end_token}"
+        ends = "nothing between them" if self.end_id is None else end
+        n_documents = f"{len(self.ends) - 1:,} documents"
+        return f"{super().describe(n_samples)} · {n_documents}, {ends}, {self.documents}"
+
+
+def hash_files(files: Sequence[Path], index: Path) -> str:
+    """Return the SHA-256 of the contents of files.
+
+    Files must be read completely to be hashed. The hash is therefore stored in the folder `index`,
+    and used again as long as the files have the same states. The state of a file has the time of
+    its last change (ctime), which no program can set, as programs set the modification time.
+
+    Args:
+        files: Files of a corpus.
+        index: Folder of stored hashes, which is created if it does not exist.
+
+    Raises:
+        OSError: If a file cannot be read, or the folder cannot be written.
+    """
+    states = _states(files)
+    note = index / hashlib.sha256(repr(states).encode()).hexdigest()
+    if note.is_file() and len(content := note.read_text()) == 64:
+        return content
+    digest = hashlib.sha256()
+    for file in files:
+        content = hashlib.sha256()
+        with file.open("rb") as blocks:
+            while block := blocks.read(2**20):
+                content.update(block)
+        digest.update(content.digest())
+    newest_s = max(changed_ns for _, _, _, changed_ns, _ in states) / 1e9
+    # A file that has just changed may change again without another time.
+    if newest_s < time.time() - _RECENT_S and _states(files) == states:
+        index.mkdir(parents=True, exist_ok=True)
+        note.write_text(digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _states(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+    stats = [(os.path.realpath(file), file.stat()) for file in files]
+    return [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in stats]
 
 
 def write_tokens(
-    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, end_id: int | None, n_bytes: int
-) -> list[int]:
+    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, has_end: bool, n_bytes: int
+) -> None:
     """Write the token files `train.bin` and `val.bin` and the document ends of both.
 
     A token file begins with a context: the end token, or the tokens of a newline if there is none.
     So every byte of the text is a target. The documents follow one after another. `train.ends` and
     `val.ends` hold int64 positions, counted in tokens: where the first document begins, then where
-    each document ends. Each part of a text file that is divided between the splits counts as a
-    document. Shows a progress bar on a terminal.
+    each document ends. Warns if the tokenizer loses characters of the first batch.
 
     Args:
         folder: Folder for the four files.
         pieces: Text of the corpus.
         tokenizer: Tokenizer of the text.
-        end_id: Token to append to each document, or None.
-        n_bytes: Size of all sources, for the progress bar.
-
-    Returns:
-        Number of tokens after the context, of the training and of the validation file.
+        has_end: Whether to append the end token to each document.
+        n_bytes: Size of all files, for the progress bar.
 
     Raises:
         OSError: If a file cannot be written.
-        DataError: If `pieces` raises it, or if a text has a character without a token.
+        DataError: If the training or the validation set has no text, or `pieces` raises it.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([] if end_id is None else [end_id], dtype)
-    context = end if len(end) else tokenizer.encode("\n").astype(dtype)
-    n_tokens = {False: 0, True: 0}  # is_val -> tokens written
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    end = np.array([tokenizer.end_id] if has_end else [], dtype)
+    context = end if has_end else tokenizer.encode("\n").astype(dtype)
+    n_tokens = [0, 0]  # by is_val
 
     def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        encoded = []
-        ids = tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, tokens in zip(batch, ids, strict=True):
-            tokens = np.append(tokens, end) if piece.ends_document else tokens
-            encoded.append((piece, tokens.astype(dtype)))
-        return encoded
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        return [
+            (piece, np.append(ids, end).astype(dtype) if piece.ends_document else ids.astype(dtype))
+            for piece, ids in zip(batch, encoded, strict=True)
+        ]
 
     def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
         n_tokens[is_val] += len(tokens)
-        tokens_files[is_val].write(tokens.tobytes())
+        files[is_val].write(tokens.tobytes())
         if ends_part:
-            ends_files[is_val].write(np.array(n_tokens[is_val], LENGTHS_TYPE).tobytes())
+            ends_files[is_val].write(np.array(n_tokens[is_val], _ENDS_TYPE).tobytes())
 
     with ExitStack() as stack:
-        # Both lists are indexed by is_val.
-        tokens_files, ends_files = (
+        files, ends_files = (
             [stack.enter_context((folder / f"{name}.{suffix}").open("wb")) for name in SPLITS]
             for suffix in ("bin", "ends")
         )
-        for is_val in n_tokens:
+        for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for batch in map_in_order(encode, batches(pieces)):
+        for number, batch in enumerate(map_in_order(encode, batches(pieces))):
+            if number == 0:
+                warn_of_lost_characters(tokenizer, batch)
             for piece, tokens in batch:
                 write(tokens, piece.is_val, piece.ends_part)
-                bar.update(piece.n_read_bytes)
-        for file in (*tokens_files, *ends_files):
+                bar.update(len(piece.text))
+        for file in (*files, *ends_files):
             file.flush()
             os.fsync(file.fileno())  # the content is on disk before the folder gets its name
-    return [n - len(context) for n in n_tokens.values()]
+    for n, name in zip(n_tokens, SPLITS, strict=True):
+        if n == len(context):
+            raise DataError(f"data.path: {n_bytes} bytes, too few to take a part for data.{name}")
+
+
+def warn_of_lost_characters(
+    tokenizer: Tokenizer, batch: Iterable[tuple[Piece, np.ndarray]]
+) -> None:
+    """Warn if the tokens of some text do not give back all of its characters.
+
+    A BPE without an unknown token and without all bytes drops characters in silence. White space,
+    and what the tokenizer's normalizer changes, does not count.
+
+    Args:
+        tokenizer: Tokenizer of the text.
+        batch: Pieces of text and their tokens.
+    """
+    lost: Counter[str] = Counter()
+    n_chars = 0
+    for piece, tokens in batch:
+        n_chars += len(piece.text)
+        text = Counter(tokenizer.normalize(piece.text))
+        lost += text - Counter(tokenizer.decode(tokens))
+    lost = Counter({char: n for char, n in lost.items() if not char.isspace() and char != "▁"})
+    if lost:
+        examples = " ".join(char for char, _ in lost.most_common(5))
+        message = f"loses {lost.total()} of the first {n_chars} characters, such as {examples}"
+        warnings.warn(f"data.tokenizer: {message}; try: data.tokenizer=bpe", stacklevel=2)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces of text into lists of at least 1 MiB; the last list may have less.
-
-    Args:
-        pieces: Pieces of text, which are read one list at a time.
-    """
-    batch = []
-    n_bytes = 0
+    """Group pieces of text into lists of at least 1 Mi characters; the last list may have less."""
+    batch: list[Piece] = []
+    n_chars = 0
     for piece in pieces:
         batch.append(piece)
-        n_bytes += len(piece.text) + 1
-        if n_bytes >= _BATCH_BYTES:
+        n_chars += len(piece.text) + 1
+        if n_chars >= _BATCH_CHARS:
             yield batch
-            batch = []
-            n_bytes = 0
-    if batch:
-        yield batch
+            batch, n_chars = [], 0
+    yield batch
 
 
-def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
+def map_in_order(encode: Any, batches: Iterable[list[Piece]]) -> Iterator[Any]:
     """Yield `encode(batch)` for each batch, in the order of the batches, from several threads.
 
-    At most three batches are in work at a time, so that batches are read and written while another
-    batch is encoded. The package `tokenizers` releases the global interpreter lock.
-
-    An exception of `encode` or of `batches` is raised here, after the batches in work have ended.
-
-    Args:
-        encode: Function of one batch that may run in any thread.
-        batches: Batches, which are read in the calling thread.
+    The package `tokenizers` releases the global interpreter lock. An exception is raised here,
+    after the batches in work have ended.
     """
-    waiting = deque()
-    with ThreadPoolExecutor(_THREADS) as pool:
+    waiting: deque[Any] = deque()
+    with ThreadPoolExecutor(_IN_WORK) as pool:
         for batch in batches:
             waiting.append(pool.submit(encode, batch))
-            if len(waiting) == _THREADS:
+            if len(waiting) == _IN_WORK:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -141,39 +329,21 @@ def map_in_order(encode: Callable, batches: Iterable) -> Iterator:
 def fresh_folder(target: Path) -> Generator[Path, None, None]:
     """Create a folder for new files, and rename it to `target` when the `with` block succeeds.
 
-    So `target` is complete or does not exist. If the block raises, the folder is removed. Several
-    processes may prepare the same target: the folder that is renamed first stays, and every process
-    finds `target` complete. Folders that killed processes of this machine have left in the same
-    place are removed first: until a folder is renamed it has a locked file, and the kernel frees
-    the lock when the process ends.
+    So `target` is complete or does not exist. If the block raises, the folder is removed. Of
+    several processes that prepare the same target, the folder that is renamed first stays.
 
     Args:
         target: Final path. Missing parent folders are created.
-
-    Yields:
-        The folder, next to `target`, with a hidden name. It holds only the locked file.
-
-    Raises:
-        OSError: If the folder cannot be created or renamed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for abandoned in target.parent.glob(f".{socket.gethostname()}.*"):
-        with suppress(OSError), (abandoned / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s: the process that made it was killed", abandoned)
-            shutil.rmtree(abandoned, ignore_errors=True)
-    draft = target.with_name(f".{socket.gethostname()}.{uuid.uuid4().hex}")
-    draft.mkdir()
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
     try:
-        with (draft / _LOCK).open("w") as lock:
-            with suppress(OSError):  # without file locks, no process removes this folder
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield draft
-            (draft / _LOCK).unlink()
-            try:
-                draft.rename(target)
-            except OSError:
-                if not target.exists():
-                    raise
+        yield draft
+        draft.chmod(0o755)  # mkdtemp makes a folder of this user alone
+        try:
+            draft.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # does nothing if the folder was renamed

@@ -1,48 +1,27 @@
-"""How samples are read from a dataset and stacked to batches.
+"""How samples are read from any dataset, stacked to batches and checked.
 
 # B batch, T positions of a sample
 """
 
+import warnings
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gptrain.core.errors import DataError
+from gptrain.core.errors import DataError, first_line
 from gptrain.loss import IGNORED
 
-# Optional attributes and methods of a dataset, see gptrain.data.
-OPTIONAL_ATTRIBUTES = ("describe", "end_id", "fingerprint", "token_bytes", "tokenizer")
-SHOWN_KEYS = 8  # largest number of keys of a dict, or items of a tuple, in an error message
+REQUIRED_KEYS = {"input_ids", "labels"}
 
 
 def len_of(dataset: Dataset) -> int:
-    """Return the number of samples of a dataset, `len(dataset)`.
-
-    The class `Dataset` of torch does not declare `__len__`, so the type checker needs this
-    function.
-    """
+    """Return the number of samples of a dataset, whose class in torch declares no `__len__`."""
     return len(cast(Sized, dataset))
-
-
-def take_over_attributes(wrapper: Dataset, dataset: Any) -> None:
-    """Give a dataset that wraps another one the optional attributes of the wrapped dataset.
-
-    The attributes are those in OPTIONAL_ATTRIBUTES, such as `tokenizer`. An attribute that the
-    class of the wrapper has itself is kept.
-
-    Args:
-        wrapper: Dataset that reads its samples from `dataset`.
-        dataset: Dataset or stream.
-    """
-    for name in OPTIONAL_ATTRIBUTES:
-        if hasattr(dataset, name) and not hasattr(type(wrapper), name):
-            setattr(wrapper, name, getattr(dataset, name))
 
 
 class BatchDataset(Dataset):
@@ -62,26 +41,47 @@ class BatchDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item.
 
-        A negative index counts from the end.
-
         Raises:
             IndexError: If the dataset has no such sample.
         """
-        n_samples = len_of(self)
-        if not -n_samples <= index < n_samples:
-            raise IndexError(f"sample {index}: the dataset has only {n_samples} samples")
-        return tuple(item[0] for item in self.__getitems__([index % n_samples]))
+        index = range(len_of(self))[index]
+        return tuple(item[0] for item in self.__getitems__([index]))
 
 
-class BatchReader(Dataset):
-    """Dataset that wraps any dataset for a DataLoader: it reads whole batches and checks them.
+class WrappedDataset(Dataset):
+    """Base class of datasets that read the samples of another one, and have its attributes.
+
+    Args:
+        dataset: Dataset or stream.
+        name: Config key of the dataset, for error messages.
+    """
+
+    def __init__(self, dataset: Any, name: str):
+        self.dataset = dataset
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "dataset":  # not yet set, for example while the object is unpickled
+            raise AttributeError(attribute)
+        return getattr(self.dataset, attribute)
+
+    def __len__(self) -> int:
+        return len_of(self.dataset)
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """Return the samples of the inner dataset: a list, or a batch that it stacks itself."""
+        read = getattr(self.dataset, "__getitems__", None)
+        return read(indices) if read else [self.dataset[index] for index in indices]
+
+
+class BatchReader(WrappedDataset):
+    """Dataset for a DataLoader that reads whole batches and checks them.
 
     Args:
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
-        n_positions: Number of positions T that every sample must have, unless the dataset stacks
-            its batches itself. With None, samples may have any form as long as the samples of one
-            batch have equal shapes.
+        n_positions: Number of positions T that every sample must have. With None, samples may have
+            any form as long as the samples of one batch have equal shapes.
         vocab_size: Number of token ids V of the net. With `n_positions`, tokens and targets must be
             below it. None does not check them.
     """
@@ -93,22 +93,15 @@ class BatchReader(Dataset):
         n_positions: int | None = None,
         vocab_size: int | None = None,
     ):
-        self.dataset = dataset
-        self.name = name
+        super().__init__(dataset, name)
         self.n_positions = n_positions
         self.vocab_size = vocab_size
-
-    def __len__(self) -> int:
-        return len_of(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read the samples of a batch and return them as a tuple or a dict of stacked tensors.
-
-        Samples of text give (tokens (B, T), targets (B, T)). A batch that the dataset has stacked
-        itself in its `__getitems__` is returned unchanged. Only its ids are checked.
+        """Return the samples of a batch as a tuple or a dict of stacked tensors.
 
         Args:
             indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
@@ -117,97 +110,33 @@ class BatchReader(Dataset):
 
         Raises:
             DataError: If samples cannot be stacked, do not have `n_positions` positions, or have an
-                id outside of 0 to `vocab_size` - 1. A target may also be -100. Ids on a GPU are not
-                checked. The message names the first such sample.
+                id outside of 0 to `vocab_size` - 1. A target may also be -100.
         """
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
-        read = getattr(self.dataset, "__getitems__", None)
-        samples = read(indices) if read else [self.dataset[index] for index in indices]
+        samples = self.read(indices)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            shapes = [describe_sample(sample) for sample in samples]
-            odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), 0)
-            reason = f"sample {indices[0]} is {shapes[0]}" if odd else "torch cannot stack it"
-            raise self._stacking_error(indices[odd], samples[odd], reason) from error
-        if self.n_positions is not None:
-            if isinstance(samples, list) and batch[0].shape[1] != self.n_positions:
-                reason = f"sample 0 has {self.n_positions} positions"
-                raise self._stacking_error(indices[0], samples[0], reason)
-            self._check_ids(indices, batch)
+            raise self._error(indices, first_line(error)) from error
+        if self.n_positions is None:
+            return batch
+        tokens, targets = batch[:2]
+        if tokens.shape[1] != self.n_positions:
+            message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
+            raise self._error(indices, message)
+        if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
+            highest = int(max(tokens.max(), targets.max()))
+            lowest = int(min(tokens.min(), targets.masked_fill(targets == IGNORED, 0).min()))
+            if highest >= self.vocab_size or lowest < 0:
+                found = lowest if lowest < 0 else highest
+                message = f"token {found}, not of 0 to {self.vocab_size - 1} (model.vocab_size)"
+                raise self._error(indices, message)
         return batch
 
-    def _check_ids(self, indices: Sequence[int], batch: tuple[Tensor, ...]) -> None:
-        """Check that the net knows all token ids of a batch. Batches on a GPU are not checked.
-
-        On a GPU, an unknown id would end the run in a device-side assertion that names no sample.
-
-        Args:
-            indices: Indices of the samples.
-            batch: Tokens and targets, (B, T) each.
-
-        Raises:
-            DataError: If an id is negative or not below `vocab_size`. A target may be -100.
-        """
-        if self.vocab_size is None:
-            return
-        for kind, tensor in zip(("token", "target"), batch[:2], strict=True):
-            if tensor.device.type != "cpu":
-                return  # reading the values would wait for the device
-            ids = tensor.numpy()
-            is_valid = (ids >= 0) & (ids < self.vocab_size)
-            if kind == "target":
-                is_valid |= ids == IGNORED
-            if is_valid.all():
-                continue
-            row, position = np.argwhere(~is_valid)[0]
-            also = f" and {IGNORED}" if kind == "target" else ""
-            raise DataError(
-                f"{self.name}: sample {indices[row]} has the {kind} {int(ids[row, position])}; "
-                f"allowed: 0 to {self.vocab_size - 1}{also} (model.vocab_size={self.vocab_size})"
-            )
-
-    def _stacking_error(self, index: int, sample: Any, reason: str) -> DataError:
-        """Return the error about a sample that cannot be stacked with the others of its batch.
-
-        The error is not raised here.
-
-        Args:
-            index: Index of the sample in the dataset.
-            sample: The sample, whose types and shapes the message shows.
-            reason: Reason, which follows "but" in the message.
-        """
-        return DataError(
-            f"{self.name}: sample {index} is {describe_sample(sample)}, but {reason}; needed: "
-            "tensors of equal shape in all samples, for example padded, with targets of -100 in "
-            "the padding"
-        )
-
-
-def describe_sample(sample: Any) -> str:
-    """Return the types and shapes of a sample, for an error message.
-
-    For example "(int64 (128,), int64 (128,))" for a pair of tensors. Of a dict, a tuple or a list
-    only the first 8 items are described. A list without tensors gives its length, and any other
-    value the name of its type.
-
-    Args:
-        sample: Value of any type.
-    """
-    if isinstance(sample, Tensor | np.ndarray):
-        return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
-    if isinstance(sample, Mapping):
-        items = [f"{key}: {describe_sample(sample[key])}" for key in list(sample)[:SHOWN_KEYS]]
-        return "{" + ", ".join(items) + "}"
-    if isinstance(sample, tuple):
-        return f"({', '.join(describe_sample(item) for item in sample[:SHOWN_KEYS])})"
-    if isinstance(sample, list):
-        holds_tensors = any(isinstance(item, Tensor | np.ndarray) for item in sample)
-        shown = ", ".join(describe_sample(item) for item in sample[:SHOWN_KEYS])
-        return f"[{shown}]" if holds_tensors else f"list of {len(sample)}"
-    return type(sample).__name__
+    def _error(self, indices: Sequence[int], message: str) -> DataError:
+        return DataError(f"{self.name}: samples {', '.join(map(str, indices))}: {message}")
 
 
 def collate(batch: Any) -> Any:
@@ -225,6 +154,86 @@ def collate(batch: Any) -> Any:
     """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
+
+
+class HuggingFacePairs(WrappedDataset):
+    """Dataset of pairs (tokens (T,), targets (T,)) that reads dicts of Hugging Face.
+
+    Reading a sample that cannot be converted raises a DataError (see `pair_of`).
+    """
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the pairs of several samples as a list."""
+        places = [f"{self.name}: sample {index}" for index in indices]
+        pairs = zip(self.read(indices), places, strict=True)
+        return [pair_of(sample, place) for sample, place in pairs]
+
+
+def as_pairs(dataset: Dataset, name: str) -> Dataset:
+    """Return a dataset as a dataset of pairs if its samples are dicts of `input_ids` and `labels`.
+
+    Only the first sample is read to find out. Any other dataset is returned unchanged, also an
+    empty one. Warns about keys of this sample that are not used.
+
+    Args:
+        dataset: Dataset of dicts or of any other samples.
+        name: Config key of the dataset, for error messages.
+    """
+    sample = dataset[0] if len_of(dataset) else None
+    if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
+        return dataset
+    if unused := sorted(map(str, sample.keys() - REQUIRED_KEYS - {"attention_mask"})):
+        warnings.warn(f"{name}: not used: {', '.join(unused)}", stacklevel=2)
+    return HuggingFacePairs(dataset, name)
+
+
+def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, Tensor]:
+    """Return the tokens (T,) and the targets (T,) of one dict of Hugging Face, both int64.
+
+    Labels of Hugging Face are not shifted: labels[t] is input_ids[t], or -100, and the models of
+    transformers predict labels[t + 1] from input_ids[:t + 1]. Here targets[t] is labels[t + 1], and
+    the last target is -100. Both losses are then the mean over the same T - 1 predictions. A label
+    at a position whose `attention_mask` is 0 counts as -100.
+
+    Args:
+        sample: Dict of `input_ids`, `labels` and, optionally, `attention_mask`, each a tensor, an
+            array or a list of T integers. Other keys, such as `idx` or `text`, are not used.
+        place: Name of the sample, for error messages.
+
+    Raises:
+        DataError: If a key is missing, if the values are not integers of one shape (T,), if a label
+            that is not masked is neither its input id nor -100, or if the mask has a 0 before a 1.
+    """
+    names = ("input_ids", "labels", "attention_mask")
+    if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
+        raise DataError(f"{place}: no dict of input_ids and labels, as sample 0 is")
+    try:
+        columns = [torch.as_tensor(sample[name]) for name in names if name in sample]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{place}: {first_line(error)}; needed: sequences of integers") from None
+    tokens, labels, *masks = columns
+    shapes = {tuple(column.shape) for column in columns}
+    if len(shapes) != 1 or tokens.ndim != 1 or any(c.is_floating_point() for c in columns):
+        raise DataError(f"{place}: shapes {sorted(shapes)}; needed: integers of one shape (T,)")
+    tokens, labels = tokens.long(), labels.long()
+    if masks:
+        mask = masks[0].bool()
+        if not torch.equal(mask, mask.cummin(0).values):
+            message = "attention_mask has a 0 before a 1: a causal net would attend to the padding"
+            raise DataError(f"{place}: {message}; needed: padding_side='right'")
+        labels = labels.masked_fill(~mask, IGNORED)
+    differs = (labels != IGNORED) & (labels != tokens)
+    if differs.any():
+        position = int(differs.nonzero()[0])
+        raise DataError(
+            f"{place}: labels[{position}]={int(labels[position])}, "
+            f"input_ids[{position}]={int(tokens[position])}; needed: labels that are input_ids or "
+            "-100, not shifted; targets that are shifted need a pair (tokens, targets)"
+        )
+    return tokens, torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
 
 
 def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:

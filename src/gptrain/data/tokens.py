@@ -1,25 +1,63 @@
 """TokenDataset: samples from memory-mapped files of tokens, which are never read as a whole.
 
+There are four formats:
+
+- Raw (train.bin of nanoGPT): The file consists of tokens only.
+- llm.c: 256 int32 precede the tokens: magic number, version, number of tokens, zeros.
+- Megatron: Raw tokens are in x.bin, and their type and number in x.idx (source:
+  megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM).
+- NumPy: An array with one dimension in x.npy.
+
 # B batch, T seq_len
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gptrain.core.errors import DataError
+from gptrain.core.small_files import open_regular
 from gptrain.data.samples import BatchDataset
-from gptrain.data.token_files import TokenFile, find_token_files, open_token_file
+from gptrain.data.sources import Paths, find_files
 from gptrain.loss import IGNORED
 
-# Blocks of 2^14 tokens that are checked when a dataset is opened. A single file is checked
-# completely if it has at most 2^18 tokens, 512 KiB of uint16.
-_CHECKED_BLOCKS = 16
+_HEADER_BYTES = 1024  # 256 int32
+# Magic number -> (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
+_HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+# Magic text, version, code of the dtype, number of sequences, number of documents
+_MEGATRON = struct.Struct("<9sQBQQ")
+# Code -> dtype. Code 4 is int32. Token ids are not negative, so uint32 reads the same values.
+_MEGATRON_TYPES = {8: "uint16", 4: "uint32", 5: "int64"}
+_OTHER_SPLITS = {"train": ("val", "test"), "val": ("train", "test")}
+_SAMPLED_TOKENS = 2**18  # of the fingerprint
+
+
+class TokenFile(NamedTuple):
+    """Path and layout of a file of tokens, whose content is not in memory.
+
+    Attributes:
+        path: Path of the file.
+        dtype: Type of a token, as NumPy names it.
+        n_tokens: Number of tokens.
+        offset_bytes: Position of the first token in the file.
+    """
+
+    path: Path
+    dtype: str
+    n_tokens: int
+    offset_bytes: int
+
+    def map(self) -> np.ndarray:
+        """Return a read-only memory map of the tokens, (n_tokens,)."""
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
 
 
 class TokenDataset(BatchDataset):
@@ -29,13 +67,12 @@ class TokenDataset(BatchDataset):
     the next window. Windows never cross the end of a file.
 
     Args:
-        path: File, glob pattern, folder of .bin files, or a list of these.
+        path: File, glob pattern, folder of .bin and .npy files, or a list of these.
         seq_len: Positions of a sample, T.
-        dtype: Type of the tokens in raw files, uint16 or uint32. Files with a header or an index
-            have their own type.
-        vocab_size: Number of tokens of the vocabulary. A token id that is not below it raises a
-            DataError with the file and the position. A sample of the tokens is checked when the
-            dataset is opened, and every batch when it is read. None does not check.
+        dtype: Type of the tokens in raw files: uint16, uint32 or int64. Files with a header or an
+            index have their own type.
+        vocab_size: Number of tokens of the vocabulary. Raw files of a narrower type than it needs
+            are refused. None does not check.
         keep_tail: Whether the last tokens of a file that do not fill a window make one more sample,
             padded with targets -100. Every token except the first of each file is then a target
             exactly once.
@@ -45,63 +82,63 @@ class TokenDataset(BatchDataset):
     Raises:
         FileNotFoundError: If there is no such file.
         OSError: If a file or a folder cannot be read.
-        DataError: If a file is damaged, or if the files hold no window at all.
+        DataError: If a file is damaged or has another type, or if the files hold no window at all.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike | Sequence[str | os.PathLike],
+        path: Paths,
         seq_len: int,
         dtype: str = "uint16",
         vocab_size: int | None = None,
         keep_tail: bool = False,
         split: str = "",
     ) -> None:
-        self.files = [open_token_file(file, dtype) for file in find_token_files(path, split)]
+        paths = find_token_files(path, split)
+        self.files = [open_token_file(file, dtype, vocab_size) for file in paths]
         self.seq_len = seq_len
-        self.vocab_size = vocab_size
-        lengths = [count_windows(file.n_tokens, seq_len, keep_tail) for file in self.files]
+        extra = seq_len - 1 if keep_tail else 0
+        lengths = [max(0, file.n_tokens - 1 + extra) // seq_len for file in self.files]
         self._firsts = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
         self._maps: dict[int, np.ndarray] = {}
         if not len(self):
-            n_tokens = sum(file.n_tokens for file in self.files)
-            message = f"{n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
+            message = f"{self.n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             raise DataError(f"{self.files[0].path}: {message}")
-        for file, positions, tokens in self._checked_blocks():
-            file.check_tokens(tokens, positions, vocab_size)
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of all files."""
+        return sum(file.n_tokens for file in self.files)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the files' token types and lengths, and of a sample of their tokens.
+        """Hash of the files' token types and lengths, and of a sample of the windows.
 
         A resumed run compares it, to notice that it would train on other data. The paths of the
-        files are not part of the hash.
+        files are not part of the hash. Up to 2^18 tokens are hashed completely.
         """
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(f"{file.dtype} {file.n_tokens};".encode())
-        for _, _, block in self._checked_blocks():
-            digest.update(block.tobytes())
+        digest = hashlib.sha256(repr([file[1:3] for file in self.files]).encode())
+        n_windows = min(len(self), max(256, _SAMPLED_TOKENS // self.seq_len))
+        windows = np.linspace(0, len(self) - 1, n_windows).astype(np.int64).tolist()
+        for tensor in TokenDataset.__getitems__(self, windows):
+            digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch: tokens (B, T) and targets (B, T), int64. Each file is indexed once.
+        """Return a batch: tokens (B, T) and targets (B, T), int64.
 
         Args:
             indices: Numbers of windows, (B,), counted over all files.
-
-        Raises:
-            DataError: If a token id is not below `vocab_size`.
         """
-        samples = np.asarray(indices, dtype=np.int64)  # (B,)
-        owners = np.searchsorted(self._firsts, samples, side="right") - 1
-        batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
-        for number in np.unique(owners).tolist():
-            rows = owners == number
-            batch[rows] = self._gather(number, samples[rows] - self._firsts[number])
+        batch = np.full((len(indices), self.seq_len + 1), IGNORED, dtype=np.int64)  # (B, T+1)
+        for row, index in zip(batch, indices, strict=True):
+            number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+            start = (index - int(self._firsts[number])) * self.seq_len
+            window = self._map(number)[start : start + self.seq_len + 1]
+            row[: len(window)] = window
         tokens = torch.from_numpy(batch[:, :-1])
         targets = torch.from_numpy(batch[:, 1:])
         return tokens.clamp(min=0), targets.contiguous()  # -100 is not a token id
@@ -112,64 +149,17 @@ class TokenDataset(BatchDataset):
         Args:
             n_samples: Number of samples that the run reads. 0 leaves out the epochs.
         """
-        n_tokens = sum(file.n_tokens for file in self.files)
-        n_epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
-        return f"{n_tokens:,} tokens{n_epochs}"
+        n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
+        epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
+        return f"{self.n_tokens:,} tokens{n_files}{epochs}"
 
-    def _checked_blocks(self) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
-        """Yield a sample of the tokens: blocks as (file, positions (n,), tokens (n,)).
-
-        The blocks are spread evenly over all files, or over 16 of them if there are more files.
-        They are checked when the dataset is opened, and are a part of the fingerprint.
-        """
-        n_files = min(len(self.files), _CHECKED_BLOCKS)
-        n_blocks = -(-_CHECKED_BLOCKS // n_files)  # blocks of each file, rounded up
-        for number in np.linspace(0, len(self.files) - 1, n_files).astype(int).tolist():
-            file = self.files[number]
-            for positions in file.sample_positions(n_blocks):
-                yield file, positions, file.map()[positions]
-
-    def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
-        """Read windows of one file, each with the target after its last token, (b, T+1) int64.
-
-        Positions at or after the limit of a window, such as the end of the file, are -100.
-
-        Args:
-            number: Number of the file in `files`.
-            windows: Numbers of windows, (b,), counted within this file.
-
-        Raises:
-            DataError: If a token id is not below `vocab_size`.
-        """
-        file = self.files[number]
+    def _map(self, number: int) -> np.ndarray:
         if number not in self._maps:
-            self._maps[number] = file.map()
-        positions, ends = self._window_positions(number, windows)  # (b, T+1), (b,)
-        tokens = self._maps[number][np.minimum(positions, ends[:, None] - 1)].astype(np.int64)
-        file.check_tokens(tokens, positions, self.vocab_size)
-        tokens[positions >= ends[:, None]] = IGNORED
-        return tokens
-
-    def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which positions of a file are read for some windows, and where each window ends.
-
-        Args:
-            number: Number of the file in `files`.
-            windows: Numbers of windows, (b,), counted within this file.
-
-        Returns:
-            Positions (b, T+1) of the T tokens of each window and the target after the last one; and
-            limits (b,): the end of the file, or in a subclass the end of a document. Tokens at or
-            after a limit are not read, and are targets of -100.
-        """
-        positions = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return positions, np.full(len(windows), self.files[number].n_tokens)
+            self._maps[number] = self.files[number].map()
+        return self._maps[number]
 
     def __getstate__(self) -> dict:
-        """Return the attributes for pickle, without memory maps.
-
-        Pickling a map would copy the file's content. A DataLoader worker maps the files again.
-        """
+        """Return the attributes for pickle, without memory maps, whose content would be copied."""
         return {**self.__dict__, "_maps": {}}
 
 
@@ -178,15 +168,122 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
-    """Return into how many windows of `seq_len` positions a file of `n_tokens` tokens is cut.
+def find_token_files(path: Paths, split: str = "") -> list[Path]:
+    """Return the token files that a path, a glob pattern or a list of these names.
 
-    Each token except the first is a target in one window, as far as the windows reach.
+    Index files of Megatron (.idx) are left out.
 
     Args:
-        n_tokens: Number of tokens of a file.
-        seq_len: Positions of a window.
-        keep_tail: Whether a last window with fewer than `seq_len` targets counts.
+        path: File, folder, glob pattern or a list of these. Of a folder, the .bin and .npy files at
+            any depth are taken.
+        split: "train" or "val" leaves out the files below a folder whose name contains the name of
+            another split, or that are in a folder of its name. An empty text takes all files.
+
+    Raises:
+        FileNotFoundError: If a path does not exist, or a pattern matches nothing.
+        OSError: If a folder cannot be read.
+        DataError: If a folder has no such file.
     """
-    n_targets = n_tokens - 1
-    return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len
+    others = _OTHER_SPLITS.get(split, ())
+
+    def is_of_split(name: str) -> bool:
+        *folders, file = name.split("/")
+        is_other = any(other in file or other in folders for other in others)
+        return file.endswith((".bin", ".npy")) and not is_other
+
+    return [file for file in find_files(path, is_of_split) if file.suffix != ".idx"]
+
+
+def open_token_file(
+    path: str | os.PathLike, dtype: str = "uint16", vocab_size: int | None = None
+) -> TokenFile:
+    """Return the layout of a token file, from its header, its index or, without these, its size.
+
+    Args:
+        path: Path of the file. An index with the suffix .idx in the same folder is read as well.
+        dtype: Type of the tokens of a raw file.
+        vocab_size: Number of tokens of the vocabulary. A raw file whose type cannot hold them is
+            refused. None does not check.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        DataError: If the file is not a regular file, if it is empty, if it ends inside a token, if
+            its header or index is not known, or if the number of tokens does not match the size.
+    """
+    path = Path(path)
+    with open_regular(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        head = file.read(_HEADER_BYTES)
+    if head.startswith(b"\x93NUMPY"):
+        array = np.load(path, mmap_mode="r")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            message = f"an array {array.shape} of {array.dtype}; needed: integers (N,)"
+            raise DataError(f"{path}: {message}")
+        return TokenFile(path, array.dtype.str, array.size, array.offset)
+    offset_bytes = 0
+    expected_tokens = None  # number of tokens by header or index
+    magic, version, count = np.frombuffer(head.ljust(_HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
+    if path.with_suffix(".idx").is_file():
+        dtype, expected_tokens = read_megatron_index(path.with_suffix(".idx"))
+    elif magic in _HEADERS:
+        known_version, dtype = _HEADERS[magic]
+        if version != known_version or size_bytes < _HEADER_BYTES:
+            raise DataError(f"{path}: truncated header, or not of version {known_version}")
+        expected_tokens = count
+        offset_bytes = _HEADER_BYTES
+    elif wider := _find_wider(head, dtype, vocab_size):
+        message = f"not tokens of {dtype}, or not of this vocabulary"
+        raise DataError(f"{path}: {message}; try: data.dtype={wider}")
+    n_tokens, rest_bytes = divmod(size_bytes - offset_bytes, np.dtype(dtype).itemsize)
+    if rest_bytes or not n_tokens or expected_tokens not in (None, n_tokens):
+        counted = "" if expected_tokens is None else f", and its header counts {expected_tokens}"
+        message = f"{size_bytes - offset_bytes} bytes of {dtype}{counted}"
+        raise DataError(f"{path}: {message}; empty, truncated, or of another dtype")
+    return TokenFile(path, dtype, n_tokens, offset_bytes)
+
+
+def read_megatron_index(path: Path) -> tuple[str, int]:
+    """Return the dtype and the number of all tokens that a Megatron index describes.
+
+    The header is followed by the length of each sequence in tokens (int32), the position of each
+    sequence in bytes (int64), and the number of the first sequence of each document (int64). The
+    number of all tokens is the end of the last sequence.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        DataError: If the file is not an index of version 1 with tokens of a known type, or is
+            truncated.
+    """
+    with open_regular(path) as file:
+        head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
+        size_bytes = os.fstat(file.fileno()).st_size
+    magic, version, code, n_sequences, n_documents = _MEGATRON.unpack(head)
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in _MEGATRON_TYPES:
+        raise DataError(f"{path}: not a Megatron index of version 1 with uint16, int32 or int64")
+    if not n_sequences or size_bytes < _MEGATRON.size + 12 * n_sequences + 8 * n_documents:
+        raise DataError(f"{path}: truncated, or without a sequence")
+    lengths_end = _MEGATRON.size + 4 * n_sequences
+    last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)[0]
+    last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))[0]
+    dtype = _MEGATRON_TYPES[code]
+    return dtype, int(last_position) // np.dtype(dtype).itemsize + int(last_length)
+
+
+def _find_wider(head: bytes, dtype: str, vocab_size: int | None) -> str | None:
+    """Return the type of tokens that are read as a narrower type, or None.
+
+    Of a wider type, the upper half of each token is 0, if the ids are small.
+
+    Args:
+        head: First bytes of a raw file.
+        dtype: Type as which the file is read.
+        vocab_size: Number of tokens of the vocabulary, or None.
+    """
+    tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype)
+    for wider in ("int64", "uint32"):
+        n_parts = np.dtype(wider).itemsize // tokens.itemsize
+        upper = np.delete(tokens, np.s_[::n_parts]) if n_parts > 1 else tokens
+        if len(tokens) >= 16 and n_parts > 1 and tokens.any() and not upper.any():
+            return wider
+    is_too_narrow = dtype == "uint16" and vocab_size is not None and vocab_size > 2**16
+    return "uint32" if is_too_narrow else None

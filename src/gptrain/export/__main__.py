@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from gptrain import config
 from gptrain.checkpoints import fileops
 from gptrain.config.from_run import words_to_repeat
-from gptrain.config.values import walk
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.locations import expand_home
@@ -96,13 +95,11 @@ def export(cfg: ExportRun) -> None:
         path, _ = load_weights(net, find_trained(cfg))
         tokenizer = find_tokenizer(expand_home(cfg.from_run))
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
+    copy_companion_files(expand_home(cfg.from_run), folder)
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
-    copy_companion_files(expand_home(cfg.from_run), folder)
     if cfg.format == "hf":
-        values = dict(walk(cfg.data.plain()))
-        has_end = any(values[key] is True for key in values if key.endswith("end_of_document"))
-        write_special_ids(folder, tokenizer, has_end)
+        write_special_ids(folder, tokenizer)
     if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes
         (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.assemble.companion_files import (
-    COMPANIONS,
     GENERATION,
     ID_KEYS,
     TOKENIZER,
-    copy_existing_files,
     read_ids,
 )
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import to_json
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_facts
-from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
+from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
 from gptrain.parallel.requirements import tied_names
 
 METHODS = {"hf": "to_hugging_face", "peft": "to_peft"}  # methods of the net that a format needs
@@ -105,36 +103,26 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, format: str) -> None:
-    """Write the tokenizer of a run to the folder of an export.
+    """Write the tokenizer of a run and its companions to the folder of an export.
 
     Args:
         tokenizer: Tokenizer of the run.
         folder: Existing folder to write to.
-        format: safetensors writes the files of the tokenizer as `load_tokenizer` reads them. hf and
-            peft do the same, but turn the tokenizer `bytes` into a tokenizer.json that transformers
-            can load. hf also writes a tokenizer_config.json with the special tokens.
+        format: hf writes a tokenizer_config.json with the special tokens, as transformers needs it.
 
     Raises:
         OSError: If a file cannot be written.
-        ModuleNotFoundError: If `bytes` is turned into a tokenizer.json and the package `tokenizers`
-            is missing.
     """
-    if format == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
-        tokenizer.save(folder)
-    else:
-        write_byte_level(folder / "tokenizer.json")
+    tokenizer.save(folder)
     if format == "hf":
-        content = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if not isinstance(tokenizer, ByteTokenizer):
-            content |= tokenizer.special_tokens
-        fileops.replace(folder / "tokenizer_config.json", to_json(content))
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+        fileops.replace(folder / CONFIG_NAME, to_json(content | read_facts(folder / CONFIG_NAME)))
 
 
 def copy_companion_files(run: Path, folder: Path) -> None:
     """Copy the tokenizer's files, the chat template and the generation config of a run.
 
-    Files that the run does not have are left out, and so are symbolic links in the run folder. A
-    tokenizer.json in `folder` is kept; its other files of these names are replaced.
+    Files that the run does not have are left out. Files of these names in `folder` are replaced.
 
     Args:
         run: Run folder.
@@ -143,13 +131,10 @@ def copy_companion_files(run: Path, folder: Path) -> None:
     Raises:
         OSError: If a file cannot be read or written.
     """
-    names = [name for name in (*TOKENIZER, *COMPANIONS) if not (run / name).is_symlink()]
-    if (folder / TOKENIZER[0]).exists():
-        names = [name for name in names if name != TOKENIZER[0]]
-    copy_existing_files(run, folder, names)
+    copy_files(run, folder, (*TOKENIZER, *COMPANIONS, GENERATION))
 
 
-def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) -> None:
+def write_special_ids(folder: Path, tokenizer: Tokenizer | None) -> None:
     """Write the ids of the special tokens to config.json and generation_config.json.
 
     transformers reads the ids from these two files. Ids in a generation_config.json that was copied
@@ -160,8 +145,6 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
     Args:
         folder: Folder with a config.json and, possibly, a generation_config.json.
         tokenizer: Tokenizer of the run, or None.
-        has_end: Whether the data have an end token after each document. Without it, the end token
-            of `bytes` is not written, because every byte may be text.
 
     Raises:
         OSError: If a file cannot be written.
@@ -170,8 +153,7 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
     generation = read_facts(folder / GENERATION)
     ids: dict[str, Any] = dict(tokenizer.special_ids()) if tokenizer else {}
     ids |= read_ids(generation, content.get("vocab_size"))
-    is_used = tokenizer is not None and (has_end or not isinstance(tokenizer, ByteTokenizer))
-    if is_used and tokenizer.end_id is not None:
+    if tokenizer is not None and tokenizer.end_id is not None:
         ends = ids.get("eos_token_id", [])
         ends = ends if isinstance(ends, list) else [ends]
         if tokenizer.end_id not in ends:
@@ -180,29 +162,3 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) 
         rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
         fileops.replace(folder / GENERATION, to_json(rest | ids))
         fileops.replace(folder / "config.json", to_json(content | ids))
-
-
-def write_byte_level(path: Path) -> None:
-    """Write the tokenizer `bytes` as a tokenizer.json: a BPE of 256 bytes without merges.
-
-    A tokenizer.json writes each byte as a printable character: the character of that code if it is
-    printable, and otherwise the next unused character from U+0100 on. Source: bytes_to_unicode of
-    openai/gpt-2, encoder.py.
-
-    Args:
-        path: File to write.
-
-    Raises:
-        ModuleNotFoundError: If the package `tokenizers` is missing.
-    """
-    import tokenizers  # optional package
-
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    characters = sorted(byte_level.alphabet())
-    printable = [ord(character) for character in characters if ord(character) < 256]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    vocabulary = dict(zip(characters, [*printable, *unprintable], strict=True))
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(path))

@@ -15,12 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.core.errors import ConfigError, DataError
-from gptrain.core.labels import count_text
 from gptrain.core.lengths import RunLengths
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
-from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
-from gptrain.data.stream import PositionReader, StreamDataset, StreamPositions, find_stream
+from gptrain.data.stream import StreamDataset, StreamPositions, StreamReader, find_stream
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
@@ -53,7 +51,7 @@ class TextDataModule(pl.LightningDataModule):
             outside of 0 to V - 1, or a target that is neither in this range nor -100, raises a
             DataError. None does not check.
         num_workers: Number of processes per data loader that load batches. 0 loads them in the
-            training process.
+            training process. A training stream is read by one process, whatever the number.
         pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
         limits: Number of batches of "val" and of "test" that are evaluated, or their fraction:
             batches of `batch_size` samples of the set, which all ranks together evaluate. A set
@@ -61,9 +59,9 @@ class TextDataModule(pl.LightningDataModule):
 
     Attributes:
         batches: Batch sampler of the training.
-        stream: StreamDataset that the training dataset is or wraps, or None. Each rank, or each of
-            its workers, reads a part of the stream.
-        positions: Positions of this rank's parts of the stream. Exists only with a stream.
+        stream: StreamDataset that the training dataset is or wraps, or None. Each rank reads a
+            part of the stream.
+        positions: Positions of this rank's part of the stream.
         epoch_steps: Number of optimizer steps of an epoch.
         validate_every: Number of optimizer steps between two validations.
         step_tokens: Number of positions that an optimizer step trains on, over all ranks.
@@ -116,12 +114,8 @@ class TextDataModule(pl.LightningDataModule):
             position=lambda: self.step * self.accumulate,
         )
         self.stream = find_stream(train)
-        if self.stream is not None:
-            n_readers = max(1, num_workers)  # readers of one rank
-            self.batches.n_turns = n_readers
-            self.stream.n_parts = world_size * n_readers
-            parts = range(rank * n_readers, (rank + 1) * n_readers)
-            self.positions = StreamPositions(parts, self.accumulate)
+        self.seed = seed
+        self.positions = StreamPositions(self.accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
@@ -138,25 +132,19 @@ class TextDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its training data, for a checkpoint.
 
-        The number of steps alone would not be enough to resume with another global batch size, or
-        with other weights of a mixture's parts. All ranks must call this method if the training
-        data is a stream.
+        The number of steps alone would not be enough to resume with another global batch size. All
+        ranks must call this method if the training data is a stream.
 
         Returns:
-            `step` (optimizer steps done), `tokens` (positions trained on), `place` (number of the
-            permutation of the data, and the position in it) and `taken` (number of samples that
-            each part of a mixture has given, or None). With a stream also `stream`, the
-            positions of all its parts.
+            `step` (optimizer steps done), `tokens` (positions trained on) and `read` (samples read
+            by all ranks). With a stream also `stream`, the positions of all its parts.
         """
-        order = self.batches.order
-        place = list(self.batches.locate(self.step))
-        taken = order.count_taken(*place) if isinstance(order, MixtureOrder) else None
-        state = {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
+        state = {"step": self.step, "read": self.batches.n_read(self.step), "tokens": self.tokens}
         if self.stream is not None:
             own = self.positions.after((self.step - self._loaded_step) * self.accumulate)
-            # Ranks of a tensor group read the same parts.
-            positions = {n: position for part in gather(own) for n, position in part.items()}
-            state["stream"] = [positions[number] for number in range(self.stream.n_parts)]
+            # Neighbouring ranks that read the same samples have the same part.
+            positions = dict(gather((self.rank, own)))
+            state["stream"] = [positions[rank] for rank in range(self.world_size)]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,54 +156,31 @@ class TextDataModule(pl.LightningDataModule):
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
 
         Raises:
-            ConfigError: If the training data is a stream that has had another number of readers.
+            ConfigError: If the training data is a stream that other numbers of ranks have read.
         """
-        if cast(pl.Trainer, self.trainer).state.fn == "fit":
-            place = state_dict["place"]
-            self._loaded_step = state_dict["step"]
-            self._loaded_tokens = state_dict["tokens"]
-            self.batches.resume_point = (self._loaded_step, *place)
-            if isinstance(self.batches.order, MixtureOrder):
-                self.batches.order.resume(*place, state_dict["taken"])
-            if self.stream is not None and "stream" in state_dict:
-                self._load_stream(self.stream, state_dict["stream"])
-
-    def _load_stream(self, stream: StreamDataset, positions: list[dict[str, Any]]) -> None:
-        """Set the positions of this rank's parts of the training stream to those of a checkpoint.
-
-        Args:
-            stream: Stream of the training.
-            positions: Positions of all parts.
-
-        Raises:
-            ConfigError: If the stream has had another number of readers.
-        """
-        if len(positions) != stream.n_parts:
-            count = count_text(len(positions), "reader")
-            message = f"{count} (ranks x data.num_workers) of the stream saved their positions"
-            n_workers, n_left = divmod(len(positions), self.world_size)
-            n_ranks = len(positions) * self.ranks_per_sample
-            ranks = f"trainer.num_nodes=1 trainer.devices={n_ranks} data.num_workers=0"
-            hint = ranks if n_left else f"data.num_workers={n_workers}"
-            raise ConfigError.of("data.num_workers", self.num_workers, message, hint=hint)
-        self.positions.load(positions)
+        if cast(pl.Trainer, self.trainer).state.fn != "fit":
+            return
+        self._loaded_step = state_dict["step"]
+        self._loaded_tokens = state_dict["tokens"]
+        self.batches.resumed = (self._loaded_step, state_dict["read"])
+        if self.stream is not None and "stream" in state_dict:
+            positions = state_dict["stream"]
+            if len(positions) != self.world_size:
+                message = f"the stream was divided over {len(positions)} ranks that read other data"
+                n_ranks = len(positions) * self.ranks_per_sample
+                hint = f"trainer.num_nodes=1 trainer.devices={n_ranks}"
+                raise ConfigError.of("trainer.devices", None, message, hint=hint)
+            self.positions.start = positions[self.rank]
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's training batches, from the run's position on.
 
         The loader reads all micro-batches of an optimizer step before it yields the first of them.
-        If the dataset is a stream, the first data rank warns about samples that are read without
-        being used, and the stream is set to the position of the run.
         """
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
         if self.stream is not None:
             loader.positions = self.positions
-            number, position = next(iter(self.positions.newest.items()))
-            if self.rank == 0:
-                self.stream.warn(position)
-            if self.num_workers == 0:
-                self.stream.start(number, position)
         return loader
 
     def val_dataloader(self) -> DataLoader:
@@ -281,18 +246,22 @@ class TextDataModule(pl.LightningDataModule):
                 messages, and decides by `equal_lengths` whether the samples are checked.
             batches: Batch sampler: lists of indices into the dataset.
         """
-        has_workers = self.num_workers > 0
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
         parallel = getattr(getattr(self.trainer, "strategy", None), "parallel", None)
         if n_positions is not None and parallel is not None:
             parallel.check_length(n_positions)
-        reader: Dataset = BatchReader(dataset, name, n_positions, self.vocab_size)
+        reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size)
+        n_workers = self.num_workers
+        n_ahead = None  # torch's default, 2 batches of each worker
         start_worker: Any = partial(ignore_in_worker, os.getpid())
         if name == "data.train" and self.stream is not None:
-            reader = PositionReader(reader, self.stream)
-            parts = [*self.positions.newest.items()]
-            start_worker = partial(start_stream_worker, os.getpid(), self.stream, parts)
+            reader = StreamReader(dataset, name, n_positions, self.vocab_size)
+            n_workers = 1
+            n_ahead = 2 * self.accumulate  # the next step is read while this one is computed
+            part = (self.seed, self.rank, self.world_size, self.positions.start)
+            start_worker = partial(start_stream_worker, os.getpid(), self.stream, part)
+        has_workers = n_workers > 0
         loader = Loader(
             reader,
             batch_sampler=batches,
@@ -300,7 +269,8 @@ class TextDataModule(pl.LightningDataModule):
             # generator, and so change the random numbers of the training.
             generator=torch.Generator().manual_seed(self.worker_seed),
             collate_fn=collate_and_share if has_workers else collate,
-            num_workers=self.num_workers,
+            num_workers=n_workers,
+            prefetch_factor=n_ahead,
             pin_memory=self.pin_memory,
             persistent_workers=has_workers,
             worker_init_fn=start_worker if has_workers else None,
@@ -385,18 +355,18 @@ class Loader(DataLoader):
 
 
 def start_stream_worker(
-    parent_pid: int, stream: StreamDataset, parts: Sequence[tuple[int, Any]], worker_id: int
+    parent_pid: int, stream: StreamDataset, part: tuple[Any, ...], worker_id: int
 ) -> None:
     """Let a data worker ignore the stop signals, and begin to read its part of a stream.
 
     Args:
         parent_pid: Process number of the rank, read before it started the worker.
         stream: Stream of the training.
-        parts: Number of the part of each worker, and the position in it.
+        part: Arguments of `StreamDataset.start`.
         worker_id: Number of the worker, which DataLoader passes.
     """
     ignore_in_worker(parent_pid)
-    stream.start(*parts[worker_id])
+    stream.start(*part)
 
 
 def collate_and_share(batch: Any) -> Any:

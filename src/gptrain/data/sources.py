@@ -1,0 +1,287 @@
+"""Files of a corpus, and their text in pieces, each marked by its split.
+
+A document is a text file, or one record of a file of records. Plain text and JSON lines, also with
+gzip, need no package. Parquet files, JSON arrays, CSV files and records compressed in another way
+are read by the package `datasets` (extra `datasets`).
+"""
+
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatch
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from gptrain.core.errors import DataError
+from gptrain.data.order import GOLDEN
+
+Paths: TypeAlias = str | os.PathLike | Sequence[str | os.PathLike]
+# Folders of the standard library with other packages and with tests. Some test files are
+# deliberately not UTF-8.
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_FORMATS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet",
+    ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+# Unit of the split, about the size of a source file: a validation set of many small pieces is
+# representative, and few words lose their context at a cut.
+PIECE_CHARS = 2**14
+_LINE_CHARS = 2**12  # a longer line may be cut between two pieces
+_RECORD_PIECE_CHARS = 2**16
+
+
+class Piece(NamedTuple):
+    """Some consecutive text of one document, which is tokenized separately.
+
+    Attributes:
+        text: Text that ends with a complete line, except in long lines and at a document's end.
+        is_val: Whether the text belongs to the validation set.
+        ends_part: Whether the following text belongs to another document or to the other set.
+        ends_document: Whether the document ends with this piece.
+    """
+
+    text: str
+    is_val: bool
+    ends_part: bool
+    ends_document: bool
+
+
+def find_files(
+    path: Paths, keep: Callable[[str], bool] = bool, left_out: Collection[str] = ()
+) -> list[Path]:
+    """Return the files at a path, at the matches of a glob pattern, or at each entry of a list.
+
+    Of a folder, the files below it at any depth are returned, sorted by name. Links are followed. A
+    file to which several paths lead is returned once: one copy could otherwise be part of the
+    validation set while another copy is trained on. Warns about links that lead to no file.
+
+    Args:
+        path: File, folder, glob pattern or a list of these.
+        keep: Function of the path of a file below a folder, with slashes, that says whether the
+            file counts. Hidden files and folders are left out in any case.
+        left_out: Names and real paths of folders that are not entered.
+
+    Raises:
+        FileNotFoundError: If a path does not exist, or a glob pattern matches nothing.
+        OSError: If a folder cannot be read.
+        DataError: If no regular file is left.
+    """
+    files: dict[str, Path] = {}  # real path -> first path that leads to the file
+    broken = []
+    for given in [path] if isinstance(path, (str, os.PathLike)) else path:
+        given = os.path.expanduser(given)
+        names = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+        if not names:
+            raise FileNotFoundError(f"{given}: no such file or folder")
+        for name in names:
+            found = [Path(name)]
+            if os.path.isdir(name):
+                below = sorted(_walk(name, left_out, frozenset()), key=str)
+                found = [f for f in below if not f.is_file() or keep(str(f.relative_to(name)))]
+            for file in found:
+                if file.is_file():
+                    files.setdefault(os.path.realpath(file), file)
+                else:
+                    broken.append(file)
+    if broken:
+        warnings.warn(f"{len(broken)} paths lead to no file, such as {broken[0]}", stacklevel=2)
+    if not files:
+        raise DataError(f"{path}: no such file in it")
+    return list(files.values())
+
+
+def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]:
+    """Return the files of a corpus, as `find_files` does.
+
+    Args:
+        path: File, folder, glob pattern or a list of these. None takes the .py files of Python's
+            standard library without its tests, about 12 MB of text.
+        pattern: Pattern that the names of files within folders must match, or their paths below the
+            folder if the pattern has a slash.
+        cache_dir: Folder of tokens, which is left out.
+    """
+    left_out = {str(cache_dir)}
+    if path is None:
+        path, left_out = sysconfig.get_path("stdlib"), left_out | _EXCLUDED_FOLDERS
+        pattern = "*.py" if pattern == "*" else pattern
+    has_folder = "/" in pattern
+    return find_files(
+        path,
+        lambda name: fnmatch(name if has_folder else os.path.basename(name), pattern),
+        left_out,
+    )
+
+
+def _walk(folder: str, left_out: Collection[str], parents: frozenset[str]) -> Iterator[Path]:
+    """Yield the paths below a folder that are not hidden. A link to a parent is not followed."""
+    real = os.path.realpath(folder)
+    if real in parents or real in left_out:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in left_out:
+                continue
+            if os.path.isdir(entry.path):
+                yield from _walk(entry.path, left_out, parents | {real})
+            else:
+                yield Path(entry.path)
+
+
+def format_of(file: Path, given: str | None = None) -> str:
+    """Return the format of a file by its suffix: text, jsonl, json, parquet or csv.
+
+    Args:
+        file: Path of the file, which is not read.
+        given: Format that is returned, whatever the suffix. None decides by the suffix.
+    """
+    stem = file.stem if file.suffix.lower() in _COMPRESSED else file.name
+    return given or _FORMATS.get(Path(stem).suffix.lower(), "text")
+
+
+def read_pieces(
+    files: Sequence[Path],
+    val_fraction: float,
+    format: str | None = None,
+    text_key: str | None = None,
+    newline: bool = True,
+) -> Iterator[Piece]:
+    """Yield the text of a corpus in pieces, document by document, in the order of the files.
+
+    The unit of the split is a piece of 16 Ki characters of a text file (less in a corpus below
+    1 MiB), or a record. Units are numbered, and the number decides, so that the validation units
+    are evenly spread. Pieces of a longer record are not divided. Records without text are left out.
+
+    Args:
+        files: Files of the corpus.
+        val_fraction: Fraction of the units for validation.
+        format: Format of all files. None decides by the suffix of each.
+        text_key: Key of the text in a record. None is "text".
+        newline: Whether to append a newline to each document that does not end with one.
+
+    Raises:
+        DataError: If a text is not UTF-8, if a file of records is damaged or a record has no such
+            key, or if `text_key` is given and a file is not a file of records.
+        OSError: If a file cannot be read.
+        ModuleNotFoundError: If a file needs the package `datasets`, which is missing.
+    """
+    n_bytes = sum(file.stat().st_size for file in files)
+    sizes = min(PIECE_CHARS, 1 + n_bytes // 64), min(_LINE_CHARS, 1 + n_bytes // 16)
+    number = 0  # of the unit
+    for file in files:
+        kind = format_of(file, format)
+        if kind == "text" and text_key is not None:
+            hint = "data.format=jsonl, or data.pattern='*.jsonl'"
+            raise DataError(
+                f"{file}: a text without keys, but data.text_key={text_key}; try: {hint}"
+            )
+        for texts in _read_documents(file, kind, text_key or "text", sizes):
+            for text, is_last in texts:
+                is_val = _is_val(number, val_fraction)
+                number += kind == "text" or is_last
+                ends_part = is_last or is_val != _is_val(number, val_fraction)
+                if newline and is_last and not text.endswith("\n"):
+                    text += "\n"
+                yield Piece(text, is_val, ends_part, is_last)
+
+
+def _read_documents(
+    file: Path, kind: str, text_key: str, sizes: tuple[int, int]
+) -> Iterator[Iterator[tuple[str, bool]]]:
+    """Yield the documents of a file, each as pieces of text, with whether a piece is the last."""
+    if kind == "text":
+        yield _read_text(file, *sizes)
+    else:
+        for record, place in read_records(file, kind):
+            yield _cut_record(_text_of(record, text_key, place))
+
+
+def _read_text(file: Path, n_chars: int, line_chars: int) -> Iterator[tuple[str, bool]]:
+    """Yield pieces that end with a line, unless more than `line_chars` are left of it."""
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            text = lines.read(n_chars) + lines.readline(line_chars)
+            while text:
+                following = lines.read(n_chars) + lines.readline(line_chars)
+                yield text, not following
+                text = following
+    except UnicodeDecodeError as error:
+        hint = "data.pattern chooses the files of a folder"
+        raise DataError(f"{file}: not UTF-8 text ({error.reason}); {hint}") from None
+
+
+def _cut_record(text: str) -> Iterator[tuple[str, bool]]:
+    start = 0
+    while start < len(text):
+        end = start + _RECORD_PIECE_CHARS
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end], end >= len(text)
+        start = end
+
+
+def _is_val(number: int, fraction: float) -> bool:
+    # Multiples of 2^64 / golden ratio are evenly distributed modulo 2^64.
+    return number * GOLDEN % 2**64 < fraction * 2**64
+
+
+def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
+    """Yield each record of a file, and its place for an error message.
+
+    Args:
+        file: File of records.
+        kind: Format of the file: jsonl, json, parquet or csv.
+
+    Raises:
+        DataError: If the file is damaged.
+        OSError: If the file cannot be read.
+        ModuleNotFoundError: If the package `datasets` is needed and missing.
+    """
+    number = 0
+    try:
+        if kind == "jsonl" and file.suffix.lower() not in (".zst", ".xz", ".bz2"):
+            is_zipped = file.suffix.lower() == ".gz"
+            with gzip.open(file) if is_zipped else file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield json.loads(line), f"{file}: line {number}"
+            return
+        for number, record in enumerate(_read_with_datasets(file, kind), 1):
+            yield record, f"{file}: record {number}"
+    except DataError:
+        raise
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{file}: damaged after record {number}: {error}") from None
+
+
+def _read_with_datasets(file: Path, kind: str) -> Iterator[dict[str, Any]]:
+    try:
+        datasets = import_module("datasets")
+    except ModuleNotFoundError:
+        hint = "pip install 'gptrain[datasets]', or data.format=text"
+        raise ModuleNotFoundError(f"{file}: needs the package datasets: {hint}") from None
+    options: dict[str, Any] = {}
+    if kind == "csv":  # the text "NA" is a text
+        options = {"keep_default_na": False, "sep": "\t" if ".tsv" in file.name.lower() else ","}
+    kind = "json" if kind == "jsonl" else kind
+    path = glob.escape(str(file.absolute()))
+    try:
+        yield from datasets.load_dataset(
+            kind, data_files=path, split="train", streaming=True, **options
+        )
+    except datasets.exceptions.DatasetsError as error:
+        raise DataError(f"{file}: {error}") from None
+
+
+def _text_of(record: Any, text_key: str, place: str) -> str:
+    if isinstance(record, dict) and isinstance(text := record.get(text_key), str):
+        return text.encode(errors="replace").decode()  # half a surrogate pair is no character
+    found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+    hint = "data.text_key=<key>, or data.format=text"
+    raise DataError(f"{place}: no text under {text_key!r}, but {found:.200}; try: {hint}")
