@@ -3,8 +3,9 @@
 A stream is a dataset with `__iter__` and without an index: `datasets` in streaming mode, or a
 `torch.utils.data.IterableDataset`. It may have in addition:
 
-- `split_by_rank(rank, world_size)`: Returns the stream of one rank's samples. Needed if several
-  ranks read different samples, except for a stream of `datasets`.
+- `split_by_rank(rank, world_size)`: Returns the stream of one rank's samples. A stream of
+  `datasets` is split by its package. Of another stream, each rank reads all samples and keeps its
+  share.
 - `state_dict()` and `load_state_dict(state)`: Position after the sample that was yielded last.
   Without them, a resumed run reads the samples of the pass again, without training on them.
 - `set_epoch(epoch)`: Called before a pass over the data begins again.
@@ -20,7 +21,8 @@ import hashlib
 import os
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -66,6 +68,7 @@ class StreamDataset(WrappedDataset):
         self.epoch = 0  # number of the pass over the data
         self.n_read = 0  # samples of the part in this pass
         self._seed = ""
+        self._share = (0, 1)  # of each group of samples: the one that is kept, and their number
         self._samples: Iterator[Any] | None = None  # None before `start`
 
     def __len__(self) -> int:
@@ -117,14 +120,16 @@ class StreamDataset(WrappedDataset):
             world_size: Number of parts into which the stream is divided.
             position: Result of `position` for this part in an earlier process. None begins at the
                 first sample. If it has no `state`, the samples of the pass are read again.
-
-        Raises:
-            DataError: If the stream cannot be divided.
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._seed = f"{seed} {rank}"
-        self.part = split_by_rank(self.dataset, rank, world_size, self.name)
+        split = find_split(self.dataset) if world_size > 1 else None
+        if split is not None:
+            self.part = split(rank, world_size)
+        elif world_size > 1:
+            self._share = (rank, world_size)
+        # Ranks that read all samples draw the same random numbers, so that their shares differ.
+        self._seed = f"{seed} {rank if self._share == (0, 1) else 0}"
         n_skipped = 0
         if position is not None:
             self._begin_pass(position["epoch"])
@@ -161,9 +166,11 @@ class StreamDataset(WrappedDataset):
         is_complete = False  # the first pass may begin at the end of the stream
         while True:
             seed_all(f"{self._seed} {self.epoch} {self.n_read}")
-            for sample in self.part:
+            samples = iter(self.part)
+            kept, n_group = self._share
+            while len(group := list(islice(samples, n_group))) == n_group:
                 self.n_read += 1
-                yield sample
+                yield group[kept]
                 seed_all(f"{self._seed} {self.epoch} {self.n_read}")
             if is_complete and not self.n_read:
                 raise DataError(f"{self.name}: the stream has no sample for this rank")
@@ -265,21 +272,14 @@ def find_stream(dataset: Any) -> StreamDataset | None:
     return dataset if isinstance(dataset, StreamDataset) else None
 
 
-def split_by_rank(stream: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return the stream of one rank's samples.
-
-    Raises:
-        DataError: If there are several ranks and the stream cannot be divided.
-    """
-    if world_size == 1:
-        return stream
+def find_split(stream: Any) -> Callable[[int, int], Any] | None:
+    """Return the function (rank, number of ranks) -> stream of a rank, or None if there is none."""
     if hasattr(stream, "split_by_rank"):
-        return stream.split_by_rank(rank, world_size)
+        return stream.split_by_rank
     if type(stream).__module__.split(".")[0] == "datasets":
         # The stream is an object of this package, so the package is installed.
-        split = import_module("datasets.distributed").split_dataset_by_node
-        return split(stream, rank, world_size)
-    raise DataError(f"{name}: {world_size} ranks need the method split_by_rank of the stream")
+        return partial(import_module("datasets.distributed").split_dataset_by_node, stream)
+    return None
 
 
 def has_shuffle_buffer(stream: Any) -> bool:
