@@ -40,7 +40,7 @@ def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path)
     for part, fraction in ((train, 0.75), (val, 0.25)):
         targets = torch.cat([targets for _, targets in part])
         n_bytes = part.token_bytes[targets[targets >= 0]].sum()
-        assert n_bytes == pytest.approx(fraction * len(text), abs=0.02 * len(text))
+        assert n_bytes == pytest.approx(fraction * len(text), abs=0.04 * len(text))
     assert train.fingerprint == val.fingerprint
 
 

@@ -136,7 +136,7 @@ def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_pat
     fingerprints = set()
     for number, last in enumerate((7, 7, 8)):
         parts = {}
-        for name, tokens in (("a", [1] * 40), ("b", [2] * 39 + [last])):
+        for name, tokens in (("a", [1] * 40), ("b", [2] * 20 + [last] * 20)):
             path = tmp_path / f"{name}{number}.bin"
             np.array(tokens, np.uint16).tofile(path)
             parts[name] = TokenDataset(path, 4)

@@ -299,7 +299,7 @@ def test_samples_that_make_no_batch_are_named(sample, num_workers):
     data = Samples(sample)
     lengths = RunLengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
     module = TextDataModule(data, data, None, lengths, seed=0, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"^data\.val: samples 0, 1, 2, 3: ") as error:
+    with pytest.raises(DataError, match=r"^data\.val: samples \d, \d") as error:
         list(module.val_dataloader())
     assert "Traceback" not in str(error.value)
 
