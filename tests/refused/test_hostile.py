@@ -14,7 +14,7 @@ import yaml
 
 import gptrain
 from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
-from gptrain.data import DataError, TextDataset
+from gptrain.data import DataError
 from gptrain.models import SimpleGPT
 from tests.refused.commands import RUN, answer
 from tests.refused.hostile import (
@@ -161,11 +161,3 @@ def test_a_run_writes_and_removes_nothing_through_a_link(attack, world):
     assert ended.code in (0, 65, 73), ended.err
     errors = [line for line in ended.err if not line.startswith("warning: ")]
     assert len(errors) == bool(ended.code) and all(x.startswith("error: ") for x in errors), errors
-
-
-@pytest.mark.parametrize("content", ["../victim/kept", b"abc"])
-def test_prepared_text_is_data(content, world):
-    fill(world / "cache", {"tokenizer.json": b'{"type": "bytes"}\n', "train.bin": content})
-    for split in ("train", "val"):
-        with pytest.raises(REFUSALS):
-            TextDataset(world / "cache", split, 8)
