@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptrain.models import llama_layout
+from gptrain.models import hf_layout
 from gptrain.models.attention import CausalSelfAttention
 from gptrain.models.decoder import Block, Decoder, make_embedding
 from gptrain.models.rms_norm import RMSNorm
@@ -110,8 +110,8 @@ class Llama(Decoder):
 
         self.initialize()
 
-    to_hugging_face = llama_layout.to_llama
-    from_hugging_face = llama_layout.from_llama
+    to_hugging_face = hf_layout.to_llama
+    from_hugging_face = hf_layout.from_llama
 
 
 class RotaryAttention(CausalSelfAttention):
@@ -170,7 +170,7 @@ class RotaryAttention(CausalSelfAttention):
         if self.rope_scaling != 1:
             # Keep the speed of pairs that turn 4 times or more within Llama 3's context, divide the
             # speed of pairs that turn once or less, and interpolate in between.
-            turns = speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi)
+            turns = speeds * hf_layout.LLAMA3_CONTEXT / (2 * math.pi)
             unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
             speeds = speeds * (unscaled + (1 - unscaled) / self.rope_scaling)
         angles = positions[..., None, None] * speeds  # radians, (..., T, 1, K/2)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gptrain.models import gpt2_layout
+from gptrain.models import hf_layout
 from gptrain.models.attention import CausalSelfAttention, SequenceLayout
 from gptrain.models.decoder import Block, Decoder, make_embedding
 
@@ -101,8 +101,8 @@ class SimpleGPT(Decoder):
             positions = layout.positions
         return self.dropout(x + self.position_embedding(positions))
 
-    to_hugging_face = gpt2_layout.to_gpt2
-    from_hugging_face = gpt2_layout.from_gpt2
+    to_hugging_face = hf_layout.to_gpt2
+    from_hugging_face = hf_layout.from_gpt2
 
 
 class MLP(nn.Module):
