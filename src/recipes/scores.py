@@ -139,7 +139,7 @@ def count(
     for first in range(0, len(questions), n_ranks):
         text, choices, answer = questions[min(first + rank, len(questions) - 1)]
         pairs = [encode(text, choice) for choice in choices]
-        nats = torch.tensor([log_prob for log_prob, _ in score_continuations(net, pairs)])
+        nats = torch.tensor(score_continuations(net, pairs))
         per_character = nats / torch.tensor([len(choice) for choice in choices])
         if first + rank < len(questions):
             counts[0] += int(nats.argmax()) == answer

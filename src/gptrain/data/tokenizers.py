@@ -46,6 +46,7 @@ class Tokenizer:
         path: Path of the tokenizer.json.
 
     Attributes:
+        core: The tokenizer of the package tokenizers.
         vocab_size: Highest token id plus 1.
         identity: Hash of the file and the end token, a part of the key of a cached corpus.
         special_tokens: Texts of the special tokens by their names in transformers: bos_token,
@@ -70,22 +71,22 @@ class Tokenizer:
         self.path = Path(path)
         content = read_bytes(self.path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            self.core = tokenizers.Tokenizer.from_buffer(content)
             decoder = json.loads(content).get("decoder")
         except Exception as error:  # the package raises no narrower class
             message = "not a tokenizer.json of the package tokenizers"
             raise DataError(f"{path}: {message}: {error}") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True
+        self.core.no_padding()
+        self.core.no_truncation()
+        self.core.encode_special_tokens = True
         self._is_bytes = content == (BYTES / FILE_NAME).read_bytes()
         # The ByteLevel decoder may be part of a sequence of decoders.
         self._is_byte_level = '"type": "ByteLevel"' in json.dumps(decoder)
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.vocab_size = max(self.core.get_vocab().values(), default=-1) + 1
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", CONFIG_NAME):
             config |= read_facts(self.path.with_name(name))
-        added = self._tokenizer.get_added_tokens_decoder().items()
+        added = self.core.get_added_tokens_decoder().items()
         self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added if t.special}
         named = {name: config.get(name) for name in SPECIAL}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
@@ -117,9 +118,9 @@ class Tokenizer:
         if not self._is_byte_level:
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._tokenizer.get_vocab().items():
+        for token, number in self.core.get_vocab().items():
             lengths[number] = len(token)  # one character of a byte-level token is one byte
-        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+        for number, added in self.core.get_added_tokens_decoder().items():
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
@@ -129,11 +130,11 @@ class Tokenizer:
         Args:
             token: Text of the token in the vocabulary, such as `<|im_end|>`.
         """
-        return self._tokenizer.token_to_id(token)
+        return self.core.token_to_id(token)
 
     def special_ids(self) -> dict[str, int]:
         """Return the ids of the special tokens by names of transformers, such as `eos_token_id`."""
-        ids = self._tokenizer.get_vocab()
+        ids = self.core.get_vocab()
         return {f"{name}_id": ids[token] for name, token in self.special_tokens.items()}
 
     def encode(self, text: str, special: bool = False) -> np.ndarray:
@@ -154,11 +155,11 @@ class Tokenizer:
         Returns:
             Token ids (N,), and for each token the position of its first character in the text (N,).
         """
-        self._tokenizer.encode_special_tokens = False
+        self.core.encode_special_tokens = False
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            encoding = self.core.encode(text, add_special_tokens=False)
         finally:
-            self._tokenizer.encode_special_tokens = True
+            self.core.encode_special_tokens = True
         starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
         return np.array(encoding.ids, dtype=np.int64), starts
 
@@ -166,7 +167,7 @@ class Tokenizer:
         """Return the token ids of each text, (N,) int64 each. The texts are encoded in parallel."""
         if self._is_bytes:  # the package needs seconds for what NumPy does in milliseconds
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -176,11 +177,11 @@ class Tokenizer:
         outside the vocabulary are left out. Special tokens are shown by their names.
         """
         known = [i for i in map(int, ids) if i >= 0]
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        return self.core.decode(known, skip_special_tokens=False)
 
     def normalize(self, text: str) -> str:
         """Return a text as the tokenizer changes it before it looks for tokens."""
-        normalizer = self._tokenizer.normalizer
+        normalizer = self.core.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
     def save(self, folder: Path) -> Path:

@@ -62,14 +62,9 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    net: nn.Module,
-    prompt: Sequence[int],
-    n_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator,
-    cache: bool = False,
-    stop_ids: Collection[int] = (),
-) -> Iterator[int]:
+    net: nn.Module, prompt: Sequence[int], n_tokens: int, sampling: Sampling,
+    generator: torch.Generator, cache: bool = False, stop_ids: Collection[int] = (),
+) -> Iterator[int]:  # fmt: skip
     """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
     The net reads the last `max_seq_len` tokens, or all if it has no such attribute. It is in

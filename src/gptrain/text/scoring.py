@@ -3,6 +3,7 @@
 # N tokens of a text, T max_seq_len of the net, V vocab
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,34 +101,25 @@ def score(
 @torch.no_grad()
 def score_continuations(
     net: nn.Module, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[tuple[float, bool]]:
-    """Return the log probability of each continuation after its context, in one forward pass.
+) -> list[float]:
+    """Return the log probability in nats of each continuation after its context, in one pass.
 
     Args:
         net: Net with the contract of `gptrain.models`, in evaluation mode.
         pairs: Token ids of a context and of its continuation, at least one each, for at least one
             pair. If both together are longer than the net can read, the beginning is left out:
             first of the context, then of the continuation, whose scores then lack that beginning.
-
-    Returns:
-        For each pair the log probability in nats, and whether each token of the continuation is
-        the most probable one.
     """
     device = next(net.parameters()).device
-    longest = max(len(context) + len(continuation) for context, continuation in pairs)
-    limit = getattr(net, "max_seq_len", None) or longest
+    limit = getattr(net, "max_seq_len", None) or sys.maxsize - 1
     rows = [torch.tensor([*context, *tokens][-limit - 1 :]) for context, tokens in pairs]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (B, T + 1)
     log_probs = net(tokens[:, :-1]).float().log_softmax(-1)  # (B, T, V)
-    chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]  # (B, T)
-    is_best = log_probs.argmax(-1) == tokens[:, 1:]  # (B, T)
-    scores = []
-    for number, (row, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
-        end = len(row) - 1
-        part = slice(max(0, end - len(continuation)), end)  # predictions of the continuation
-        nats = chosen[number, part].double().sum().item()
-        scores.append((nats, bool(is_best[number, part].all())))
-    return scores
+    chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0].double()  # (B, T)
+    return [
+        scores[: len(row) - 1][-len(continuation) :].sum().item()
+        for scores, row, (_, continuation) in zip(chosen, rows, pairs, strict=True)
+    ]
 
 
 def encode_pair(

@@ -4,9 +4,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import nn
 
 from gptrain.core.errors import ConfigError, DataError, ending_of
@@ -15,22 +16,12 @@ from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
 from gptrain.text.sampling import Sampling, terminal_text
 
-# Text of bytes that are not UTF-8, such as the first bytes of a character of several tokens
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
 
 def generate(
-    net: nn.Module,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    n_tokens: int = 256,
-    *,
-    temperature: float = 0.7,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Sequence[str] = (),
-    seed: int = 0,
-) -> list[str]:
+    net: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], n_tokens: int = 256, *,
+    temperature: float = 0.7, top_k: int | None = None, top_p: float | None = None,
+    stop: Sequence[str] = (), seed: int = 0,
+) -> list[str]:  # fmt: skip
     """Generate the text that follows each prompt, and return it. This is `gptrain.generate`.
 
     The net runs on its own device. A continuation ends after `n_tokens`, at one of the tokenizer's
@@ -60,43 +51,14 @@ def generate(
     settings = Sampling(temperature, top_k, top_p)
     texts = []
     for prompt in prompts:
-        tokens = [int(token) for token in tokenizer.encode(prompt)]
+        tokens = tokenizer.encode(prompt).tolist()
         if not tokens:
             raise ValueError(f"prompt {prompt!r}: has no tokens")
         drawn = sampling.generate(
             net, tokens, n_tokens, settings, generator, cache=True, stop_ids=tokenizer.stop_ids
         )
-        pieces = decode_incrementally(tokenizer, tokens, drawn)
-        next(pieces)  # skip the prompt
-        texts.append("".join(cut_at_stop(stop, pieces)))
+        texts.append("".join(cut_at_stop(stop, decode_pieces(tokenizer, tokens, drawn))))
     return texts
-
-
-class GenerationOptions(Protocol):
-    """Options of the command `gptrain.generate` that `Writer` reads.
-
-    Attributes:
-        seed: Seed of the random generator of all prompts.
-        n_tokens: Largest number of tokens to generate for each prompt.
-        temperature: Divisor of the logits. At 0 the most probable token is taken.
-        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Total probability of the most probable tokens that may be drawn. None sets no limit.
-        stop: Text or texts that end a continuation.
-        cache: True to compute each position only once.
-        chat: Whether prompts are messages of a conversation. None for yes if `interactive` is set
-            and the tokenizer has a chat template.
-        interactive: Whether the prompts are lines of stdin.
-    """
-
-    seed: int
-    n_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    stop: str | list[str]
-    cache: bool
-    chat: bool | None
-    interactive: bool
 
 
 class Writer:
@@ -105,7 +67,7 @@ class Writer:
     All prompts share one net and one random generator.
 
     Args:
-        cfg: Options of the command.
+        cfg: Configuration of the command, `gptrain.generate.__main__.GenerateRun`.
         net: Net with the contract of `gptrain.models`, on `device`.
         tokenizer: Tokenizer of the net. None reads and prints token ids.
         device: Device of the net.
@@ -115,23 +77,18 @@ class Writer:
         DataError: If the chat template is to be used and is not valid.
     """
 
-    def __init__(
-        self, cfg: GenerationOptions, net: nn.Module, tokenizer: Tokenizer | None, device: str
-    ):
-        self.net = net
-        self.tokenizer = tokenizer or TokenIds()
+    def __init__(self, cfg: Any, net: nn.Module, tokenizer: Tokenizer | None, device: str):
+        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-        self.n_tokens = cfg.n_tokens
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
         self.generator = torch.Generator(device).manual_seed(cfg.seed)
-        self.cache = cfg.cache
+        self.messages: list[dict[str, str]] = []  # conversation so far
         has_template = tokenizer is not None and tokenizer.chat_template is not None
         if cfg.chat and not has_template:
             message = "the run's folder has no chat template"
             raise ConfigError.of("chat", cfg.chat, message, hint="chat=false")
-        is_chat = (cfg.chat is None and cfg.interactive) or cfg.chat
-        self.format = ChatFormat(tokenizer) if tokenizer and has_template and is_chat else None
-        self.messages: list[dict[str, str]] = []  # conversation so far
+        is_chat = (cfg.interactive if cfg.chat is None else cfg.chat) and has_template
+        self.format = ChatFormat(tokenizer) if tokenizer and is_chat else None
 
     def write(self, prompt: str) -> None:
         """Print a prompt and its continuation, and then the speed to stderr.
@@ -148,32 +105,29 @@ class Writer:
                 the conversation.
         """
         start_s = time.perf_counter()
+        question = {"role": "user", "content": prompt}
         if self.format:
-            question = {"role": "user", "content": prompt}
-            chat = self.format.encode([*self.messages, question], add_generation_prompt=True)
-            tokens = chat.tokens.tolist()
-            stop_ids = {self.format.end_id, *self.tokenizer.stop_ids}
+            tokens = self.format.encode_prompt([*self.messages, question])
         else:
-            tokens = [int(token) for token in self.tokenizer.encode(prompt)]
-            stop_ids = self.tokenizer.stop_ids
-        n_prompt = len(tokens)
+            tokens = encode(self.tokenizer, prompt)
         vocab_size = getattr(self.net, "vocab_size", sys.maxsize)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
             message = f"must be one or more tokens of the net, whose ids are 0 to {vocab_size - 1}"
             raise ConfigError.of("prompt", prompt, message)
-        drawn = sampling.generate(
-            self.net, tokens, self.n_tokens, self.sampling, self.generator, self.cache, stop_ids
+        stop_ids = [*(self.tokenizer.stop_ids if self.tokenizer else ())]
+        stop_ids += [self.format.end_id] if self.format else []
+        n_prompt, n_tokens, cache = len(tokens), self.cfg.n_tokens, self.cfg.cache
+        shown = prompt if self.tokenizer else " ".join(map(str, tokens))
+        new_tokens = sampling.generate(
+            self.net, tokens, n_tokens, self.sampling, self.generator, cache, stop_ids
         )
-        pieces = decode_incrementally(self.tokenizer, tokens, drawn)
-        prompt_text = next(pieces)  # stop texts in the prompt have no effect
-        shown = [] if self.format else [prompt_text]
+        pieces = cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, new_tokens))
         answer = ""
-        for piece in chain(shown, cut_at_stop(self.stop, pieces)):
+        for piece in chain([] if self.format else [shown], pieces):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print(flush=True)
-        if self.format:
-            self.messages += [question, {"role": "assistant", "content": answer}]
+        self.messages += [question, {"role": "assistant", "content": answer}]
         seconds = time.perf_counter() - start_s
         n_drawn = len(tokens) - n_prompt
         speed = f"{n_drawn} tokens in {seconds:.2f} s, {n_drawn / seconds:.0f} tokens/s"
@@ -199,51 +153,49 @@ class Writer:
                 return
 
 
-class TokenIds:
-    """Stand-in for a tokenizer: the text is token ids, separated by spaces or commas."""
+def encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:
+    """Return the token ids of a prompt, or without a tokenizer the ids that it lists.
 
-    stop_ids: Sequence[int] = ()
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids that a text lists.
-
-        Raises:
-            ConfigError: If a word is not an integer.
-        """
-        try:
-            return [int(word) for word in text.replace(",", " ").split()]
-        except ValueError:
-            message = "the run's folder has no tokenizer"
-            raise ConfigError.of("prompt", text, message, hint="token ids, as in '1 2 3'") from None
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the token ids, separated by spaces."""
-        return " ".join(map(str, ids))
+    Raises:
+        ConfigError: If there is no tokenizer, and a word of the prompt is not an integer.
+        DataError: If a character has no token.
+    """
+    if tokenizer is not None:
+        return tokenizer.encode(prompt).tolist()
+    try:
+        return [int(word) for word in prompt.replace(",", " ").split()]
+    except ValueError:
+        message = "the run's folder has no tokenizer"
+        raise ConfigError.of("prompt", prompt, message, hint="token ids, as in '1 2 3'") from None
 
 
-def decode_incrementally(
-    tokenizer: Tokenizer | TokenIds, tokens: list[int], new_tokens: Iterable[int]
+def decode_pieces(
+    tokenizer: Tokenizer | None, tokens: list[int], new_tokens: Iterable[int]
 ) -> Iterator[str]:
-    """Yield the text of some tokens, and then the text that each new token adds.
+    """Yield the text that each new token adds to the text of the tokens before it.
 
     A character of several tokens is yielded when its last token is known. An incomplete character
     at the end is yielded as U+FFFD.
 
     Args:
-        tokenizer: Tokenizer of the net.
+        tokenizer: Tokenizer of the net. None yields token ids, each after a space.
         tokens: Token ids of the prompt. Each new token is appended to this list.
         new_tokens: Token ids that follow the prompt.
     """
-    # tokens[end:] is not yet yielded. tokens[start:end] is decoded with it as context, because the
-    # text of a token may depend on the token before it.
-    start = end = 0
-    for added in chain([[]], ([token] for token in new_tokens)):
-        tokens += added
-        text = tokenizer.decode(tokens[start:])
-        if not text.endswith(REPLACEMENT):
-            yield text[len(tokenizer.decode(tokens[start:end])) :]
-            start, end = end, len(tokens)
-    yield tokenizer.decode(tokens[start:])[len(tokenizer.decode(tokens[start:end])) :]
+    if tokenizer is None:
+        for token in new_tokens:
+            tokens.append(token)
+            yield f" {token}"
+        return
+    start = max(0, len(tokens) - 8)  # the text of a token may depend on the tokens before it
+    stream = DecodeStream(tokens[start:], skip_special_tokens=False)
+    n_done = len(tokenizer.decode(tokens[start:]))
+    for token in new_tokens:
+        tokens.append(token)
+        piece = stream.step(tokenizer.core, token) or ""
+        n_done += len(piece)
+        yield piece
+    yield tokenizer.decode(tokens[start:])[n_done:]
 
 
 def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
