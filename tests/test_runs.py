@@ -90,15 +90,8 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch)
     assert lines[2].endswith("early stop: val/loss=3.5 not better than 3.4, at step 10")
     assert lines[3].split(maxsplit=3) == ["sweep/1", "9", "7", "nonfinite: the loss is nan"]
     assert lines[4].split() == ["sweep/10", "lost"]
-    # Most runs that have the metric took 10 steps, though more runs failed at step 7.
-    for name in ("2", "3"):
-        make_run(four / "sweep" / name, status={"cause": "nonfinite", "exit_code": 79, "step": 7})
-    lines = show(four)[1]
-    assert sum("nonfinite" in line for line in lines) == 3 and "*" not in "".join(lines)
     make_run(four / "longer", f"note={'a' * 40}", loss=9.0, steps=12)
-    *lines, footnote = show(four)[1]
-    assert [line.split()[0] for line in lines if "*" in line] == ["longer"]
-    assert footnote.startswith("* a different number of steps than most of these runs: ")
+    lines = show(four)[1]
     assert re.search(r" a{32} ", "\n".join(lines))  # a long value is cut
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gptrain import runs as package
 from gptrain.core.errors import DONE, INPUT_NOT_FOUND, ConfigError
@@ -24,47 +24,30 @@ def main() -> NoReturn:
     code.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
-    parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
-    outputs = Path(default_output_dir())
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        default=[outputs],
-        help="run folders, or folders above them",
-    )
+    parser = Parser("python -m gptrain.runs", description=package.__doc__, formatter_class=raw)
+    outputs, text = [Path(default_output_dir())], "run folders, or folders above them"
+    parser.add_argument("folders", nargs="*", type=Path, default=outputs, help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON list, the best run first")
     prepare_streams(is_run=False)
     try:
-        print(answer(parser.parse_args()))
+        args = parser.parse_args()
+        runs = read_runs(args.folders)
+        if not runs:
+            message = f"no run in {' '.join(map(str, args.folders))}"
+            raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
-    sys.exit(DONE)
-
-
-def answer(args: argparse.Namespace) -> str:
-    """Return the text that the command prints.
-
-    Args:
-        args: Parsed command line: folders, and the flag json.
-
-    Raises:
-        ConfigError: If no run is found.
-    """
-    runs = read_runs(args.folders)
-    if not runs:
-        message = f"no run in {' '.join(map(str, args.folders))}"
-        raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
     metric, runs = rank_runs(runs)
     if args.json:
         rows = [
             {"run": str(run.path)} | {k: getattr(run, k) for k in JSON_FIELDS} | run.goodput
             for run in runs
         ]
-        return json.dumps(rows, indent=1)
-    return text_table(runs, metric)
+        print(json.dumps(rows, indent=1))
+    else:
+        print(text_table(runs, metric))
+    sys.exit(DONE)
 
 
 if __name__ == "__main__":

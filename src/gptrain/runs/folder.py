@@ -97,46 +97,29 @@ def read_run(folder: Path) -> RunRecord:
         OSError, ValueError, TypeError, LookupError, AttributeError or OverflowError: If a file is
             missing, cannot be read, or has another form than gptrain's.
     """
-    overrides = read_yaml(folder / OVERRIDES)
-    result_path = folder / RESULT_NAME
-    result = read_json(result_path) if result_path.exists() else {}
-    status = read_status(folder) or {}
-    is_running = is_held(folder)
+    overrides = [str(word) for word in read_yaml(folder / OVERRIDES)]
+    result = read_json(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}
+    status, is_running = read_status(folder) or {}, is_held(folder)
     is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
     if is_done:
-        facts = result
-        reason = result.get("ended", {})
-        ended = reason.get("reason", "done")
-        detail = reason.get("detail", "")
+        facts, ending = result, result.get("ended", {})
+        ended, detail = ending.get("reason", "done"), ending.get("detail", "")
     else:
         facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
         ended = "running" if is_running else status.get("cause", "lost")
-        detail = status.get("message", "")
-    metrics = facts.get("metrics", {}).items()
+        detail = str(status.get("message", "")).removeprefix("error: ")
+    metrics = {k: v for k, v in facts.get("metrics", {}).items() if _number(v) is not None}
+    steps, seconds = _number(facts.get("steps")), _number(facts.get("seconds"))
+    goodput = measure(read_json_lines(folder / TIMELINE_NAME))
     return RunRecord(
-        path=folder,
-        overrides=[str(override) for override in overrides],
-        metrics={name: value for name, value in metrics if _number(value) is not None},
-        steps=_number(facts.get("steps")),
-        seconds=_number(facts.get("seconds")),
-        is_done=is_done,
-        ended=str(ended),
-        detail=str(detail).removeprefix("error: "),
-        goodput=measure(read_json_lines(folder / TIMELINE_NAME)),
+        folder, overrides, metrics, steps, seconds, is_done, str(ended), str(detail), goodput
     )
 
 
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Return `steps` and `metrics` of the newest checkpoint from its manifest.
+    """Return `steps` and `metrics` of the newest checkpoint, or {} if there is none intact.
 
-    The result is empty if there is no checkpoint or its manifest is damaged. `metrics` has the
-    entry None under the name `step`, in place of a metric of this name.
-
-    Args:
-        folder: Run folder.
-
-    Raises:
-        OSError: If the folder of the checkpoints, or its network file system, cannot be read.
+    `metrics` has the entry None under the name `step`, in place of a metric of this name.
     """
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpointError):

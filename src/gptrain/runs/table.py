@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gptrain.core.errors import printable
@@ -13,26 +12,7 @@ SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics 
 # Endings of keys that hold a location: equal runs may have different ones.
 LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path")
 CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
-MARK = " *"  # appended to the number of steps of a run
-MARKED = "a different number of steps than most of these runs: the metrics are not comparable"
 YAML_SPELLING = {"None": "null", "True": "true", "False": "false"}
-
-
-def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values are not equal in all mappings, in order of first appearance.
-
-    A missing key counts as None. Keys that hold a location, such as `run_dir`, are left out.
-
-    Args:
-        sides: Values of each run by key. There is at least one run.
-    """
-    keys = dict.fromkeys(key for side in sides for key in side if not key.endswith(LOCATION_KEYS))
-    first = sides[0]
-    return [
-        key
-        for key in keys
-        if not all(is_same_value(side.get(key), first.get(key)) for side in sides)
-    ]
 
 
 def is_same_value(value: Any, other: Any) -> bool:
@@ -63,42 +43,36 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     return metric, sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
 
 
-def run_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run's folder, relative to the folder that holds all of the runs.
-
-    Args:
-        runs: Runs, at least one.
-    """
-    paths = [os.path.abspath(run.path) for run in runs]
-    common = os.path.commonpath(map(os.path.dirname, paths))
-    return [os.path.relpath(path, common) for path in paths]
-
-
 def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     """Return the table of some runs: a row of column names, then one row per run.
 
-    The columns are the run's name, the overrides in which the runs differ, the metrics, steps,
-    seconds, the goodput with the times that are not negligible, and how the run ended. A value that
-    a run does not have is None.
+    The columns are the run's name, the overrides in which the runs differ (except for those that
+    hold a location), the metrics, steps, seconds, the goodput with the times that are not
+    negligible, and how the run ended. A value that a run does not have is None.
 
     Args:
-        runs: Runs in the order of the rows.
+        runs: Runs in the order of the rows, at least one.
         metrics: Names of the metrics in the order of the columns.
     """
-    keys = differing_keys([run.typed for run in runs])
-    names = dict.fromkeys(name for run in runs for name, value in run.goodput.items())
+    typed = [run.typed for run in runs]
+    keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
+    first = typed[0]
+    keys = [k for k in keys if not all(is_same_value(one.get(k), first.get(k)) for one in typed)]
+    names = dict.fromkeys(name for run in runs for name in run.goodput)
     times = [name for name in names if any(run.goodput.get(name, 0) >= 0.05 for run in runs)]
+    common = os.path.commonpath([os.path.abspath(run.path.parent) for run in runs])
     rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", *times, "ended"]]
-    for run, name in zip(runs, run_names(runs), strict=True):
-        values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
+    for run in runs:
+        values = *map(run.typed.get, keys), *map(run.metrics.get, metrics), run.steps
         seconds = None if run.seconds is None else round(run.seconds, 1)
         ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
-        rows.append([name, *values, run.steps, seconds, *map(run.goodput.get, times), ending])
+        name = os.path.relpath(run.path, common)
+        rows.append([name, *values, seconds, *map(run.goodput.get, times), ending])
     return rows
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
-    """Return the table for a terminal. Runs of an unusual length have a mark and a footnote.
+    """Return the table for a terminal.
 
     The metrics are the objective, the losses and the speed, as far as any of the runs has them.
 
@@ -107,30 +81,10 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
         metric: Name of the objective, which is the first metric of the table.
     """
     candidates = dict.fromkeys((metric, *SHOWN))
-    metrics = [name for name in candidates if any(name in run.metrics for run in runs)]
-    head, *rows = table(runs, metrics)
-    steps_column = head.index("steps")
-    is_marked = [steps_differ(run, runs, metric) for run in runs]
-    cells = [[printable(name), *map(format_cell, row), end] for name, *row, end in (head, *rows)]
-    for row, marked in zip(cells[1:], is_marked, strict=True):
-        row[steps_column] += MARK if marked else ""
-    footnote = f"\n{MARK.strip()} {MARKED}" if any(is_marked) else ""
-    return align_columns(cells) + footnote
-
-
-def steps_differ(run: RunRecord, runs: Sequence[RunRecord], metric: str) -> bool:
-    """Return whether a run has another number of steps than most runs that have the metric.
-
-    Of equally frequent numbers the smallest counts. Returns False for a run that does not have the
-    metric, and if none of the runs with the metric has a known number of steps.
-
-    Args:
-        run: Run in question.
-        runs: All runs of the table.
-        metric: Name of the objective.
-    """
-    lengths = Counter(sorted(r.steps for r in runs if metric in r.metrics and r.steps))
-    return metric in run.metrics and bool(lengths) and run.steps != lengths.most_common(1)[0][0]
+    rows = table(runs, [name for name in candidates if any(name in run.metrics for run in runs)])
+    return align_columns(
+        [[printable(name), *map(format_cell, row), end] for name, *row, end in rows]
+    )
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
