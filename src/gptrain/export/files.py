@@ -7,17 +7,12 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gptrain.assemble.companion_files import (
-    GENERATION,
-    ID_KEYS,
-    TOKENIZER,
-    read_ids,
-)
+from gptrain.assemble.companion_files import GENERATION, ID_KEYS, TOKENIZER, read_ends, read_ids
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import to_json
 from gptrain.core.errors import ConfigError
@@ -25,7 +20,11 @@ from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
 from gptrain.parallel.requirements import tied_names
 
-METHODS = {"hf": "to_hugging_face", "peft": "to_peft"}  # methods of the net that a format needs
+FORMATS = {  # method of the net that a format needs, file of the weights, file of the config
+    "safetensors": ("", "model.safetensors", ""),
+    "hf": ("to_hugging_face", "model.safetensors", "config.json"),
+    "peft": ("to_peft", "adapter_model.safetensors", "adapter_config.json"),
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name in the config -> name in torch
 
 
@@ -39,8 +38,9 @@ def check_format(net: nn.Module, format: str) -> None:
     Raises:
         ConfigError: If the net does not have the method.
     """
-    if format in METHODS and not hasattr(net, METHODS[format]):
-        message = f"{type(net).__name__} has no `{METHODS[format]}` (see gptrain.models)"
+    method = FORMATS[format][0]
+    if method and not hasattr(net, method):
+        message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
         raise ConfigError.of("format", format, message, hint="format=safetensors")
 
 
@@ -58,18 +58,15 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         OSError: If a file cannot be written.
         ModuleNotFoundError: If the package `safetensors` is missing.
     """
-    if format == "peft":
-        content, tensors = cast(Any, net).to_peft()
-        fileops.replace(folder / "adapter_config.json", to_json(content))
-        file = folder / "adapter_model.safetensors"
-        return write_tensors(file, tensors, getattr(torch, DTYPES[dtype]))
-    if format == "hf":
-        content, tensors = cast(Any, net).to_hugging_face()
-        fileops.replace(folder / "config.json", to_json(content | {"dtype": DTYPES[dtype]}))
+    method, file, config = FORMATS[format]
+    if method:
+        content, tensors = getattr(net, method)()
+        content |= {"dtype": DTYPES[dtype]} if format == "hf" else {}
+        fileops.replace(folder / config, to_json(content))
     else:
         ties = tied_names(net)
         tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
-    return write_tensors(folder / "model.safetensors", tensors, getattr(torch, DTYPES[dtype]))
+    return write_tensors(folder / file, tensors, getattr(torch, DTYPES[dtype]))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
@@ -154,10 +151,8 @@ def write_special_ids(folder: Path, tokenizer: Tokenizer | None) -> None:
     ids: dict[str, Any] = dict(tokenizer.special_ids()) if tokenizer else {}
     ids |= read_ids(generation, content.get("vocab_size"))
     if tokenizer is not None and tokenizer.end_id is not None:
-        ends = ids.get("eos_token_id", [])
-        ends = ends if isinstance(ends, list) else [ends]
-        if tokenizer.end_id not in ends:
-            ids["eos_token_id"] = [*ends, tokenizer.end_id] if ends else tokenizer.end_id
+        ends = dict.fromkeys([*read_ends(ids), tokenizer.end_id])
+        ids["eos_token_id"] = [*ends] if len(ends) > 1 else tokenizer.end_id
     if ids or generation:
         rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
         fileops.replace(folder / GENERATION, to_json(rest | ids))
