@@ -121,14 +121,9 @@ class CausalSelfAttention(nn.Module):
     exchange: HeadExchange | None = None
 
     def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        bias: bool,
-        dropout: float = 0.0,
+        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0,
         d_head: int | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.d_head = d_model // n_heads if d_head is None else d_head
         self.dropout = dropout
@@ -183,13 +178,9 @@ class CausalSelfAttention(nn.Module):
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    layout: SequenceLayout | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+    layout: SequenceLayout | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute softmax(q k^T / sqrt(K)) v, (B, H, T, K), by the kernel for this mask and device.
 
     H is the number of query heads, G the number of heads of k and v, K the width of a head, T the

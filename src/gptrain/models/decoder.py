@@ -4,6 +4,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -21,14 +22,14 @@ class Decoder(nn.Module):
     It fulfils the contract of `gptrain.models` except for the conversions `from_hugging_face`,
     `to_hugging_face` and `to_peft`, which a subclass may have.
 
-    The constructor of a subclass creates `token_embedding`, `blocks`, `norm` and `head` on the meta
-    device and then calls `initialize`. On the meta device PyTorch's own initialization, which would
-    be overwritten, costs nothing. `init_parameter` and `tensor_plan` recognize layers by name: the
+    The constructor of a subclass calls this one, which creates `token_embedding`, and then `build`.
+    The layers are created on the meta device, where PyTorch's own initialization, which would be
+    overwritten, costs nothing. `init_parameter` and `tensor_plan` recognize layers by name: the
     two projections of a block that write into the residual stream must be called
     `attention.out_proj` and `mlp.down_proj`, and names of norms must begin with `norm`.
 
-    This class's own constructor draws one number, the seed of all initial weights, from torch's
-    global CPU generator.
+    The constructor draws one number, the seed of all initial weights, from torch's global CPU
+    generator.
 
     Args:
         vocab_size: Number of token ids V.
@@ -58,14 +59,9 @@ class Decoder(nn.Module):
     head: nn.Linear
 
     def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        n_heads: int,
-        n_layers: int,
-        max_seq_len: int,
+        self, vocab_size: int, d_model: int, n_heads: int, n_layers: int, max_seq_len: int,
         tie_head: bool,
-    ):
+    ):  # fmt: skip
         super().__init__()
         # Draw only one number from the global generator, on the CPU whatever the default device is.
         self.init_seed = int(torch.randint(2**62, (), device="cpu"))
@@ -75,6 +71,25 @@ class Decoder(nn.Module):
         self.n_layers = n_layers
         self.max_seq_len = max_seq_len
         self.tie_head = tie_head
+        with torch.device("meta"):
+            self.token_embedding = make_embedding(vocab_size, d_model)
+
+    def build(
+        self, make_block: Callable[[], nn.Module], make_norm: Callable[[], nn.Module]
+    ) -> None:
+        """Create `blocks`, `norm` and `head`, and initialize all parameters.
+
+        Args:
+            make_block: Function that returns a new block.
+            make_norm: Function that returns a new norm.
+        """
+        with torch.device("meta"):
+            self.blocks = nn.ModuleList(make_block() for _ in range(self.n_layers))
+            self.norm = make_norm()
+            self.head = nn.Linear(self.d_model, self.vocab_size, bias=False)
+            if self.tie_head:
+                self.head.weight = self.token_embedding.weight
+        self.initialize()
 
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, layout: SequenceLayout | None = None

@@ -6,7 +6,7 @@ normalized, and of LlamaForCausalLM otherwise. Source: huggingface/transformers.
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from gptrain.models.decoder import Decoder
 
 LLAMA3_CONTEXT = 8192  # context length of Llama 3, which the RoPE scaling of 3.1 and 3.2 extends
 QWEN3_D_HEAD = 128  # width of a head if a Qwen3 config does not name it
-Table = dict[str, list[str]]
+Config: TypeAlias = Mapping[str, Any]  # content of a config.json
+Tensors: TypeAlias = Mapping[str, Tensor]
+Table: TypeAlias = dict[str, list[str]]
 # Layer of transformers -> layers of gptrain, concatenated along the outputs. * is a block's index.
 GPT2: Table = {
     "transformer.wte": ["token_embedding"],
@@ -48,8 +50,7 @@ _FIXED_GPT2 = {
     "layer_norm_epsilon": 1e-5,
     "n_inner": None,
     "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), False),
     "tie_word_embeddings": True,
 }
 _FIXED_LLAMA = {
@@ -67,20 +68,14 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Args:
         net: A SimpleGPT, not partitioned.
     """
-    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    config = {
-        **_gpt2_config(net),
-        "n_positions": net.max_seq_len,
-        "architectures": ["GPT2LMHeadModel"],
-        **dict.fromkeys(dropouts, net.get_submodule("dropout").p),
-        **_NO_IDS,
-    }
+    config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
+    config["architectures"] = ["GPT2LMHeadModel"]
+    dropout = net.get_submodule("dropout").p
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return config, _to_layout(net, GPT2)
 
 
-def from_gpt2(
-    net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict for `net` from the config and the tensors of a GPT2LMHeadModel.
 
     The tensors of the state dict are views of `tensors`. A tensor with an unknown name keeps its
@@ -96,12 +91,12 @@ def from_gpt2(
     Raises:
         ValueError: If `config` describes another net. One line lists all differences.
     """
-    config = {**_FIXED_GPT2, "activation_function": "gelu_new", **config}
-    if config["n_inner"] == 4 * net.d_model:
-        config["n_inner"] = None
-    if config["activation_function"] == "gelu_pytorch_tanh":
-        config["activation_function"] = "gelu_new"
-    _check_same(config, _gpt2_config(net))
+    completed = {**_FIXED_GPT2, "activation_function": "gelu_new", **config}
+    if completed["n_inner"] == 4 * net.d_model:
+        completed["n_inner"] = None
+    if completed["activation_function"] == "gelu_pytorch_tanh":
+        completed["activation_function"] = "gelu_new"
+    _check_same(completed, _gpt2_config(net))
     return _from_layout(net, GPT2, tensors)
 
 
@@ -113,11 +108,9 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Args:
         net: A Llama.
     """
-    config: dict[str, Any] = _llama_config(net) | {
-        "architectures": ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"],
-        "max_position_embeddings": net.max_seq_len,
-        **_NO_IDS,
-    }
+    config: dict[str, Any] = _llama_config(net)
+    config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}
+    config["architectures"] = ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"]
     # transformers 4 has rope_theta and rope_scaling, which transformers 5 also reads.
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -125,9 +118,7 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, _to_layout(net, LLAMA)
 
 
-def from_llama(
-    net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict for `net` from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
     The state dict holds the given tensors, not copies. Unknown and missing tensors are treated as
@@ -189,7 +180,7 @@ def _llama_config(net: Decoder) -> dict[str, Any]:
     }
 
 
-def _check_same(config: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_same(config: Config, expected: Config) -> None:
     """Raise a ValueError with all keys of `expected` that `config` lacks or that differ in it."""
     differences = [
         f"{key}={config.get(key)} in the config, {value} in the net"
@@ -213,7 +204,7 @@ def _to_layout(net: Decoder, table: Table) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_layout(net: Decoder, table: Table, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _from_layout(net: Decoder, table: Table, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict of a net from tensors by the names of transformers."""
     names, state = _names(net, table), {}
     for name, tensor in tensors.items():

@@ -10,6 +10,7 @@ normalization of q and k: Dehghani et al. 2023, arXiv:2302.05442, as in Qwen3.
 # B batch, T time, D d_model, H heads, G heads of k and v, K d_head
 
 import math
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from gptrain.models import hf_layout
 from gptrain.models.attention import CausalSelfAttention
-from gptrain.models.decoder import Block, Decoder, make_embedding
+from gptrain.models.decoder import Block, Decoder
 from gptrain.models.rms_norm import RMSNorm
 
 
@@ -47,10 +48,6 @@ class Llama(Decoder):
 
     Attributes:
         d_head: Width of a head.
-
-    Raises:
-        ValueError: If `n_kv_heads` does not divide `n_heads`, if `d_head` is odd, or if `d_head` is
-            None and `2 * n_heads` does not divide `d_model`.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -60,30 +57,12 @@ class Llama(Decoder):
     }
 
     def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int,
-        n_layers: int,
-        d_ff: int,
-        max_seq_len: int,
-        rope_base: float = 500000.0,
-        rope_scaling: float = 1.0,
-        norm_eps: float = 1e-5,
-        qk_norm: bool = False,
-        tie_head: bool = False,
+        self, vocab_size: int, d_model: int, n_heads: int, n_kv_heads: int, n_layers: int,
+        d_ff: int, max_seq_len: int, rope_base: float = 500000.0, rope_scaling: float = 1.0,
+        norm_eps: float = 1e-5, qk_norm: bool = False, tie_head: bool = False,
         d_head: int | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
-        if n_heads % n_kv_heads:
-            message = f"does not divide n_heads={n_heads}, and heads of q share k and v evenly"
-            raise ValueError(f"n_kv_heads={n_kv_heads}: {message}")
-        if d_head is not None and d_head % 2:
-            raise ValueError(f"d_head={d_head}: odd, but RoPE rotates pairs of values of a head")
-        if d_head is None and d_model % (2 * n_heads):
-            message = f"d_model={d_model} is not a multiple of 2 * n_heads: RoPE needs even heads"
-            raise ValueError(f"n_heads={n_heads}: {message}")
         self.n_kv_heads = n_kv_heads
         self.d_head = d_model // n_heads if d_head is None else d_head
         self.d_ff = d_ff
@@ -91,24 +70,10 @@ class Llama(Decoder):
         self.rope_scaling = rope_scaling
         self.norm_eps = norm_eps
         self.qk_norm = qk_norm
-
-        with torch.device("meta"):
-            self.token_embedding = make_embedding(vocab_size, d_model)
-            self.blocks = nn.ModuleList(
-                Block(
-                    RMSNorm(d_model, norm_eps),
-                    RotaryAttention(self),
-                    RMSNorm(d_model, norm_eps),
-                    SwiGLU(d_model, d_ff),
-                )
-                for _ in range(n_layers)
-            )
-            self.norm = RMSNorm(d_model, norm_eps)
-            self.head = nn.Linear(d_model, vocab_size, bias=False)
-            if tie_head:
-                self.head.weight = self.token_embedding.weight
-
-        self.initialize()
+        norm = partial(RMSNorm, d_model, norm_eps)
+        self.build(
+            lambda: Block(norm(), RotaryAttention(self), norm(), SwiGLU(d_model, d_ff)), norm
+        )
 
     to_hugging_face = hf_layout.to_llama
     from_hugging_face = hf_layout.from_llama

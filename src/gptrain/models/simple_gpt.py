@@ -8,6 +8,7 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 
 # B batch, T time, D d_model
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -36,9 +37,6 @@ class SimpleGPT(Decoder):
             of attention and MLP.
         activation: Activation of the MLP: "gelu" (exact) or "gelu_tanh" (the approximation with
             which GPT-2 was trained).
-
-    Raises:
-        ValueError: If `n_heads` does not divide `d_model`, or `activation` is unknown.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -47,40 +45,18 @@ class SimpleGPT(Decoder):
     }
 
     def __init__(
-        self,
-        vocab_size: int = 50257,
-        d_model: int = 512,
-        n_heads: int = 8,
-        n_layers: int = 6,
-        max_seq_len: int = 512,
-        dropout: float = 0.1,
-        activation: str = "gelu",
-    ):
+        self, vocab_size: int = 50257, d_model: int = 512, n_heads: int = 8, n_layers: int = 6,
+        max_seq_len: int = 512, dropout: float = 0.1, activation: str = "gelu",
+    ):  # fmt: skip
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head=True)
-        if d_model % n_heads:
-            message = f"does not divide d_model={d_model}, all heads must have the same size"
-            raise ValueError(f"n_heads={n_heads}: {message}")
         self.activation = activation
-
         with torch.device("meta"):
-            self.token_embedding = make_embedding(vocab_size, d_model)
             self.position_embedding = make_embedding(max_seq_len, d_model)
-            self.dropout = nn.Dropout(dropout)
-            self.blocks = nn.ModuleList(
-                Block(
-                    nn.LayerNorm(d_model),
-                    CausalSelfAttention(d_model, n_heads, n_heads, bias=True, dropout=dropout),
-                    nn.LayerNorm(d_model),
-                    MLP(d_model, activation),
-                    dropout,
-                )
-                for _ in range(n_layers)
-            )
-            self.norm = nn.LayerNorm(d_model)
-            self.head = nn.Linear(d_model, vocab_size, bias=False)
-            self.head.weight = self.token_embedding.weight
-
-        self.initialize()
+        self.dropout = nn.Dropout(dropout)
+        norm = partial(nn.LayerNorm, d_model)
+        attention = partial(CausalSelfAttention, d_model, n_heads, n_heads, True, dropout)
+        mlp = partial(MLP, d_model, activation)
+        self.build(lambda: Block(norm(), attention(), norm(), mlp(), dropout), norm)
 
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
         """Compute the sum of token and position embeddings (B, T, D), with dropout.
@@ -111,16 +87,10 @@ class MLP(nn.Module):
     Args:
         d_model: Width of the input and the output.
         activation: "gelu" (exact) or "gelu_tanh" (approximation).
-
-    Raises:
-        ValueError: If `activation` is unknown.
     """
 
     def __init__(self, d_model: int, activation: str):
         super().__init__()
-        if activation not in GELU_APPROXIMATION:
-            allowed = ", ".join(GELU_APPROXIMATION)
-            raise ValueError(f"activation={activation!r}: unknown; allowed: {allowed}")
         self.up_proj = nn.Linear(d_model, 4 * d_model)
         self.activation = nn.GELU(approximate=GELU_APPROXIMATION[activation])
         self.down_proj = nn.Linear(4 * d_model, d_model)
