@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,19 @@ def test_all_pieces_together_are_the_text_of_all_tokens(bpe, tokens, n_prompt):
         if not prompt.endswith("\ufffd"):  # a prompt ends with a full character
             made = pieces(tokens, n_prompt, (), tokenizer)
             assert prompt + "".join(made) == tokenizer.decode(tokens)
+
+
+def test_a_byte_that_makes_the_character_before_it_invalid_does_not_end_the_text(tmp_path):
+    """A tokenizer like Llama 2's decodes a row of byte tokens as a whole."""
+    names = ["a", "<0xE6>", "<0x95>", "<0xB8>", "b"]
+    vocab = {name: number for number, name in enumerate(names)}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
+    parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    library.decoder = tokenizers.decoders.Sequence(parts)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "".join(pieces([0, 1, 2, 3, 2, 4, 0], 1, (), tokenizer))
+    assert text.startswith("數") and text.endswith("a")
 
 
 @given(

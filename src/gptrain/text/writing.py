@@ -192,7 +192,10 @@ def decode_pieces(
     n_done = len(tokenizer.decode(tokens[start:]))
     for token in new_tokens:
         tokens.append(token)
-        piece = stream.step(tokenizer.core, token) or ""
+        try:
+            piece = stream.step(tokenizer.core, token) or ""
+        except Exception:  # byte tokens of Llama 2: a byte makes the character before it invalid
+            stream, piece = DecodeStream([token], skip_special_tokens=False), ""
         n_done += len(piece)
         yield piece
     yield tokenizer.decode(tokens[start:])[n_done:]
