@@ -198,6 +198,13 @@ def test_every_matrix_and_every_norm_has_a_role_in_the_tensor_plan(net):
 # Initial weights
 
 
+@pytest.mark.parametrize("net", [SimpleGPT, partial(Llama, n_kv_heads=5, d_ff=64)])
+def test_a_width_that_the_heads_do_not_divide_is_refused(net):
+    """Without an error the heads would be narrower than `d_model / n_heads` says."""
+    with pytest.raises(ValueError, match="d_model=32"):
+        net(**SIZES | {"n_heads": 5})
+
+
 def test_initial_weights_are_gpt2s():
     net = SimpleGPT(1000, d_model=128, n_heads=4, n_layers=8, max_seq_len=64)
     for name, parameter in net.named_parameters():

@@ -113,6 +113,9 @@ class CausalSelfAttention(nn.Module):
         dropout: Dropout probability of the attention weights.
         d_head: Width K of a head. None for `d_model // n_heads`.
 
+    Raises:
+        ValueError: If `d_head` is None and the heads do not divide `d_model`.
+
     Attributes:
         exchange: Exchange with the ranks that have other positions of the same sequence. None if
             this rank has all positions.
@@ -125,6 +128,8 @@ class CausalSelfAttention(nn.Module):
         d_head: int | None = None,
     ):  # fmt: skip
         super().__init__()
+        if d_head is None and d_model % n_heads:
+            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
         self.d_head = d_model // n_heads if d_head is None else d_head
         self.dropout = dropout
         self.q_proj = nn.Linear(d_model, n_heads * self.d_head, bias)
