@@ -176,8 +176,7 @@ def test_an_lstm_and_a_user_optimizer_resume_exactly_on_two_ranks(train, lab):
     assert all(torch.equal(state[name], again.state(6)["state_dict"][name]) for name in state)
 
     checked = train(
-        *old, "task=validate", "ckpt_path=last", "trainer.devices=1", "data.batch_size=8",
-        tiny=False, name="checked",
+        *old, "task=validate", "ckpt_path=last", "trainer.devices=1", tiny=False, name="checked"
     )  # fmt: skip
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
     net = gptrain.load(again.folder, "last", ["lab"])

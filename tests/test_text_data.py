@@ -273,7 +273,11 @@ def test_a_key_of_records_is_refused_for_a_text(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n{"text": 5}\n', "a.jsonl: line 3: no text under 'text'"),
         ("a.jsonl", b'["text"]\n', "a.jsonl: line 1: .* list"),
         ("a.jsonl", b"\xff\xfe\n", "a.jsonl: damaged"),
-        ("b.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20], "b.jsonl.gz: damaged"),
+        (
+            "b.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20],
+            "b.jsonl.gz: damaged",
+        ),
         ("b.jsonl.gz", b"no gzip", "b.jsonl.gz: damaged"),
         ("c.txt", "größe\n".encode("latin-1") * 100, "c.txt: not UTF-8"),
         ("image.png", b"\x89PNG" * 99, r"image.png: not UTF-8.*data\.pattern"),

@@ -148,7 +148,7 @@ def test_unusable_input_ends_a_run_with_its_exit_code(train, tmp_path):
     assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
     run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")
-    assert run.code == 65 and "none of 1 files is UTF-8 text" in run.err
+    assert run.code == 65 and "latin.txt: not UTF-8" in run.err
     assert read_status(run.folder)["cause"] == "data"
 
 

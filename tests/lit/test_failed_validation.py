@@ -339,10 +339,10 @@ def test_an_error_is_reported_also_if_the_save_after_it_fails(fit):
 
 
 BROKEN = {
-    "none": (65, "sample 5 is NoneType"), "short": (65, "sample 5 is (int64 (3,), int64 (3,))"),
+    "none": (65, "data.train: samples 15, 18, 5, 6: "), "short": (65, "data.train: samples 15, 18, 5, 6: "),
     "raises": (70, "the sample is broken"), "cannot be read": (73, "Permission denied"),
-    "a target of -1": (65, "data.train: sample 5 has the target -1; allowed: 0 to 255 and -100"),
-    "a token above the vocabulary": (65, "allowed: 0 to 255 (model.vocab_size=256)"),
+    "a target of -1": (65, "data.train: samples 15, 18, 5, 6: token -1"),
+    "a token above the vocabulary": (65, "data.train: samples 15, 18, 5, 6: token 1250"),
 }  # fmt: skip
 
 

@@ -115,10 +115,9 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     assert run.column("tokens") == tokens
     assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]
     assert run.state(8)["TextDataModule"]["tokens"] == tokens[-1]
-    assert run.state(3)["TextDataModule"]["place"] == [0, 3 * 4]
-    # 12 of 40 samples were read: four steps of 6 fit into the rest, then a new epoch begins.
-    places = [run.state(step)["TextDataModule"]["place"] for step in (4, 6, 8)]
-    assert places == [[0, 18], [0, 30], [1, 6]]
+    assert run.state(3)["TextDataModule"]["read"] == 3 * 4
+    # The order continues at the next sample, also over the end of an epoch.
+    assert [run.state(step)["TextDataModule"]["read"] for step in (4, 6, 8)] == [18, 30, 42]
     more = fit(
         *words, *again[:2], "trainer.max_steps=9"
     )  # the new batch size now belongs to the run

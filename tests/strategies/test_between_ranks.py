@@ -160,7 +160,7 @@ def test_metrics_count_data_ranks_once_and_keep_the_buffers_of_their_rank():
     strategy.parallel.data_group = group = object()
     strategy.accelerator, strategy.model = CPUAccelerator(), module
     strategy.parallel_devices = [torch.device("cpu")]
-    strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="validate")))
+    strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="validate"), callbacks=[]))
     metrics = [module.metrics["alone"], *module.metrics["both"].values()]
     assert [metric.process_group for metric in metrics] == 3 * [group]
     names = [name for owner, name in find_saved_buffers(module) if owner is module.net]

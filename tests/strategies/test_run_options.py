@@ -167,7 +167,6 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
         assert train(tmp_path, *options)[0] == 0
     assert compiled.call_count == 4
     assert guard.call_args.kwargs["timeout_s"] == 77
-    assert "ckpt_path=last" in guard.call_args.kwargs["describe"]()["resume"]
     phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
     assert phases == ["import", "connect", "data", "build", "train", "validate", "train", "end"]
     allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}

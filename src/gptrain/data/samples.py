@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -127,8 +128,9 @@ class BatchReader(WrappedDataset):
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
             raise self._error(indices, message)
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            highest = int(max(tokens.max(), targets.max()))
-            lowest = int(min(tokens.min(), targets.masked_fill(targets == IGNORED, 0).min()))
+            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
+            highest = int(max(ids.max(), wanted.max()))
+            lowest = int(min(ids.min(), np.where(wanted == IGNORED, 0, wanted).min()))
             if highest >= self.vocab_size or lowest < 0:
                 found = lowest if lowest < 0 else highest
                 message = f"token {found}, not of 0 to {self.vocab_size - 1} (model.vocab_size)"

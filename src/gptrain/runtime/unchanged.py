@@ -45,7 +45,7 @@ def unchanged_process() -> Generator[None, None, None]:
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     settings = [
         (getattr(sys.modules[module], put), getattr(sys.modules[module], get)())
-        for module, pairs in SETTINGS.items() if module in sys.modules
+        for module, pairs in SETTINGS.items() if sys.modules.get(module)
         for get, put in pairs
     ]  # fmt: skip
     lightning = sys.modules.get("lightning_utilities.core.rank_zero")
