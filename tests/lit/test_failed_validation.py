@@ -339,7 +339,8 @@ def test_an_error_is_reported_also_if_the_save_after_it_fails(fit):
 
 
 BROKEN = {
-    "none": (65, "data.train: samples 15, 18, 5, 6: "), "short": (65, "data.train: samples 15, 18, 5, 6: "),
+    "none": (65, "data.train: samples 15, 18, 5, 6: "),
+    "short": (65, "data.train: samples 15, 18, 5, 6: "),
     "raises": (70, "the sample is broken"), "cannot be read": (73, "Permission denied"),
     "a target of -1": (65, "data.train: samples 15, 18, 5, 6: token -1"),
     "a token above the vocabulary": (65, "data.train: samples 15, 18, 5, 6: token 1250"),
