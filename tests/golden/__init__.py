@@ -23,6 +23,8 @@ MASKS = {
     rf"(?<=tokens/s ){NUMBER}": "#",
     rf"\b(mfu|goodput|loss|perplexity|bits_per_byte|grad_norm) {NUMBER}": r"\1 #",
     r"left [\d:]+": "left #",
+    r"goodput # \([^)]*\)": "goodput #",  # a phase of less than 0.05 s is left out
+    r"'<root>/([\w/.]+)'": r"<root>/\1",  # quoted where the path of the project has a space
     r"step-\d{8}": "step-<n>",
     # A line is printed after some seconds, too: keep the first and the last one.
     r"(?m)^.*\bstep      (?!1/)(\d+)/(?!\1 ).*\n": "",
