@@ -82,9 +82,6 @@ SCENARIOS = (
              cause="hang", first=("strategy.timeout_s=3",), **WAITS, full=20),
     Scenario("F25", "a collective of one rank alone", ("call_alone",), STEP[:4], codes=(70, 76),
              first=("strategy.timeout_s=3",), **WAITS, full=20),
-    *(Scenario("F26", f"a rank is slow, {one}", ("lag",), STEP[:4], step=2, always=True, codes=(0,),
-               says=r"warning: rank {rank} on .*, cpu computes", reference=(one,), quick=1)
-      for one in ("strategy=ddp", "strategy=fsdp")),
     Scenario("F28", "no memory", ("exhaust_memory",), ("forward",), cause="memory", blames=True,
              says="out of memory: .*a micro-batch is 4 sequences of 33", full=20),
     Scenario("F29", "resumed on 1 or 4 ranks", full=15, one_try=trial.other_ranks,
