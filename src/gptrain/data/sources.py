@@ -263,6 +263,7 @@ def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
 def _read_with_datasets(file: Path, kind: str) -> Iterator[dict[str, Any]]:
     try:
         datasets = import_module("datasets")
+        datasets_error = import_module("datasets.exceptions").DatasetsError
     except ModuleNotFoundError:
         hint = "pip install 'gptrain[datasets]', or data.format=text"
         raise ModuleNotFoundError(f"{file}: needs the package datasets: {hint}") from None
@@ -275,7 +276,7 @@ def _read_with_datasets(file: Path, kind: str) -> Iterator[dict[str, Any]]:
         yield from datasets.load_dataset(
             kind, data_files=path, split="train", streaming=True, **options
         )
-    except datasets.exceptions.DatasetsError as error:
+    except datasets_error as error:
         raise DataError(f"{file}: {error}") from None
 
 
