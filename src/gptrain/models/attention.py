@@ -102,6 +102,19 @@ class HeadExchange(Protocol):
         ...
 
 
+def head_width(d_model: int, n_heads: int, d_head: int | None) -> int:
+    """Return the width of a head: `d_head`, or `d_model / n_heads` if it is None.
+
+    Raises:
+        ValueError: If `d_head` is None and the heads do not divide `d_model`.
+    """
+    if d_head is not None:
+        return d_head
+    if d_model % n_heads:
+        raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
+    return d_model // n_heads
+
+
 class CausalSelfAttention(nn.Module):
     """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
 
@@ -128,9 +141,7 @@ class CausalSelfAttention(nn.Module):
         d_head: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        if d_head is None and d_model % n_heads:
-            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
-        self.d_head = d_model // n_heads if d_head is None else d_head
+        self.d_head = head_width(d_model, n_heads, d_head)
         self.dropout = dropout
         self.q_proj = nn.Linear(d_model, n_heads * self.d_head, bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import hf_layout
-from gptrain.models.attention import CausalSelfAttention
+from gptrain.models.attention import CausalSelfAttention, head_width
 from gptrain.models.decoder import Block, Decoder
 from gptrain.models.rms_norm import RMSNorm
 
@@ -64,9 +64,7 @@ class Llama(Decoder):
     ):  # fmt: skip
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         self.n_kv_heads = n_kv_heads
-        if d_head is None and d_model % n_heads:
-            raise ValueError(f"d_model={d_model}: not divisible by n_heads={n_heads}")
-        self.d_head = d_model // n_heads if d_head is None else d_head
+        self.d_head = head_width(d_model, n_heads, d_head)
         self.d_ff = d_ff
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
