@@ -17,36 +17,15 @@ from sent import Sent
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import muon
 
-IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
 )  # fmt: skip
-
-
-class Ragged(Dataset):
-    """Random tokens. The samples ignore different numbers of targets: means of means are wrong."""
-
-    def __init__(self, num_samples: int, seq_len: int, vocab_size: int, seed: int):
-        self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int):
-        generator = torch.Generator().manual_seed(1000 * self.seed + index)
-        tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
-        targets = tokens[1:].clone()
-        targets[: index % 11] = IGNORED
-        targets[-(1 + index % 3)] = IGNORED
-        return tokens[:-1], targets
 
 
 class OnlyForward(nn.Module):
@@ -262,32 +241,6 @@ class MuonInFp32(pl.Callback):
 
     def teardown(self, trainer, module, stage):
         muon.native_dtype = self.native
-
-
-class NoteWeights(pl.Callback):
-    """Writes each rank's weights after each step to `weights-<rank>.pt`."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.seen.append(nn.utils.parameters_to_vector(module.net.parameters()).detach())
-
-    def on_train_end(self, trainer, module):
-        path = Path(trainer.default_root_dir) / f"weights-{trainer.global_rank}.pt"
-        torch.save(self.seen, path)
-
-
-class InfiniteAt(pl.Callback):
-    """Makes rank 1's gradients of one step non-finite."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_after_backward(self, trainer, module):
-        if (trainer.global_step, trainer.global_rank) == (self.step, 1):
-            next(module.parameters()).grad.fill_(torch.nan)
 
 
 class Plain(pl.LightningModule):

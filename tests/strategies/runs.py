@@ -26,10 +26,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from own_parts import Ragged
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gptrain.checkpoints.amendment import load_state
+from tests.truth.own import Ragged
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -46,8 +46,8 @@ MODEL = (
     "model.n_layers=4", "model.max_seq_len=16",
 )  # fmt: skip
 DATA = (
-    "data.train._target_=own_parts.Ragged", "data.train.num_samples=200", "data.train.seed=3",
-    "data.val._target_=own_parts.Ragged", "data.val.num_samples=21", "data.val.seed=4",
+    "data.train._target_=tests.truth.own.Ragged", "data.train.num_samples=200", "data.train.seed=3",
+    "data.val._target_=tests.truth.own.Ragged", "data.val.num_samples=21", "data.val.seed=4",
 )  # fmt: skip
 WORDS = (
     "data.seq_len=15", "data.batch_size=4", "data.global_batch_size=16",
