@@ -64,18 +64,10 @@ class Node:
         with suppress(OSError):  # other nodes still use the folder
             self.etc.parent.rmdir()
 
-    def sent_bytes(self) -> int:
-        """Return the number of bytes that this node has sent over the cable."""
-        path = "/sys/class/net/cable/statistics/tx_bytes"
-        return int(run("ip", "netns", "exec", self.namespace, "cat", path))
-
 
 @contextmanager
-def two_nodes(mbit_per_s: float | None = None) -> Generator[list[Node]]:
+def two_nodes() -> Generator[list[Node]]:
     """Yield nodes a and b, which are joined by a cable.
-
-    Args:
-        mbit_per_s: Bandwidth of the cable in each direction. None sets no limit.
 
     Raises:
         CalledProcessError: If this user cannot create network namespaces.
@@ -92,9 +84,6 @@ def two_nodes(mbit_per_s: float | None = None) -> Generator[list[Node]]:
             run("ip", "-n", namespace, "addr", "add", f"10.79.0.{number}/24", "dev", "cable")
             run("ip", "-n", namespace, "link", "set", "lo", "up")
             run("ip", "-n", namespace, "link", "set", "cable", "up")
-            if mbit_per_s is not None:
-                limit = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms")
-                run("tc", "-n", namespace, "qdisc", "add", "dev", "cable", "root", *limit)
         yield nodes
 
 

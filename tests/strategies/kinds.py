@@ -3,7 +3,6 @@
 # V vocab, T time: neither is a multiple of two ranks
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import gptrain
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN_CROSS_ENTROPY
@@ -28,7 +26,7 @@ from gptrain.parallel.state import (
 )
 from gptrain.parallel.strategy import StepMean
 
-CPU, CONF = torch.device("cpu"), Path(gptrain.__file__).parent / "conf" / "strategy"
+CPU = torch.device("cpu")
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 LOSS_RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32 sums in another order differ by 1e-6
 # Softmax ignores a bias on the keys. Its gradient is rounding noise, which Adam amplifies.

@@ -5,7 +5,6 @@ A run refers to them by `_target_`, like to a user's classes.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -189,15 +188,6 @@ class Counts(Sent):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.products += op.namespace == "aten" and op._opname in PRODUCTS
         return super().__torch_dispatch__(op, types, args, kwargs)
-
-
-class KeyReader(pl.Trainer):
-    """A Trainer that writes its arguments to `trainer.json`."""
-
-    def __init__(self, **options):
-        plain = {k: v for k, v in options.items() if isinstance(v, bool | int | float | str | None)}
-        Path(options["default_root_dir"], "trainer.json").write_text(json.dumps(plain))
-        super().__init__(**options)
 
 
 class StopAt(pl.Callback):

@@ -254,11 +254,3 @@ class ClipsLater(pl.Callback):
     def on_after_backward(self, trainer, module):
         if trainer.global_step >= 2:
             torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-
-
-class VectorPenalty(Recorded):
-    """Adds a penalty on the weights that are vectors, as those of norms."""
-
-    def loss_of(self, batch, tokens, targets):
-        penalty = sum(p.square().sum() for p in self.net.parameters() if p.ndim < 2)
-        return self.loss(tokens, targets) + 0.01 * penalty

@@ -257,7 +257,6 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=precision,
-            n_nodes=devices.n_nodes,
             sample=tokens_to_compare(cfg, name, sample),
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):

@@ -78,7 +78,7 @@ class NonFiniteRule(StepRule):
             step: Step that was flagged.
         """
         losses = [float(loss) for loss in step.micro_losses]
-        # Rank and losses of all micro-steps, for each rank that takes part in this step.
+        # Rank and losses of all micro-steps, for each rank.
         rank_losses = gather((trainer.global_rank, losses))
         rank = None  # first rank with a non-finite loss
         micro_step = 0  # first micro-step of that rank with a non-finite loss
@@ -146,7 +146,7 @@ def find_first(trainer: Trainer, step: DecidedStep, micro_step: int) -> str:
         for part in parts:
             # A rank that alone has found something must not leave the others in the next part,
             # which may communicate, as the backward pass under FSDP does.
-            finding = _first_of_ranks(_find_in(part), trainer.global_rank, strategy)
+            finding = _first_of_ranks(_find_in(part), trainer.global_rank)
             if finding:
                 return finding
         return ""
@@ -171,7 +171,7 @@ def _find_in(part: Callable[[], str]) -> str:
         return f"{NOT_REPEATED}: {type(error).__name__}"
 
 
-def _first_of_ranks(finding: str, global_rank: int, strategy: LightningStrategy) -> str:
+def _first_of_ranks(finding: str, global_rank: int) -> str:
     """Return the first finding of all ranks in the order of a step, or "" if there is none.
 
     A finding is a phrase about a value that is not finite. All ranks that take the step together
@@ -182,7 +182,6 @@ def _first_of_ranks(finding: str, global_rank: int, strategy: LightningStrategy)
     Args:
         finding: Finding of this rank, or "".
         global_rank: Rank of this process.
-        strategy: Strategy of the run.
     """
     ranks = gather((global_rank, finding))
     findings = [(rank, text) for rank, text in ranks if text]

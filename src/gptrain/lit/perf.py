@@ -3,8 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
@@ -125,19 +123,6 @@ class Speed:
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
-
-
-@contextmanager
-def blocked_by_save(trainer: pl.Trainer, timeline: Timeline) -> Generator[None, None, None]:
-    """Record the time of the block as time in which training waits for a save of a checkpoint.
-
-    Args:
-        trainer: Trainer of the run.
-        timeline: Record of the phases of this start, in which the block counts as phase "saves".
-            After an error in the block this phase stays the current one.
-    """
-    with timeline.during("saves", trainer.global_step):
-        yield
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -55,7 +55,12 @@ from gptrain.parallel.differences import (
     relative_difference,
 )
 from gptrain.parallel.mesh import from_rank_0, gather
-from gptrain.parallel.placement import local_shard, make_net_on, shard_like
+from gptrain.parallel.placement import (
+    build_on_meta_device,
+    local_shard,
+    make_net_on,
+    shard_like,
+)
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.strategy import ParallelStrategy, net_logits, supports_chunked_loss
 
@@ -219,7 +224,8 @@ class Comparison:
             Exception: Any exception of `forward`, or IncomparableError without enough memory.
         """
         parallel = self.parallel
-        calls_parts = parallel.is_pipeline or supports_chunked_loss(self.build_plain(dtype))
+        net = build_on_meta_device(self.make_net)
+        calls_parts = parallel.is_pipeline or supports_chunked_loss(net)
         if not calls_parts and self.checkpoint is None:
             return "", ""
         expected = self.run_training(dtype, net_logits, tokens, targets)

@@ -6,7 +6,6 @@ DDP averages the gradients over the ranks during the backward pass.
 from collections.abc import Callable
 from inspect import signature
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -38,14 +37,6 @@ class Replicated(ParallelStrategy[DDPOptions]):
         self.comm_hook = build_comm_hook(self.options.comm_hook)
         self.ddp_arguments = {key: getattr(self.options, key) for key in ARGUMENTS}
         self.ddp_arguments[SYNC_BUFFERS] = False
-
-    @property
-    def sent_dtype(self) -> torch.dtype | None:
-        """Type in which DDP sends gradients. None for the type of the gradients.
-
-        It is None for PowerSGD, too, although PowerSGD sends factors of the gradients.
-        """
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.options.comm_hook)
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:

@@ -84,8 +84,8 @@ def start_group(
     The ranks of one node connect through a file, and gloo and NCCL use the loopback interface, so
     that no port can be reached from other machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
     set in the environment, if they are not. The ranks of several nodes connect through MASTER_ADDR
-    and MASTER_PORT. Lightning finds the process group and creates no other. The group is destroyed
-    when the process exits.
+    and MASTER_PORT. Lightning finds the process group and creates no other. `unchanged_process`
+    destroys the group at the end of the command.
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".

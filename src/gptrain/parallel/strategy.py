@@ -171,9 +171,9 @@ class ParallelStrategy(Generic[OptionsT]):
 
     This base class is the strategy `single`: one rank that trains the full net. Subclasses override
     the partitioning (`split`, `shard`), parts of the loss, and what completes the gradients of a
-    step. The attributes up to `n_nodes` are arguments of the constructor. Those up to `data_group`
-    are set by `__post_init__` of a subclass. Then follow the state of a run, and facts about a
-    subclass, from `is_partitioned` on.
+    step. The attributes up to `precision` are arguments of the constructor. Those up to
+    `data_group` are set by `__post_init__` of a subclass. Then follow the state of a run, and facts
+    about a subclass, from `is_partitioned` on.
 
     Attributes:
         options: Options of the `strategy` group.
@@ -181,7 +181,6 @@ class ParallelStrategy(Generic[OptionsT]):
             built.
         device: Device of this rank.
         precision: Precision as Lightning names it, for example `bf16-mixed`.
-        n_nodes: Number of nodes of the job.
         ddp_arguments: Keyword arguments of DistributedDataParallel. None if it is not used.
         comm_hook: State and hook for DistributedDataParallel.register_comm_hook. None for its
             default all-reduce.
@@ -212,7 +211,6 @@ class ParallelStrategy(Generic[OptionsT]):
     dims: ParallelDims = SINGLE_RANK
     device: torch.device = CPU
     precision: str = "32-true"
-    n_nodes: int = 1
     ddp_arguments: dict[str, Any] | None = None
     comm_hook: tuple[object, Callable] | None = None
     replicas: DeviceMesh | None = None
@@ -280,13 +278,6 @@ class ParallelStrategy(Generic[OptionsT]):
             optimizer.replicas = self.replicas
         if self.is_partitioned:
             self.extra_parameters = [*state.named_extra_parameters(module).values()]
-
-    # Facts for the planner, which traces a step
-
-    @property
-    def sent_dtype(self) -> torch.dtype | None:
-        """Type in which DDP sends gradients. None for the type of the gradients."""
-        return None
 
     # Loss and logits
 

@@ -243,8 +243,3 @@ class DataModule(pl.LightningDataModule):
         facts["prepared"] = hasattr(self, "is_prepared")
         facts["seed"] = torch.initial_seed()
         print("\ndatamodule", json.dumps(facts), flush=True)
-
-
-def make_endless(num_samples, seq_len, vocab_size, seed):
-    """Hide the class behind a function."""
-    return Endless(num_samples, seq_len, vocab_size, seed)

@@ -37,7 +37,6 @@ from gptrain.lit.lightning import (
     strategy_of,
 )
 from gptrain.lit.loggers.notes import log_saved_step
-from gptrain.lit.perf import blocked_by_save
 from gptrain.parallel.mesh import LONG_PHASE_S, gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
@@ -416,14 +415,14 @@ class Checkpoints(Checkpoint):
         is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
         self.saved = SavedStep(step, validated)
         if is_amendment:
-            with blocked_by_save(trainer, self.timeline):
+            with self.timeline.during("saves", trainer.global_step):
                 amend_checkpoint(trainer, self.store, self._metrics or {})
         else:
             self.finish(trainer)
             if not trainer.is_global_zero:
                 self._allow_long_phase("save")
             is_large = self._needed_bytes >= BACKGROUND_BYTES
-            with blocked_by_save(trainer, self.timeline):
+            with self.timeline.during("saves", trainer.global_step):
                 write_checkpoint(
                     trainer,
                     self.store,
@@ -472,7 +471,7 @@ class Checkpoints(Checkpoint):
         """
         if not self.store.is_unfinished:
             return
-        with blocked_by_save(trainer, self.timeline):
+        with self.timeline.during("saves", trainer.global_step):
             self._allow_long_phase("save")
             self._writing_vote.close()
             self.store.finish()
@@ -520,7 +519,7 @@ class Checkpoints(Checkpoint):
             mirror.wait()
 
         self._allow_long_phase("mirror")
-        with blocked_by_save(trainer, self.timeline):
+        with self.timeline.during("saves", trainer.global_step):
             wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _prune(self, trainer: Trainer) -> None:

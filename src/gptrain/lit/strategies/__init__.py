@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gptrain.checkpoints import rng
 from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
@@ -34,7 +33,6 @@ def build_strategy(
     compile: str = "none",
     activation_checkpointing: str = "none",
     precision: str = "32-true",
-    n_nodes: int = 1,
     sample: Tensor | None = None,
 ) -> tuple[nn.Module, LightningStrategy]:
     """Build the part of the net that this rank holds, and the Lightning strategy that trains it.
@@ -52,7 +50,6 @@ def build_strategy(
         compile: Value of model.compile.
         activation_checkpointing: Value of model.activation_checkpointing.
         precision: Precision as Lightning names it, such as `bf16-mixed`.
-        n_nodes: Number of nodes of the job.
         sample: Tokens (T,) of one sample. A net that is not a class of gptrain is first run on them
             both in its plain form and under the strategy, and the results are compared. None skips
             this comparison.
@@ -70,15 +67,11 @@ def build_strategy(
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
     parallel_class: type[ParallelStrategy] = resolve_name(row.parallel)
-    # The planner calls this function under FakeTensorMode, whose tensors have no values. A device
-    # mesh needs tensors with values.
-    with unset_fake_temporarily():
-        parallel = parallel_class(options, dims, device, precision, n_nodes)
+    parallel = parallel_class(options, dims, device, precision)
     parallel.may_skip_parameters = not is_of_library(full_net)
     if compile != "none":
         parallel.compile_loss()
 
-    @unset_fake_temporarily()
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
         """Turn a full net into the part that this rank holds, in place.
 
