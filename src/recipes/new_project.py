@@ -25,7 +25,7 @@ name = "{name}"
 version = "0.1.0"
 requires-python = ">=3.10"
 dependencies = [
-    "gptrain[text,export] @ {url}", # or: @ git+https://...@tag
+    "gptrain[export] @ {url}", # or: @ git+https://...@tag
 ]
 
 [project.optional-dependencies]

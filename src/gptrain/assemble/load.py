@@ -160,10 +160,8 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
         folder: Folder of the run or the export.
 
     Raises:
-        DataError: If the tokenizer's file cannot be used.
+        DataError: If the tokenizer's file or its chat_template.jinja cannot be used.
         OSError: If the tokenizer's file exists and cannot be read.
-        UnicodeDecodeError: If a chat_template.jinja in the folder is not UTF-8.
-        ModuleNotFoundError: If the tokenizer needs the package `tokenizers`, which is missing.
     """
     try:
         tokenizer = load_tokenizer(folder)

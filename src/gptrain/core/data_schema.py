@@ -21,8 +21,6 @@ from gptrain.core.value_types import (
     between,
 )
 
-DUMMY = "gptrain.data.DummyTextDataset"
-
 
 class DataConfig(OpenSection):
     """Keys that every data group has.
@@ -179,7 +177,7 @@ class MixtureConfig(DataConfig):
 
 # Type of a data group that ships, by the `_target_` of its `train`.
 DATA: dict[str, type[DataConfig]] = {
-    DUMMY: DummyTextConfig,
+    "gptrain.data.DummyTextDataset": DummyTextConfig,
     "gptrain.data.TextDataset": TextConfig,
     "gptrain.data.TokenDataset": TokensConfig,
     "gptrain.data.Mixture": MixtureConfig,

@@ -89,7 +89,7 @@ class Mixture(Dataset):
     def fingerprint(self) -> str:
         """Hash of the name, the share, the length and the fingerprint of each part."""
         facts = [
-            (name, self.weights[name], len_of(part), getattr(part, "fingerprint", None))
+            (name, self.weights[name], self.lengths[name], getattr(part, "fingerprint", None))
             for name, part in self.parts.items()
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -132,7 +132,8 @@ class Mixture(Dataset):
         counts = self.order(0).count_by_part(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts, strict=True):
-            text = f"{len_of(part):,} samples · {count / len_of(part):.3g} epochs"
+            length = self.lengths[name]
+            text = f"{length:,} samples · {count / length:.3g} epochs"
             if describe := getattr(part, "describe", None):
                 text = describe(count)
             words.append(f"{name} {self.weights[name]:.3g}: {text}")

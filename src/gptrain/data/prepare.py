@@ -38,6 +38,8 @@ FORMAT = 6
 _ENDS_TYPE = "<i8"
 _BATCH_CHARS = 2**20  # text that is tokenized in one call
 _IN_WORK = 3  # batches: one is encoded while others are read and converted to arrays
+# Real path of a file, bytes, modification time and change time in ns, and inode
+State = tuple[str, int, int, int, int]
 _RECENT_S = 2.0
 
 
@@ -115,7 +117,8 @@ class TextDataset(TokenDataset):
         format = "text" if path is None else format
         states = _states(files)
         key = [
-            FORMAT, hash_files(files, cache_dir / "index"), [format_of(f, format) for f in files],
+            FORMAT, hash_files(files, states, cache_dir / "index"),
+            [format_of(f, format) for f in files],
             loaded.identity if loaded else f"bpe:{vocab_size}", val_fraction, has_end, text_key,
         ]  # fmt: skip
         folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
@@ -128,7 +131,7 @@ class TextDataset(TokenDataset):
                     loaded = train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
                 else:
                     loaded.save(draft)
-                n_bytes = sum(file.stat().st_size for file in files)
+                n_bytes = sum(size for _, size, *_ in states)
                 write_tokens(draft, read(), loaded, has_end, n_bytes)
                 if _states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
@@ -172,7 +175,7 @@ class TextDataset(TokenDataset):
         return f"{super().describe(n_samples)} · {n_documents}, {ends}, {self.documents}"
 
 
-def hash_files(files: Sequence[Path], index: Path) -> str:
+def hash_files(files: Sequence[Path], states: list[State], index: Path) -> str:
     """Return the SHA-256 of the contents of files.
 
     Files must be read completely to be hashed. The hash is therefore stored in the folder `index`,
@@ -181,12 +184,12 @@ def hash_files(files: Sequence[Path], index: Path) -> str:
 
     Args:
         files: Files of a corpus.
+        states: States of the files before they are read, see `_states`.
         index: Folder of stored hashes, which is created if it does not exist.
 
     Raises:
         OSError: If a file cannot be read, or the folder cannot be written.
     """
-    states = _states(files)
     note = index / hashlib.sha256(repr(states).encode()).hexdigest()
     if note.is_file() and len(content := note.read_text()) == 64:
         return content
@@ -205,7 +208,7 @@ def hash_files(files: Sequence[Path], index: Path) -> str:
     return digest.hexdigest()
 
 
-def _states(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+def _states(files: Sequence[Path]) -> list[State]:
     stats = [(os.path.realpath(file), file.stat()) for file in files]
     return [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in stats]
 

@@ -245,9 +245,9 @@ def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
     """
     number = 0
     try:
-        if kind == "jsonl" and file.suffix.lower() not in (".zst", ".xz", ".bz2"):
-            is_zipped = file.suffix.lower() == ".gz"
-            with gzip.open(file) if is_zipped else file.open("rb") as lines:
+        is_gzip = file.suffix.lower() == ".gz"
+        if kind == "jsonl" and (is_gzip or file.suffix.lower() not in _COMPRESSED):
+            with gzip.open(file) if is_gzip else file.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield json.loads(line), f"{file}: line {number}"

@@ -184,8 +184,8 @@ class Tokenizer:
         normalizer = self.core.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
-    def save(self, folder: Path) -> Path:
-        """Copy the tokenizer.json and its companions to a folder, and return the path of the copy.
+    def save(self, folder: Path) -> None:
+        """Copy the tokenizer.json and its companions to a folder.
 
         Args:
             folder: Existing folder. Files of these names are replaced. `chat_template` is written
@@ -197,7 +197,6 @@ class Tokenizer:
         copy = folder / FILE_NAME
         if not copy.exists() or not copy.samefile(self.path):
             shutil.copyfile(self.path, copy)
-        return copy
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:

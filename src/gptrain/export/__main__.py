@@ -71,7 +71,7 @@ def export(cfg: ExportRun) -> None:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the
             checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
         OSError: If a file cannot be written.
-        ModuleNotFoundError: If the package `tokenizers` or `safetensors` is needed and missing.
+        ModuleNotFoundError: If the package `safetensors` is missing.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import build_net, find_tokenizer

@@ -96,7 +96,6 @@ class TextDataModule(pl.LightningDataModule):
         self.vocab_size = vocab_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.worker_seed = seed + rank
         self.batch_size = lengths.batch.batch_size
         self.accumulate = lengths.batch.accumulate
         self.epoch_steps = lengths.epoch_steps
@@ -267,7 +266,7 @@ class TextDataModule(pl.LightningDataModule):
             batch_sampler=batches,
             # Without a generator, DataLoader would draw the seed of its workers from the global
             # generator, and so change the random numbers of the training.
-            generator=torch.Generator().manual_seed(self.worker_seed),
+            generator=torch.Generator().manual_seed(self.seed + self.rank),
             collate_fn=collate_and_share if has_workers else collate,
             num_workers=n_workers,
             prefetch_factor=n_ahead,
