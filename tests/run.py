@@ -1,4 +1,4 @@
-"""The one harness of the suite: run `train.py` as a user does, and read what the run has left.
+"""The harness of the new tables: run `train.py` as a user does, and read what the run has left.
 
     run = train("model=gpt_nano", "trainer.max_steps=4", ranks=2)
     assert run.code == 0, run.err
@@ -90,24 +90,29 @@ class Run:
         return read_state(checkpoint or self.checkpoints[-1])
 
 
+def read_shards(checkpoint: Path) -> dict[str, Any]:
+    """Return the tensors of a sharded checkpoint, which torch's reader makes full."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint, f"{folder}/whole")
+        return torch.load(f"{folder}/whole", weights_only=True)
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint, with full tensors. Only this function knows the format.
+    """Return the state in a checkpoint, with full tensors.
 
     `weights` maps names to tensors, `optimizer` has `state` (by the names of the weights) and
     `groups`, `rng` has the random states of each rank, and `counters` has everything else.
     """
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     from gptrain.checkpoints.amendment import load_state
 
     counters = load_state(checkpoint)
     weights = counters.pop("state_dict", {})
     optimizers = counters.pop("optimizer_states", [])
     if (checkpoint / ".metadata").exists():  # shards
-        with TemporaryDirectory() as folder:
-            dcp_to_torch_save(checkpoint, f"{folder}/whole")
-            shards = torch.load(f"{folder}/whole", weights_only=True)
+        shards = read_shards(checkpoint)
         weights |= shards.pop("net")
         optimizers.append({"state": shards.pop("optimizer", {}), "param_groups": []})
         counters |= shards
@@ -208,12 +213,15 @@ class Made:
         return wait_for(processes)
 
 
-def run_script(words: list[str]) -> int:
-    """Run `python train.py <words>` in this process, and return its exit code."""
+def run_script(words: list[str], module: str = "") -> int:
+    """Run train.py, or a module, with these words in this process; return its exit code."""
     argv = sys.argv
-    sys.argv = [SCRIPT, *words]
+    sys.argv = [module or SCRIPT, *words]
     try:
-        runpy.run_path(SCRIPT, run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(SCRIPT, run_name="__main__")
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     finally:

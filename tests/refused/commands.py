@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import runpy
 import shlex
 import shutil
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.run import SCRIPT, environment, new_place, redirected
+from tests.run import environment, new_place, redirected, run_script
 
 COMMANDS = ("export", "generate", "plan", "runs")
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
@@ -106,35 +104,21 @@ def answer(line: str, folder: Path) -> Answer:
         variables[variable[1]] = variable[2]
         words.pop(0)
     output = new_place()
-    before, outputs, argv = files(folder), folder / "outputs", sys.argv
+    module = f"gptrain.{words.pop(0)}" if words and words[0] in COMMANDS else ""
+    before, outputs = files(folder), folder / "outputs"
     outputs.mkdir()
     variables["GPTRAIN_OUTPUT_DIR"] = str(outputs)
     here = os.getcwd()
     os.chdir(folder)
     try:
         with redirected(output), environment(variables):
-            code = run_words(words)
+            code = run_script(words, module)
     finally:
         os.chdir(here)
-        sys.argv = argv
     after = files(folder)
     shutil.rmtree(outputs)
     out, err = ((output / name).read_text().splitlines() for name in ("out", "err"))
     return Answer(code, out, err, sorted(name for name in after if before.get(name) != after[name]))
-
-
-def run_words(words: list[str]) -> int:
-    """Run `python train.py <words>`, or the command that the first word names."""
-    try:
-        if words and words[0] in COMMANDS:
-            sys.argv = words
-            runpy.run_module(f"gptrain.{words[0]}", run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = [SCRIPT, *words]
-            runpy.run_path(SCRIPT, run_name="__main__")
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
-    return 0
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:

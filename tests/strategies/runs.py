@@ -21,14 +21,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gptrain.checkpoints.amendment import load_state
+from tests.run import read_shards
 from tests.truth.own import Ragged
 
 ROOT = Path(__file__).parents[2]
@@ -202,13 +201,6 @@ def run_train(words: list[str], output: Path) -> int:
             finally:
                 if dist.is_initialized():  # a group with this process only
                     dist.destroy_process_group()
-
-
-def read_shards(path: Path) -> dict:
-    """Read the tensors of a sharded checkpoint with torch's reader."""
-    with TemporaryDirectory() as folder:
-        dcp_to_torch_save(path, f"{folder}/whole")
-        return torch.load(f"{folder}/whole", weights_only=True)
 
 
 def check_close(values: list[float], expected: list[float], rtol: float = RTOL) -> None:
