@@ -94,19 +94,6 @@ def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(
     assert re.search(r'File "<string>", line \d+ in <module>', error)
 
 
-def test_the_status_of_a_hang_names_a_stopped_rank_and_the_rank_that_waits_for_it(tmp_path, start):
-    Heartbeat(tmp_path / "beats", 3)  # a rank that did not get as far as its first step
-    stopped, waiting, beating = start(1, "run"), start(0, "hang"), start(2, "run")
-    stopped.send_signal(signal.SIGSTOP)
-    assert waiting.wait(60) == 76
-    status = read_status(tmp_path)
-    message = status["message"]
-    assert re.search(r"\brank 1 at step", message) and re.search(r"\brank 0 at step 2", message)
-    assert "rank 2" not in message
-    assert (status["rank"], status["step"]) == (3, 2)  # the rank that is furthest behind
-    assert beating.wait(60) == 76  # because another rank has reported a hang
-
-
 @pytest.mark.parametrize(
     "cause, code, message",
     [("nonfinite", 79, "leaving: rank 1 has failed"), ("hang", 76, "most recent call first")],
