@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gptrain.lit import LanguageModel
-from gptrain.optim import decay_groups
+from gptrain.optim import decay_groups, muon
 
 IGNORED = -100
 
@@ -76,3 +76,14 @@ class Record(pl.Callback):
     def on_train_end(self, trainer, module):
         path = Path(trainer.default_root_dir) / f"batches-{trainer.global_rank}.pt"
         torch.save({"steps": self.steps, "val": self.val}, path)
+
+
+class MuonInFp32(pl.Callback):
+    """Runs Muon's matrix multiplications in fp32: bf16 would turn rounding into large errors."""
+
+    def setup(self, trainer, module, stage):
+        self.native = muon.native_dtype
+        muon.native_dtype = lambda device: torch.float32
+
+    def teardown(self, trainer, module, stage):
+        muon.native_dtype = self.native
