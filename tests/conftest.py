@@ -39,11 +39,9 @@ LONGEST = [
     "test_nodes", "test_slurm_cluster", "test_launchers",  # mark slow
     "test_table", "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
     "test_fitting", "test_signals_run", "test_project",
-    "test_run_fsdp", "test_run_mixes", "test_run_options", "test_generate",
+    "test_run_partitioned", "test_run_options", "test_generate",
     "test_lightning_features", "test_run_nets", "test_resume_changes",
-    "test_train", "test_learning_rate", "test_run_tensor_parallel",
-    "test_mirror", "test_run_pipeline", "test_run_one_device", "test_own_modules",
-    "test_run_ddp", "test_watchdog",
+    "test_train", "test_learning_rate", "test_mirror", "test_own_modules", "test_watchdog",
 ]  # fmt: skip
 
 forbid_network()

@@ -14,30 +14,14 @@ import lightning.pytorch as pl
 import torch
 from sent import Sent
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
-from gptrain.optim import muon
 
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
 )  # fmt: skip
-
-
-class OnlyForward(nn.Module):
-    """A user net that only has a forward."""
-
-    def __init__(self, vocab_size: int, d_model: int = 8):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size)
-        )
-
-    def forward(self, tokens):
-        return self.layers(tokens)
 
 
 class Penalised(LanguageModel):
@@ -48,43 +32,25 @@ class Penalised(LanguageModel):
         return self.loss(*batch) + 0.1 * penalty / len(self.state_dict())
 
 
-class Counted(Metric):
-    """Number of evaluated targets. Ranks that share samples must not be added."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, logits, targets):
-        self.total += len(targets)
-
-    def compute(self):
-        return self.total
-
-
 class Record(pl.Callback):
     """Records what each rank of a run does, in `record-<rank>.pt` in the run folder.
 
     Args:
         look_at: Optimizer step, from 0, whose passes are measured: bytes sent, bytes saved for
             the backward pass, and matrix multiplications, as one list of micro-steps each.
-        passes: Record the order of the blocks' forward (F) and backward (B) passes of that step.
     """
 
-    def __init__(self, look_at: int = 1, passes: bool = False):
-        self.look_at, self.notes_passes = look_at, passes
+    def __init__(self, look_at: int = 1):
+        self.look_at = look_at
         self.seen = {
             "tokens": [],  # (B, T) of every micro-step
             "places": [],  # (epoch, step) of every micro-step
             "samples": [],  # sample indices of this rank in every step
-            "lrs": [],  # learning rate of each parameter group in every optimizer step
-            "clipped": [],  # norm of the optimizer's gradients; only for unsharded nets
             "validated": [],  # steps
             "sent": [],
             "calls": [],
             "saved_bytes": [],
             "products": [],
-            "passes": [],
         }
         self.looks: Counts | None = None
 
@@ -94,18 +60,13 @@ class Record(pl.Callback):
 
     def on_train_start(self, trainer, module):
         net, seen = module.net, self.seen
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self._note_rate)
-            # Lightning computes the gradients inside step(), so they are read after the step.
-            optimizer.register_step_post_hook(self._note_gradients)
         weight = next(net.parameters()).detach()
         seen["weight"] = getattr(weight, "to_local", lambda: weight)().flatten()[:8].clone()
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             seen["ddp"] = {key: getattr(trainer.strategy.model, key) for key in DDP_OPTIONS}
-        seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         if peak is not None:  # only rank 0 has a peak
-            seen["peak"], seen["peak_of"] = peak.flops_per_s, peak.source
+            seen["peak"] = peak.flops_per_s
         for part in net.modules():
             if isinstance(part, nn.Dropout) and part.p > 0:
                 part.register_forward_hook(self._note_mask)
@@ -113,10 +74,6 @@ class Record(pl.Callback):
         for name, part in net.named_modules():
             if name.endswith("q_proj"):
                 part.register_forward_hook(self._note_dtype)
-        for name, block in getattr(net, "blocks", nn.Module()).named_children():
-            if self.notes_passes:
-                block.register_forward_pre_hook(lambda *_, n=name: self._note_pass("F", n))
-                block.register_full_backward_hook(lambda *_, n=name: self._note_pass("B", n))
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.seen["tokens"].append(batch[0].clone())
@@ -144,25 +101,12 @@ class Record(pl.Callback):
     def on_train_end(self, trainer, module):
         torch.save(self.seen, self.path)
 
-    def _note_rate(self, optimizer, *_):
-        self.seen["lrs"].append([group["lr"] for group in optimizer.param_groups])
-
-    def _note_gradients(self, optimizer, *_):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not any(isinstance(gradient, DTensor) for gradient in gradients):
-            self.seen["clipped"].append(nn.utils.get_total_norm(gradients).item())
-
     def _note_mask(self, module, inputs, output):
         if self.looks is not None:
             self.seen.setdefault("mask", (output == 0).flatten())
 
     def _note_dtype(self, module, inputs, output):
         self.seen.setdefault("dtype", str(output.dtype))
-
-    def _note_pass(self, way, name):
-        if self.looks is not None:
-            self.seen["passes"].append(way + name)
 
 
 class Counts(Sent):
@@ -220,31 +164,3 @@ class HangAt(pl.Callback):
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == self.step and trainer.global_rank == 1:
             time.sleep(300)
-
-
-class MuonInFp32(pl.Callback):
-    """Runs Muon's matrix multiplications in fp32: bf16 would turn rounding into large errors."""
-
-    def setup(self, trainer, module, stage):
-        self.native = muon.native_dtype
-        muon.native_dtype = lambda device: torch.float32
-
-    def teardown(self, trainer, module, stage):
-        muon.native_dtype = self.native
-
-
-class Plain(pl.LightningModule):
-    """A plain LightningModule that uses nothing of gptrain."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch, batch_idx):
-        tokens, targets = batch
-        loss = nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 1e-2)

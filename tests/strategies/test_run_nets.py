@@ -20,13 +20,6 @@ GPT2 = (
     "model.config={model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 16, "
     "resid_pdrop: 0.0, embd_pdrop: 0.0, attn_pdrop: 0.0}",
 )  # fmt: skip
-SLOW = pytest.param("fsdp_tensor_parallel", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "pipeline", SLOW])
-def test_llama_equals_one_process(name, runs):
-    truth = runs(*helpers.PLACES["single"], model=LLAMA)
-    helpers.check_same_run(runs(*helpers.PLACES[name], model=LLAMA), truth)
 
 
 def test_the_flops_of_attention_follow_the_width_of_its_heads(runs):

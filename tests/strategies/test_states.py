@@ -51,12 +51,6 @@ def every_kind(seed):
     yield Parallel("pipeline", seed=seed)
 
 
-def every_mix(seed):
-    yield Parallel("fsdp_tensor_parallel", seed=seed)
-    yield Parallel("ddp_pipeline", seed=seed)
-    yield Parallel("fsdp", seed=seed, replicas=2)
-
-
 def with_extra_parameter(kind):
     """Add a parameter outside the net to the optimizer, with a tensor as learning rate."""
     scale = nn.Parameter(torch.tensor([2.0, 3.0]))
@@ -135,12 +129,6 @@ def check_states(kinds):
 @on_ranks(2)
 def test_any_strategy_reads_the_states_of_the_others():
     check_states(every_kind)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_any_combined_strategy_reads_the_states_of_the_others():
-    check_states(every_mix)
 
 
 @on_ranks(2)
