@@ -14,27 +14,35 @@ LIGHTNING, CALLBACKS = "lightning.pytorch.callbacks", f"{OWN}.callbacks"
 BAR = "trainer.enable_progress_bar=true"
 TWO = ("trainer.devices=2", "strategy.timeout_s=60")
 FUNCTION = "{_target_: hydra.utils.get_method, path: %s}"
-# Name -> the callback's options, and further overrides of the command.
-WORKS = {
-    "Callback": ("", ()),
-    "Checkpoint": ("", ()),
-    "DeviceStatsMonitor": ("cpu_stats: true", ()),
-    "EMAWeightAveraging": ("decay: 0.5", TWO),
-    "EarlyStopping": ("monitor: val/loss, patience: 99", TWO),
-    "LambdaCallback": (f"on_train_end: {FUNCTION % 'builtins.print'}", ()),
-    "LearningRateMonitor": ("", ()),
-    "ModelCheckpoint": ("monitor: val/loss, save_last: true", TWO),
-    "ModelSummary": ("max_depth: 2", ()),
-    "OnExceptionCheckpoint": ("dirpath: ${run_dir}/exception", ()),
-    "ProgressBar": ("", (BAR,)),
-    "RichModelSummary": ("", ()),
-    "RichProgressBar": ("", (BAR,)),
-    "TQDMProgressBar": ("refresh_rate: 2", (BAR,)),
-    "ThroughputMonitor": (f"batch_size_fn: {FUNCTION % 'builtins.len'}, window_size: 2", ()),
-    "Timer": ("duration: '00:01:00:00'", ()),
-    "WeightAveraging": ("", ()),
-}
-# Name -> the callback's options, further overrides, and the suggestion in the error line.
+# Callbacks that are together in a run, with their options, and the words of this run.
+WORKS = (
+    (
+        {
+            "Callback": "",
+            "Checkpoint": "",
+            "DeviceStatsMonitor": "cpu_stats: true",
+            "LambdaCallback": f"on_train_end: {FUNCTION % 'builtins.print'}",
+            "LearningRateMonitor": "",
+            "ModelSummary": "max_depth: 2",
+            "OnExceptionCheckpoint": "dirpath: ${run_dir}/exception",
+            "ProgressBar": "",
+            "ThroughputMonitor": f"batch_size_fn: {FUNCTION % 'builtins.len'}, window_size: 2",
+            "Timer": "duration: '00:01:00:00'",
+            "WeightAveraging": "",
+        },
+        (BAR,),
+    ),
+    (
+        {
+            "EMAWeightAveraging": "decay: 0.5",
+            "EarlyStopping": "monitor: val/loss, patience: 99",
+            "ModelCheckpoint": "monitor: val/loss, save_last: true",
+            "TQDMProgressBar": "refresh_rate: 2",
+        },
+        (BAR, *TWO),
+    ),
+    ({"RichModelSummary": "", "RichProgressBar": ""}, (BAR,)),
+)
 # tests/refused shows how these are refused.
 REFUSED = """BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder
 GradientAccumulationScheduler LearningRateFinder ModelPruning SpikeDetection
@@ -48,14 +56,15 @@ def named(name: str, options: str = "", key: str = "mine") -> str:
 
 
 def test_every_callback_of_lightning_is_known_to_work_or_to_be_refused():
-    assert {*WORKS} | {*REFUSED.split()} == {*of_lightning.__all__}
+    works = {name for callbacks, _ in WORKS for name in callbacks}
+    assert works | {*REFUSED.split()} == {*of_lightning.__all__}
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_a_supported_callback_works_in_a_new_and_in_a_resumed_run(fit, name):
-    pytest.importorskip("rich" if "Rich" in name else "psutil")
-    options, more = WORKS[name]
-    words = (named(name, options), *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
+@pytest.mark.parametrize("callbacks, more", WORKS, ids=["one rank", "two ranks", "rich"])
+def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(fit, callbacks, more):
+    pytest.importorskip("rich" if "RichProgressBar" in callbacks else "psutil")
+    parts = [named(name, options, key=name.lower()) for name, options in callbacks.items()]
+    words = (*parts, *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
     assert fit(*words, "trainer.max_steps=2").steps() == [1, 2]
     resumed = fit(*words, "trainer.max_steps=3", "ckpt_path=last")
     assert resumed.steps() == [1, 2, 3] and len(resumed.rows) >= 3

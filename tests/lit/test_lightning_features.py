@@ -107,8 +107,7 @@ def test_batches_may_be_dicts(fit):
 )  # a learning rate may be a tensor
 @pytest.mark.parametrize(
     "kind, stops",
-    [("none", (5,)), ("step", (5,)), ("epoch", (3, 5)), ("plateau", (3, 5)),
-     ("plateau_steps", (4, 5))],
+    [("none", ()), ("step", ()), ("epoch", (3,)), ("plateau", ()), ("plateau_steps", (5,))],
 )  # fmt: skip
 def test_schedulers_of_a_module_resume_and_the_logged_lr_is_the_optimizers(resumes, kind, stops):
     # Lightning counts micro-batches where a plateau in steps has a frequency of 4.
@@ -197,9 +196,7 @@ def test_a_callback_may_save_a_checkpoint(fit, weights_only):
     "monitor, options",
     [
         ("val/loss", "divergence_threshold: 0.1"),
-        ("train/loss", "divergence_threshold: 0.1, check_on_train_epoch_end: false"),
         ("train/loss", "divergence_threshold: 0.1, check_on_train_epoch_end: true"),
-        ("mine", "patience: 1, mode: min, check_on_train_epoch_end: false"),
     ],
 )
 def test_early_stopping_reports_the_step_and_the_reason(fit, monitor, options):
@@ -238,7 +235,7 @@ def test_progress_bars_and_monitors_of_lightning_work(fit, callbacks, first):
 
 
 def test_a_resumed_learning_rate_monitor_logs_the_same_steps_as_an_uninterrupted_run(resumes):
-    resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3, 4))
+    resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3,))
 
 
 def test_a_callback_may_forward_to_another(fit):
@@ -256,7 +253,6 @@ def test_a_timer_ends_the_run(fit):
 
 EMA = [
     ["callbacks=ema", "callbacks.ema.decay=0.5", "~callbacks.sample"],
-    [f"+callbacks.ema._target_={LIGHTNING}.WeightAveraging"],
     [f"+callbacks.ema={{_target_: {LIGHTNING}.EMAWeightAveraging, decay: 0.5,"
      " update_every_n_steps: 2, use_buffers: false}"],
 ]  # fmt: skip
@@ -305,8 +301,7 @@ def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_
 
 @pytest.mark.parametrize(
     "task, hook",
-    [("validate", "on_validation_batch_end"), ("test", "on_test_batch_end"),
-     ("fit", "on_train_batch_start"), ("fit", "on_fit_start")],
+    [("validate", "on_validation_batch_end"), ("fit", "on_train_batch_start")],
 )  # fmt: skip
 def test_a_run_that_saves_no_checkpoint_stops_on_a_signal(fit, task, hook):
     kill = f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: 0, hook: {hook}}}"

@@ -24,12 +24,11 @@ def groups(run, step) -> list[dict]:
     return run.state(step)["optimizer_states"][0]["param_groups"]
 
 
-@pytest.mark.parametrize("scheduler", ["constant", "warmup_cosine"])
-def test_a_new_learning_rate_is_used_logged_and_saved(fit, scheduler):
-    words = (*SAVED, f"scheduler={scheduler}")
+def test_a_new_learning_rate_is_used_logged_and_saved(fit):
+    words = (*SAVED, "scheduler=warmup_cosine")
     full = fit(*words, name=None)
     again = (*words, "ckpt_path=last", "optimizer.lr=3e-5")
-    name = full.copy_until(3, f"changed-{scheduler}")
+    name = full.copy_until(3, "changed")
     line = fit(*again, name=name, code=2).errors[0]
     assert "optimizer.lr" in line and "allow_changes=[optimizer.lr]" in line
     run = fit(*again, "allow_changes=[optimizer.lr]", name=name)
@@ -140,23 +139,9 @@ def test_an_early_stopped_run_continues_with_another_patience(fit):
     assert run.out.count("resumed with callbacks.stop.patience: 2 before, 4 now") == 1
     assert run.steps()[-1] == 5  # two validations without improvement, and two more
     assert "Metric val/loss" not in run.out
-    assert "callbacks.stop" not in fit(*words, f"{stop}, patience: 4}}", "ckpt_path=last").out
     run = fit(*words, f"{stop.replace('9.0', '0.0')}}}", "ckpt_path=last")  # patience: 3
     for line in ("patience: 4 before, 3 now", "min_delta: 9.0 before, 0.0 now"):
         assert f"resumed with callbacks.stop.{line}" in run.out
-
-
-def test_a_callback_that_a_resumed_run_lacks_or_has_with_another_state_key_is_one_line(fit):
-    """Lightning's state key of EarlyStopping contains its mode."""
-    fit("scheduler=constant", "trainer.max_steps=2", f"{STOP}}}")
-    again = ("scheduler=constant", "ckpt_path=last")
-    changed = fit(*again, "trainer.max_steps=3", f"{STOP}, mode: max}}").out
-    removed = fit(*again, "trainer.max_steps=4").out
-    for out, line in (
-        (changed, "resumed with callbacks.stop.mode: min before, max now"),
-        (removed, "resumed without callbacks.stop, which the earlier run had"),
-    ):
-        assert [x for x in out.splitlines() if "callbacks" in x] == [line], out
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["today", "a checkpoint without options"])
