@@ -103,24 +103,6 @@ def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
     assert code == 2 and "try: loops=[bare,ours]" in err
 
 
-@pytest.mark.slow
-def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    shape = "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=16"
-    slow = f"{shape} data=text data.path={tmp_path}/text.txt data.batch_size=4 optimizer.lr=1e-4"
-    configs = json.dumps([slow, slow.replace("1e-4", "1e-2")])
-    options = ("scheduler=constant", "trainer=cpu", "trainer.max_steps=20", "seeds=1",
-               f"output_dir={tmp_path}", f'run_dir="{tmp_path}/it\'s a race"')  # fmt: skip
-    code, out, err = answer("target_loss=first", f"configs={configs}", *options)
-    assert code == 0, err
-    first, second = json.loads((tmp_path / "it's a race" / "result.json").read_text())["configs"]
-    assert (first["steps"], first["tokens"], first["tokens_ratio"]) == (20, 20 * 4 * 16, 1)
-    run = second["runs"][0]
-    assert run["target"] == first["runs"][0]["val_loss"] >= run["val_loss"]
-    assert second["steps"] == 10 and second["tokens_ratio"] == 0.5
-    assert "640 tokens, 10 steps" in out and "0.50 x the tokens" in out
-
-
 def test_a_median_counts_what_missed_the_target_as_later_than_all():
     runs = [{"is_reached": n != 1, "steps": n} for n in (1, 2, 3)]
     assert middle(runs, "steps") == 3

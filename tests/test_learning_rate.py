@@ -22,26 +22,9 @@ from tests.command_line import compose_run
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
 
-def expected(step: int) -> float:
-    if step < WARMUP:
-        return PEAK * (START + (1 - START) * step / WARMUP)
-    return PEAK * (1 - (1 - FLOOR) * (step - WARMUP) / (STEPS - 1 - WARMUP))
-
-
 def learning_rates(folder) -> list[float]:
     with open(folder / "metrics.csv", newline="") as file:
         return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
-
-
-def test_a_schedule_counts_optimizer_steps_whatever_the_accumulation(train):
-    run = train(
-        "scheduler=warmup_linear", f"optimizer.lr={PEAK}", f"scheduler.warmup_steps={WARMUP}",
-        f"scheduler.start_factor={START}", f"scheduler.min_factor={FLOOR}", "logger=csv",
-        f"trainer.max_steps={STEPS}", "data.global_batch_size=8", "trainer.log_every_n_steps=1",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    # steps 0, 1, warmup-1, warmup, middle, last and all between
-    assert learning_rates(run.folder) == pytest.approx([expected(step) for step in range(STEPS)])
 
 
 def test_the_learning_rate_grows_with_the_global_batch(train):

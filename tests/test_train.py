@@ -91,22 +91,6 @@ def test_a_checkpoint_is_plain_and_loads_into_the_bare_net(plain):
     net.load_state_dict(plain.state(4)["state_dict"])
 
 
-def test_accumulation_and_one_large_batch_take_the_same_steps(train):
-    options = ("data.global_batch_size=8", "logger=csv", "trainer.log_every_n_steps=1")
-    large, accumulated = (train(*options, f"data.batch_size={n}", name=f"of {n}") for n in (8, 4))
-    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in accumulated.out
-    assert large.losses() == pytest.approx(accumulated.losses(), rel=1e-5)
-    torch.testing.assert_close(large.state(4)["state_dict"], accumulated.state(4)["state_dict"],
-                               rtol=1e-4, atol=1e-6)  # fmt: skip
-
-
-def test_a_run_says_that_its_epochs_end_before_its_steps_and_on_request_its_config(train):
-    words = ("data.num_samples=8", "trainer.max_steps=100", "trainer.max_epochs=2")
-    out = train(*words, "print_config=true").out
-    assert "4 steps by trainer.max_epochs=2" in out
-    assert "  d_model: 32\n" in out and "typed:" not in out
-
-
 def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
     run = train("trainer.fast_dev_run=true")
     assert run.code == 0, run.err
@@ -141,15 +125,6 @@ def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_lef
     assert other.metrics["val/loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
     rows = (other.folder / "metrics.csv").read_text().splitlines()
     assert {row.partition(",")[0] for row in rows[1:]} == {"4"}  # the step that was evaluated
-
-
-def test_unusable_input_ends_a_run_with_its_exit_code(train, tmp_path):
-    run = train("task=validate", "ckpt_path=last", name="empty")
-    assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
-    (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
-    run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")
-    assert run.code == 65 and "latin.txt: not UTF-8" in run.err
-    assert read_status(run.folder)["cause"] == "data"
 
 
 def test_a_run_that_time_ended_is_saved_where_it_stopped(train):
@@ -314,14 +289,6 @@ def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch
     assert again.code == 0, again.err
     monkeypatch.setattr(supervisor, "prepare_start", stop)
     assert train(*words).code == 75  # no rank is started once a stop was asked for
-
-
-def test_the_loss_of_one_batch_falls_far_below_that_of_random_tokens(train):
-    """The loss falls far below ln V on one batch of random tokens, and stays there on new ones."""
-    words = ("optimizer.lr=1e-2", "trainer.max_steps=40", "trainer.val_check_interval=40")
-    run = train("trainer.overfit_batches=1", "data.global_batch_size=8", *words)
-    assert run.code == 0 and run.metrics["tokens"] == 40 * 8 * 16, run.err
-    assert run.metrics["train/loss"] < 5.2 < run.metrics["val/loss"]
 
 
 @pytest.mark.parametrize(

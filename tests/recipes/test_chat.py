@@ -81,7 +81,7 @@ def own_loss(net: torch.nn.Module, talks: list[list[dict]]) -> float:
 
 @pytest.mark.parametrize(
     "devices, documents",
-    [(1, "masked"), *(pytest.param(2, name, marks=pytest.mark.slow) for name in DOCUMENTS)],
+    [(1, "masked"), pytest.param(2, "masked", marks=pytest.mark.slow)],
 )
 def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
     devices, documents, run, chats, tmp_path, capfd, monkeypatch
