@@ -229,15 +229,6 @@ SLOW = {
         (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2", "data.batch_size=1"),
         (asked("on_train_batch_end", 1, rank=1),), ranks=2,
     ),
-    "four ranks: FSDP and tensor parallelism": Row(
-        (*PLAIN, "strategy=fsdp_tensor_parallel", "trainer.max_steps=4"),
-        (asked("on_train_batch_end", 1, rank=3),), ranks=4,
-    ),
-    "four ranks: DDP and a pipeline": Row(
-        (*PLAIN, "model.n_layers=2", "strategy=ddp_pipeline", "trainer.max_steps=4",
-         "data.batch_size=4", "data.global_batch_size=8"),
-        (asked("on_train_batch_end", 1, rank=3),), ranks=4,
-    ),
     "four ranks, then two, then one": Row(
         (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",
          "trainer.val_check_interval=1", "scheduler.total_steps=7"),

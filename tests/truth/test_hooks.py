@@ -7,13 +7,10 @@ import pytest
 from tests.truth.own_losses import see
 from tests.truth.test_own_losses import PLACES
 
-FULL = ("single", "ddp", "fsdp", "context_parallel")
-SLOW = pytest.mark.slow
+FULL = ("ddp",)
 
 
-@pytest.mark.parametrize(
-    "place", ["single", "ddp", "fsdp", pytest.param("context_parallel", marks=SLOW)]
-)
+@pytest.mark.parametrize("place", ["ddp", "fsdp"])
 def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
     own = see(train, "ClipsInHook", *PLACES[place])
     trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
@@ -26,10 +23,7 @@ def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
 
 @pytest.mark.parametrize(
     "place",
-    ["single", "ddp", "pipeline"]
-    + [
-        pytest.param(place, marks=SLOW) for place in ("fsdp", "context_parallel", "tensor_parallel")
-    ],
+    ["ddp", "pipeline", pytest.param("tensor_parallel", marks=pytest.mark.slow)],
 )
 def test_clipping_in_configure_gradient_clipping_is_clipping_by_the_trainer(place, train):
     is_full = place in FULL

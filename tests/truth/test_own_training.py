@@ -62,7 +62,7 @@ def test_what_only_forward_does_in_training_is_trained_although_the_net_has_hidd
     assert trained != pytest.approx(losses("WithHidden"), rel=1e-3)
 
 
-@pytest.mark.parametrize("net", OTHERS)
+@pytest.mark.parametrize("net", ["SkipsBlocks", "DropsInHead"])
 def test_a_pipeline_refuses_a_net_that_is_another_chain_in_training(net, refused):
     line = refused(net, *PIPELINE)
     assert line.startswith("error: strategy.name=pipeline: ")
@@ -93,10 +93,9 @@ def test_ranks_that_use_different_parameters_train_as_one_process(net, losses):
     assert losses(net, *FSDP, FIND) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("accumulate_shards", ["false", "true"])
-def test_such_ranks_may_accumulate_gradients(accumulate_shards, losses):
+def test_such_ranks_may_accumulate_gradients(losses):
     expected = losses("Adapters", "data.batch_size=1", "trainer.accumulate_grad_batches=4")
-    words = (f"strategy.accumulate_shards={accumulate_shards}", "trainer.accumulate_grad_batches=2")
+    words = ("strategy.accumulate_shards=true", "trainer.accumulate_grad_batches=2")
     assert losses("Adapters", *FSDP, FIND, *words) == pytest.approx(expected, rel=1e-4)
 
 
@@ -108,7 +107,7 @@ def test_parameters_outside_of_the_net_that_ranks_use_differently_train_as_in_on
 
 @pytest.mark.parametrize(
     "net, module",
-    [("Adapters", None), ("MixtureOfExperts", None), ("Chain", f"module._target_={OWN}.OwnScales")],
+    [("Adapters", None), ("Chain", f"module._target_={OWN}.OwnScales")],
 )
 def test_without_the_option_such_a_step_ends_the_run(net, module, refused):
     line = refused(net, *FSDP, *([module] if module else []))
@@ -116,8 +115,6 @@ def test_without_the_option_such_a_step_ends_the_run(net, module, refused):
     assert FIND in line
 
 
-@pytest.mark.parametrize("option", ["false", "true"])
-def test_all_ranks_may_leave_out_the_same_parameters(option, losses):
+def test_all_ranks_may_leave_out_the_same_parameters(losses):
     expected = losses("NeverUsed")
-    words = (f"strategy.find_unused_parameters={option}", "trainer.max_steps=5")
-    assert losses("NeverUsed", *FSDP, *words) == pytest.approx(expected, rel=1e-5)
+    assert losses("NeverUsed", *FSDP) == pytest.approx(expected, rel=1e-5)
