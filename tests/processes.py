@@ -17,9 +17,10 @@ def wait_until(
     """Wait until the condition is true.
 
     Raises:
-        AssertionError: After `timeout_s`. The message is what `about` returns.
+        AssertionError: After `timeout_s`, and after two minutes at least, because the machine may
+            be busy. The message is what `about` returns.
     """
-    give_up = time.monotonic() + timeout_s
+    give_up = time.monotonic() + max(timeout_s, 120.0)
     while not condition():
         assert time.monotonic() < give_up, about()
         time.sleep(0.05)

@@ -131,13 +131,13 @@ def test_updates_of_a_mirror_wait_for_each_other_and_the_last_one_counts(pair, m
     def copy_slowly(copied):
         running.append(copied)
         begun.set()
-        release.wait(9)
+        release.wait(60)
         seen.append(len(running))
         running.remove(copied)
 
     monkeypatch.setattr(mirror, "_copy", copy_slowly)
     mirror.update(store)
-    begun.wait(9)
+    begun.wait(60)
     mirror.update(store)  # is left out, because the next update comes before it begins
     mirror.update(store)
     release.set()
