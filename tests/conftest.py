@@ -232,10 +232,21 @@ class Finished:
                 shutil.rmtree(path)
         (self.folder / "result.json").unlink()
 
+    @property
+    def rows(self) -> list[dict]:
+        """Rows of metrics.jsonl (`logged_rows`)."""
+        return logged_rows(self.folder)
+
     def losses(self) -> list[float]:
         """Return train/loss of every logged step."""
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row["train/loss"] for row in rows if "train/loss" in row]
+        return [row["train/loss"] for row in self.rows if row["train/loss"] is not None]
+
+
+def logged_rows(folder: Path) -> list[dict]:
+    """Return the rows of metrics.jsonl, each with all names: None where a step lacks a value."""
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 @pytest.fixture

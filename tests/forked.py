@@ -23,7 +23,7 @@ PRELOAD = [  # before Python 3.13, a fork server can only import installed packa
     "gptrain.assemble",
     "gptrain.config.cli",
     "gptrain.runtime.supervisor",
-    "gptrain.lit.loggers.csv",
+    "gptrain.lit.loggers",
     "gptrain.lit.perf",
     "gptrain.parallel.ddp",
     "gptrain.parallel.pipeline",

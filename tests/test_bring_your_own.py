@@ -19,7 +19,7 @@ from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 
-EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
+EXACT = ("logger=none", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
 LAB = '''
     import torch
     from torch import nn

@@ -81,7 +81,7 @@ def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poi
 
     monkeypatch.setattr(AdamW, "step", looked)
     monkeypatch.setattr(LightningStrategy, "clip", clipped)
-    run = train("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv", "model.dropout=0.1")
+    run = train("trainer.max_steps=5", "on_nonfinite=skip", "logger=none", "model.dropout=0.1")
     assert run.code == 0, run.err
     assert (run.out + run.err).count(f"step {BAD_STEP} is not finite") == 1
     assert [number for number, same in enumerate(seen) if same] == [BAD_STEP]

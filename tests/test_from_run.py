@@ -106,7 +106,7 @@ def test_evaluating_the_best_checkpoint_gives_the_same_value_in_a_new_folder(tra
 
 
 def test_a_run_resumes_without_repeating_its_options(train):
-    options = ("scheduler=constant", "logger=csv", "trainer.log_every_n_steps=1")
+    options = ("scheduler=constant", "trainer.log_every_n_steps=1")
     run = train(*options, "trainer.val_check_interval=2")
     whole = run.losses()
     run.cut_back(2)

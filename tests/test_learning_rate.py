@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import math
 from typing import Any
@@ -18,18 +17,18 @@ from gptrain.assemble.schedule import build_schedule
 from gptrain.core.lengths import BatchPlan
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
+from tests.conftest import logged_rows
 
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
 
 def learning_rates(folder) -> list[float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
+    return [row["lr"] for row in logged_rows(folder) if row["lr"] is not None]
 
 
 def test_the_learning_rate_grows_with_the_global_batch(train):
     run = train(
-        "scheduler=constant", f"optimizer.lr={PEAK}", "optimizer.lr_scaling=sqrt", "logger=csv",
+        "scheduler=constant", f"optimizer.lr={PEAK}", "optimizer.lr_scaling=sqrt", "logger=none",
         "optimizer.reference_batch_size=4", "data.global_batch_size=8", "optimizer=muon",
         "optimizer.embedding_lr=3e-3", "optimizer.vector_lr=5e-3",
     )  # fmt: skip
@@ -106,7 +105,7 @@ def test_resuming_to_another_length_reports_where_the_schedule_changes(train, le
 
 def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):
     """The run equals, bit for bit, a longer run that has this warm-up as an option."""
-    options = ("scheduler=warmup_cosine", "logger=csv", "trainer.log_every_n_steps=1")
+    options = ("scheduler=warmup_cosine", "logger=none", "trainer.log_every_n_steps=1")
     run = train("trainer.max_steps=10", "trainer.val_check_interval=1", *options)
     assert run.code == 0, run.err  # a tenth: 1 step
     run.cut_back(1)
@@ -125,7 +124,7 @@ STEP_TOKENS = 4 * 16  # sequences x positions of TINY
 
 
 def test_phases_in_tokens_are_those_in_steps(train):
-    schedule = ("scheduler=warmup_stable_decay", "logger=csv", "trainer.log_every_n_steps=1")
+    schedule = ("scheduler=warmup_stable_decay", "logger=none", "trainer.log_every_n_steps=1")
     steps = train("scheduler.warmup_steps=2", "scheduler.decay_steps=3", "scheduler.total_steps=7",
                   "trainer.max_steps=7", *schedule, name="steps")  # fmt: skip
     # A number of tokens is rounded down to whole steps, like max_tokens.
@@ -139,14 +138,14 @@ def test_phases_in_tokens_are_those_in_steps(train):
 
 def test_a_cool_down_of_a_run_is_bit_for_bit_the_run_that_was_to_decay_there(train):
     """Also where the cool-down is itself interrupted; the run it came from stays as it was."""
-    options = ("optimizer=muon", "model.dropout=0.1", "data.num_samples=14", "logger=csv",
+    options = ("optimizer=muon", "model.dropout=0.1", "data.num_samples=14", "logger=none",
                "trainer.log_every_n_steps=1", "scheduler.warmup_steps=2")  # fmt: skip
     whole = train("scheduler=warmup_stable_decay", "scheduler.decay_steps=3", "trainer.max_steps=8",
                   *options, name="whole")  # fmt: skip
     stable = train("scheduler=warmup_constant", "trainer.max_steps=5", *options, name="stable")
     assert stable.code == 0, stable.err
     here = (f"from_run={stable.folder}", "scheduler=warmup_stable_decay", "trainer.max_steps=8",
-            "scheduler.decay_steps=3", "allow_changes=[scheduler]", "logger=csv")  # fmt: skip
+            "scheduler.decay_steps=3", "allow_changes=[scheduler]", "logger=none")  # fmt: skip
     start = f"ckpt_path={stable.folder}"
     run = train(*here, start, "trainer.val_check_interval=1", tiny=False)
     assert run.code == 0, run.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from typing import Any
 
@@ -18,7 +17,7 @@ from gptrain.core.lengths import BatchPlan, RunLengths, plan_batch, token_steps,
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
-from tests.conftest import ROOT
+from tests.conftest import ROOT, logged_rows
 
 TOKENS_PER_STEP = 4 * 16  # sequences x positions of TINY
 
@@ -35,8 +34,7 @@ class Uniform(torch.nn.Module):
 
 
 def column(folder, name: str) -> list[tuple[int, float]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+    return [(row["step"], row[name]) for row in logged_rows(folder) if row[name] is not None]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
     run = train(
         f"max_tokens={8.5 * TOKENS_PER_STEP}", "trainer.max_steps=-1", "trainer.max_epochs=1",
         "scheduler=warmup_constant", "scheduler.warmup_steps=0.5", "scheduler.start_factor=0",
-        "optimizer.lr=0.004", "logger=csv", "trainer.log_every_n_steps=1",
+        "optimizer.lr=0.004", "logger=none", "trainer.log_every_n_steps=1",
     )  # fmt: skip
     assert run.code == 0, run.err
     assert "8 steps by max_tokens=544" in run.out
@@ -84,7 +82,7 @@ def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
 def test_a_whole_number_between_validations_means_optimizer_steps(train):
     run = train(
         "trainer.val_check_interval=3", "data.global_batch_size=8", "trainer.max_steps=7",
-        "data.num_samples=24", "trainer.max_epochs=9", "logger=csv",
+        "data.num_samples=24", "trainer.max_epochs=9", "logger=none",
     )  # fmt: skip
     assert run.code == 0, run.err
     assert [step for step, _ in column(run.folder, "val/loss")] == [3, 6, 7]  # epochs are of 3

@@ -57,7 +57,7 @@ def until_saved(folder: Path, step: int) -> None:
 def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path):
     """The run equals a run of two ranks on one machine. The other agent waits for the lost node."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    words = (*WORDS, "model.dropout=0.1", "logger=csv")
+    words = (*WORDS, "model.dropout=0.1", "logger=none")
     agents = [node.start(log, *words, f"run_dir={folder}") for node in nodes]
     until_saved(folder, 10)
     nodes[1].kill()

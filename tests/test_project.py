@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import runpy
 import sys
@@ -15,6 +14,7 @@ import torch
 from project.data import MyDigits
 from project.module import MyAccuracy
 from project.net import MyLSTM
+from tests.conftest import logged_rows
 
 ROOT = Path(__file__).parents[1]
 MINE = ("model=my_lstm", "data=my_digits", "module=my_module", "callbacks=my_callback")
@@ -65,11 +65,9 @@ def test_every_part_goes_through_one_step(run, capsys):
 
 
 def test_all_of_it_trains_on_two_ranks(run):
-    steps = ("trainer.max_steps=20", "trainer.log_every_n_steps=5", "logger=csv")
+    steps = ("trainer.max_steps=20", "trainer.log_every_n_steps=5", "logger=none")
     folder = run(*MINE, *steps, "trainer.devices=2", "strategy=ddp", "optimizer.lr=1e-2")
     metrics = json.loads((folder / "result.json").read_text())["metrics"]
     assert metrics["val/loss"] < 2.2  # below ln 10 = 2.303 of a guess
     assert 0.1 < metrics["val/my_accuracy"] <= 1
-    with open(folder / "metrics.csv", newline="") as file:
-        logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
-    assert {"train/entropy", "weights_norm"} <= logged
+    assert {"train/entropy", "weights_norm"} <= logged_rows(folder)[0].keys()

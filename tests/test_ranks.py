@@ -35,7 +35,7 @@ from tests.command_line import compose_run
 from tests.conftest import ROOT, TINY
 from tests.processes import wait_until
 
-LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
+LOGGED = ("logger=none", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
 
 
 def one_log_and_no_traces_of_other_ranks(folder):

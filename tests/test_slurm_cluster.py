@@ -24,7 +24,7 @@ pytestmark = [
 ]
 STEPS = 12
 START_S = 120  # time limit for the start of a job while four other jobs run
-RUN = (*TINY, "logger=csv", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
+RUN = (*TINY, "logger=none", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
        "trainer.log_every_n_steps=1")  # fmt: skip
 TWO_NODES = (*RUN, "trainer.num_nodes=2")
 CAUGHT = ("+callbacks.paced={_target_: tests.paced.Paced}", "checkpoint=every_n_steps",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import gc
 import json
-import os
 import weakref
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,10 @@ from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data import BatchReader
 from gptrain.lit import LanguageModel, datamodule, perf
 from gptrain.lit.callbacks.garbage import QuietCollector
-from gptrain.lit.loggers import CSVLogger
+from gptrain.lit.loggers import JsonLinesLogger
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -52,7 +48,7 @@ class Watch(TorchDispatchMode):
 
 def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train, monkeypatch):
     """The number of targets of each micro-batch is counted while the batch is on the CPU."""
-    watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
+    watch, training_step, log = Watch(), LanguageModel.training_step, JsonLinesLogger.log_metrics
 
     def step(self, batch, batch_idx):
         if batch_idx % ACCUMULATED == 0:
@@ -64,12 +60,12 @@ def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train
         return log(self, metrics, *args, **kwargs)
 
     monkeypatch.setattr(LanguageModel, "training_step", step)
-    monkeypatch.setattr(CSVLogger, "log_metrics", log_metrics)
+    monkeypatch.setattr(JsonLinesLogger, "log_metrics", log_metrics)
     with watch:
         run = train(
             f"trainer.max_steps={N_STEPS}", f"trainer.log_every_n_steps={LOGGED_EVERY}",
             f"trainer.accumulate_grad_batches={ACCUMULATED}", "data.batch_size=32",
-            "trainer.limit_val_batches=0", "logger=csv", "checkpoint=none",
+            "trainer.limit_val_batches=0", "logger=none", "checkpoint=none",
         )  # fmt: skip
     assert run.code == 0, run.err
     assert gc.get_freeze_count()  # the objects that the suite has frozen are still frozen
@@ -109,16 +105,15 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     words = (
         f"trainer.log_every_n_steps={LOGGED_EVERY}",
         f"trainer.accumulate_grad_batches={ACCUMULATED}", "trainer.val_check_interval=3",
-        "logger=csv", "scheduler=constant", "checkpoint.every_n_steps=2",
+        "logger=none", "scheduler=constant", "checkpoint.every_n_steps=2",
     )  # fmt: skip
     done = train(*words, "trainer.max_steps=5")
     again = train(*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")
     unsaved = train(*words, "trainer.max_steps=5", "checkpoint=none", name="unsaved")
     assert done.code == again.code == unsaved.code == 0, done.err + again.err + unsaved.err
     for run, logged in ((again, {4, 5, 8, 9}), (unsaved, {4, 5})):
-        with open(run.folder / "metrics.csv", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["perf/step_s"]]
-        assert logged <= {int(row["step"]) for row in rows}
+        rows = [row for row in run.rows if row["perf/step_s"] is not None]
+        assert logged <= {row["step"] for row in rows}
         for row in rows:
             step_s, data_wait_s = float(row["perf/step_s"]), float(row["perf/data_wait_s"])
             assert step_s - data_wait_s == ACCUMULATED
@@ -164,38 +159,13 @@ def test_the_collector_is_frozen_after_the_first_steps_and_still_frees_cycles(tr
     assert not any(reference() for reference in alive[3:6])  # collected at the validation
 
 
-def test_the_first_interval_in_which_workers_start_counts_as_no_training(monkeypatch):
-    now, loader = SimpleNamespace(s=0.0), datamodule.Loader([0])
-    monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(
-        strategy=strategy, global_rank=1, is_global_zero=False, global_step=0, world_size=1,
-        train_dataloader=loader, datamodule=SimpleNamespace(tokens=7),
-    )  # fmt: skip
-    lengths = RunLengths(BatchPlan(1, 2, 1), 5, epoch_steps=9, n_steps=9, validate_every=9)
-    speed = perf.Speed(lengths, trainer, None)
-    for seconds, waited_s in ((100.0, 90.0), (8.0, 2.0), (16.0, 1.0)):
-        now.s += seconds
-        loader.waited_s += waited_s
-        trainer.global_step += 2
-        values = speed.read()
-    assert (speed.trained_s, speed.waited_s) == (24.0, 3.0)
-    assert (values["perf/step_s"], values["perf/data_wait_s"]) == (8.0, 0.5)
-
-
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
-def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler, tmp_path):
-    earlier = tmp_path / "run" / "fit-profile-.txt"  # file of an earlier start
-    earlier.parent.mkdir()
-    earlier.touch()
-    os.utime(earlier, (0, 0))
+def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
     words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
     peaks = "+callbacks.peaks._target_=tests.lit.own.callbacks.SetsPeakMemory"
     run = train(f"profiler={profiler}", *words, peaks)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
-    n_more = len(list(run.folder.glob("fit-profile-[01]*"))) - 1
-    assert f" · profile {run.folder}/fit-profile-0.txt and {n_more} more · " in line
     assert " · peak memory 2.00 GiB per rank · " in line  # the largest of both ranks
     # Without a validation the newest checkpoint counts as the best.
     made = json.loads((run.folder / "result.json").read_text())

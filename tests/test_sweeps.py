@@ -70,12 +70,12 @@ def test_loggers_and_profiler_write_into_the_folder_of_their_job(train, tmp_path
     (tmp_path / "keys/gptrain").mkdir(parents=True)
     (tmp_path / "keys/gptrain").chmod(0o777)  # anybody may replace a key here
     (tmp_path / "conf").mkdir()
-    words = ("optimizer.lr=1e-3,3e-4", "logger=[tensorboard,csv]", "profiler=simple")
+    words = ("optimizer.lr=1e-3,3e-4", "profiler=simple")
     sweep = train("-m", "--config-dir", f"{tmp_path}/conf", *words)
     assert sweep.code == 0, sweep.err
     (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
     assert f"hydra.searchpath=['file://{tmp_path}/conf']" in shlex.split(line)
-    for pattern in ("events.out.*", "metrics.csv", "fit-profile.txt"):
+    for pattern in ("events.out.*", "metrics.jsonl", "fit-profile.txt"):
         folders = sorted(path.parent.name for path in sweep.folder.rglob(pattern))
         assert folders == ["0-lr_0.001", "1-lr_0.0003"], pattern
 

@@ -22,7 +22,7 @@ from gptrain.data import load_tokenizer
 from gptrain.data.samples import pack_samples
 from gptrain.data.sources import format_of, read_records
 from gptrain.lit.lightning import data_of
-from gptrain.lit.loggers.notes import log_note
+from gptrain.lit.loggers import log_note
 from gptrain.loss import IGNORED
 from gptrain.text.chat import ChatFormat, EncodedChat
 from gptrain.text.sampling import terminal_text

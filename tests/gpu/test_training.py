@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gptrain.checkpoints.amendment import load_state
-from tests.conftest import ROOT
+from tests.conftest import ROOT, logged_rows
 
 pytestmark = pytest.mark.gpu
 SIZE = (
@@ -122,11 +122,9 @@ def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
     if strategy != "single" and n_devices == 1:
         pytest.skip("the plan for one GPU has strategy=single only")
     common = (*words, "data.global_batch_size=null", f"strategy={strategy}", "trainer.max_steps=4")
-    common += ("checkpoint=none", "logger=csv")
+    common += ("checkpoint=none", "logger=none")
     train(tmp_path / "run", *common, f"trainer.devices={n_devices}")
-    rows = (tmp_path / "run/metrics.csv").read_text().splitlines()
-    column = rows[0].split(",").index("perf/gpu_mem_peak_gib")
-    peak = max(float(row.split(",")[column] or 0) for row in rows[1:])
+    peak = max(row["perf/gpu_mem_peak_gib"] or 0 for row in logged_rows(tmp_path / "run"))
     command = [
         sys.executable, "-m", "gptrain.plan", *words, f"trainer.devices={n_devices}",
         "hardware=h100_sxm", "--json", f"output_dir={tmp_path}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -23,13 +22,13 @@ TINY = (
     "model=gpt_nano", "model.d_model=16", "model.n_heads=2", "model.n_layers=1",
     "data.num_samples=64", "data.seq_len=17", "data.val.num_samples=8", "data.batch_size=4",
     "trainer.max_steps=6", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false",
-    "trainer.log_every_n_steps=1", "logger=csv", "callbacks=none",
+    "trainer.log_every_n_steps=1", "logger=none", "callbacks=none",
 )  # fmt: skip
 ACCURACY = (
     "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
     " num_classes: 256, top_k: 5, average: micro}"
 )
-TRACES = {"metrics.csv", "result.json", "state.ckpt"}  # files that only a started run writes
+TRACES = {"metrics.jsonl", "result.json", "state.ckpt"}  # files that only a started run writes
 
 
 class Ended(Finished):
@@ -38,12 +37,6 @@ class Ended(Finished):
     @property
     def errors(self) -> list[str]:
         return [line for line in self.out.splitlines() if line.startswith("error: ")]
-
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """Rows of metrics.csv."""
-        with open(self.folder / "metrics.csv", newline="") as file:
-            return list(csv.DictReader(file))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -56,7 +49,7 @@ class Ended(Finished):
         return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]
 
     def column(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.rows if row.get(name)]
+        return [row[name] for row in self.rows if row.get(name) is not None]
 
     def steps(self) -> list[int]:
         return sorted(int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*"))
@@ -174,7 +167,10 @@ def differences(first: Any, second: Any, at: str = "") -> list[str]:
 def same_rows(first: list[dict], second: list[dict]) -> bool:
     """Check whether two tables of metrics are equal, apart from the measured times (perf/)."""
     first_values, second_values = (
-        [{k: v for k, v in row.items() if v and not k.startswith("perf/")} for row in rows]
+        [
+            {k: v for k, v in row.items() if v is not None and not k.startswith("perf/")}
+            for row in rows
+        ]
         for rows in (first, second)
     )
     return first_values == second_values

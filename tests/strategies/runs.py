@@ -10,7 +10,6 @@ the test suite, and the other processes wait. So every test can run alone (-k). 
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
 import json
@@ -25,6 +24,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.conftest import logged_rows
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -49,7 +50,7 @@ WORDS = (
     "trainer.accelerator=cpu", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false", "strategy.timeout_s=60",
     "callbacks=none", "+callbacks.record._target_=own_parts.Record",
-    "checkpoint.keep=9", "logger=csv",
+    "checkpoint.keep=9", "logger=none",
 )  # fmt: skip
 PLACES = {
     "single": ("strategy=single", "data.batch_size=8"),
@@ -76,14 +77,13 @@ class Run:
     output: str
 
     @cached_property
-    def rows(self) -> list[dict[str, str]]:
-        """Rows of metrics.csv, one per logged step."""
-        with open(self.folder / "metrics.csv", newline="") as file:
-            return list(csv.DictReader(file))
+    def rows(self) -> list[dict]:
+        """Rows of metrics.jsonl, one per logged step."""
+        return logged_rows(self.folder)
 
     def column(self, name: str) -> list[float]:
         """Return the values of one column, without the steps that do not have it."""
-        return [float(row[name]) for row in self.rows if row.get(name)]
+        return [row[name] for row in self.rows if row.get(name) is not None]
 
     def record(self, rank: int = 0) -> dict:
         """Return what `own_parts.Record` recorded in one rank."""

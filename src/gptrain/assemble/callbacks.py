@@ -71,7 +71,7 @@ def build_callbacks(
     own = [*named.values()]
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:
-        own.append(ProgressBar())
+        own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print
     is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
     keeps = is_fit and cfg.checkpoint.name != "none"
     is_recorded = is_fit and this_process().rank == 0

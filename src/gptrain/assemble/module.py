@@ -1,4 +1,4 @@
-"""Builds the LightningModule with its metrics, and checks the names of logged values."""
+"""Builds the LightningModule with its metrics."""
 
 import inspect
 from functools import partial
@@ -10,17 +10,14 @@ from hydra.utils import get_method
 from torch import nn
 from torch.utils.data import Dataset
 
-from gptrain.assemble.config_errors import as_config_errors, monitors_of
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_target
 from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.schedule import build_schedule
-from gptrain.core.data_schema import MixtureConfig
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES
-from gptrain.lit.logged import LOGGED
-from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
@@ -28,7 +25,7 @@ from gptrain.parallel.requirements import IncompatibleModelError
 
 # Task -> method that it calls for each batch.
 TASK_STEPS = {"fit": "training_step", "test": "test_step", "validate": "validation_step"}
-KNOWN_LOGGING = ("gptrain.", "lightning.")  # callbacks whose logged names are known
+LOGGED = ("loss", "perplexity", "bits_per_byte")  # LanguageModel logs val/<name> itself
 
 
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
@@ -78,6 +75,23 @@ def check_steps(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
             hint = f"task=validate, or {hint}"
         message = f"{module_type.__name__} has no {step}, which task={cfg.task} calls"
         raise ConfigError.of("module._target_", cfg.module.target, message, hint=hint)
+
+
+def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
+    """Check that no metric replaces a value that LanguageModel logs itself.
+
+    Args:
+        cfg: Configuration of the run.
+        module_type: Class of the module group.
+
+    Raises:
+        ConfigError: If a metric has the name of such a value.
+    """
+    nodes = cfg.module.metric_nodes if issubclass(module_type, LanguageModel) else {}
+    for name in set(LOGGED) & nodes.keys():
+        key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
+        hint = f"module.metrics.my_{name}"
+        raise ConfigError.of(key, nodes[name]["_target_"], message, hint=hint)
 
 
 def has_step(module_type: type[pl.LightningModule], step: str) -> bool:
@@ -143,57 +157,12 @@ def build_module(
 def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
     """Build the metrics of the module group, and return them by their names.
 
-    A copy of each is evaluated once, so that a metric which cannot take logits and targets ends the
-    run before the first step. This is left out if the model group has no `vocab_size`.
-
     Raises:
-        ConfigError: If a metric cannot be built or evaluated.
+        ConfigError: If a metric cannot be built.
     """
     metrics = {}
-    vocab_size = cfg.model.arguments.get("vocab_size")
     for name, node in cfg.module.metric_nodes.items():
         key = f"module.metrics.{name}"
         with as_config_errors(cfg, key):
             metrics[name] = build_target(node, key)
-        if isinstance(vocab_size, int):
-            try_metric(key, node["_target_"], metrics[name], vocab_size)
     return metrics
-
-
-def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Check the names of the metrics, and of the values that the run monitors.
-
-    Monitored values are checked only if everything that logs is gptrain's or Lightning's. For other
-    callbacks and modules the first validation shows whether they are logged. A module that is not a
-    LanguageModel is not checked.
-
-    Args:
-        cfg: Configuration of the run.
-        module_type: Class of the module group.
-
-    Raises:
-        ConfigError: If a metric has the name of a value that LanguageModel logs itself, or if no
-            value is logged with the name of the objective or of a callback's `monitor`.
-    """
-    if not issubclass(module_type, LanguageModel):
-        return
-    metrics = cfg.module.metric_nodes
-    for name, node in metrics.items():
-        if f"val/{name}" in LOGGED:
-            key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
-            hint = f"module.metrics.my_{name}"
-            raise ConfigError.of(key, node["_target_"], message, hint=hint)
-    callbacks = (node.target for node in cfg.callbacks.values() if node)
-    are_known = all(target.startswith(KNOWN_LOGGING) for target in callbacks)
-    if cfg.task != "fit" or module_type is not LanguageModel or not are_known:
-        return
-    parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else {}
-    evaluated = [*metrics, *(f"{part}/loss" for part in parts)]
-    names = {*LOGGED, *(f"val/{name}" for name in evaluated)}
-    # A metric of several values is logged under names such as val/f1/3. ModelCheckpoint can also
-    # monitor the epoch.
-    prefixes = tuple(f"val/{name}/" for name in metrics)
-    for key, name in {"objective": cfg.objective, **monitors_of(cfg)}.items():
-        if name not in {*names, "epoch"} and not name.startswith(prefixes):
-            message = "no value of this name is logged"
-            raise ConfigError.of(key, name, message, allowed=", ".join(sorted(names)))

@@ -32,7 +32,7 @@ from gptrain.assemble.datasets import (
 )
 from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.module import build_module, check_names, check_steps, has_step, module_class
+from gptrain.assemble.module import build_module, check_metrics, check_steps, has_step, module_class
 from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.start_report import build_report
@@ -144,7 +144,7 @@ def check(cfg: RunConfig) -> None:
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)
-        check_names(cfg, module_type)
+        check_metrics(cfg, module_type)
         check_steps(cfg, module_type)
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):

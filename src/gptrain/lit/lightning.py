@@ -1,12 +1,11 @@
 """Every use of Lightning's private names and undeclared attributes.
 
-The private names are needed for five purposes, each as of Lightning 2.6.6 and each with a test that
+The private names are needed for four purposes, each as of Lightning 2.6.6 and each with a test that
 the name still exists: Lightning's signal handlers, its broadcast of a stop request, its automatic
-search for a checkpoint, the state of its loops in a checkpoint, and the values that it is about to
-log.
+search for a checkpoint, and the state of its loops in a checkpoint.
 
 Lightning's connectors set some attributes of a Trainer that the class does not declare
-(`callbacks`, `datamodule`, `fast_dev_run`, `profiler`, `log_every_n_steps`). The functions below
+(`callbacks`, `datamodule`, `fast_dev_run`, `log_every_n_steps`). The functions below
 read and set these attributes with their types.
 """
 
@@ -21,7 +20,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.profilers import Profiler
 
 from gptrain.core.errors import ConfigError
 from gptrain.lit.datamodule import Loader, TextDataModule
@@ -102,15 +100,6 @@ def data_of(trainer: pl.Trainer) -> TextDataModule:
     return getattr(datamodule, USER_DATA, datamodule)
 
 
-def train_loader_of(trainer: pl.Trainer) -> Loader | None:
-    """Return gptrain's training data loader.
-
-    Returns None if a user's LightningDataModule has made the loader, or if there is none yet.
-    """
-    loader = trainer.train_dataloader
-    return loader if isinstance(loader, Loader) else None
-
-
 def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
     """Return gptrain's loader of the evaluation that is running.
 
@@ -130,11 +119,6 @@ def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
     return cast(LightningStrategy, trainer.strategy)
 
 
-def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """Return the trainer's profiler; without `profiler=` it is Lightning's PassThroughProfiler."""
-    return trainer.profiler  # ty: ignore[missing-attribute]
-
-
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
     """Return whether the trainer only tries a few batches of each stage (trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)  # ty: ignore[missing-attribute]
@@ -143,16 +127,6 @@ def is_fast_dev_run(trainer: pl.Trainer) -> bool:
 def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
     """Make Lightning write logged values to the loggers in every `n_steps`-th step."""
     trainer.log_every_n_steps = n_steps  # ty: ignore[missing-attribute]
-
-
-def values_to_log(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the values that Lightning will pass to the loggers after the hooks of this step.
-
-    Call it in `on_train_batch_end`. Values that later hooks log are not included. Tensors become
-    numbers, so that the call waits for their device.
-    """
-    metrics = trainer._logger_connector.metrics["log"]
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:

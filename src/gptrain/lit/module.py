@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gptrain.core.errors import DataError
-from gptrain.lit.metrics import named_in_errors, named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
@@ -163,7 +162,6 @@ class LanguageModel(pl.LightningModule):
                 evaluation.
 
         Raises:
-            MetricError: If a metric cannot be updated with the batch.
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         tokens, targets, *documents = batch
@@ -181,7 +179,6 @@ class LanguageModel(pl.LightningModule):
         Raises:
             DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
                 were -100.
-            MetricError: If a metric cannot compute its value, or the value cannot be logged.
         """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
@@ -206,7 +203,6 @@ class LanguageModel(pl.LightningModule):
             documents: Index of the document of each token, (B, T), or None.
 
         Raises:
-            MetricError: If a metric cannot be updated with the batch.
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         parallel = self._parallel()
@@ -222,9 +218,8 @@ class LanguageModel(pl.LightningModule):
             self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, tokens, targets, documents):
-                for name, metric in self.metrics.items():
-                    with named_in_errors(name):
-                        metric.update(logits, chunk_targets)
+                for metric in self.metrics.values():
+                    metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
@@ -244,8 +239,7 @@ class LanguageModel(pl.LightningModule):
             DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
                 were -100. A sanity check that reads only the first batches of the validation does
                 not raise it.
-            MetricError: If a metric cannot compute its value, or the value is not made of numbers,
-                or of more than `metrics.MAX_SCALARS`.
+            TypeError, RuntimeError: If the value of a metric is not made of numbers.
         """
         values: dict[str, Tensor] = {}
         if self.eval_sums is not None:
@@ -256,10 +250,8 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                with named_in_errors(name):
-                    result = self._parallel().broadcast_metric(metric.compute)
-                    values |= named_scalars(name, result)
-                    metric.reset()
+                values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
+                metric.reset()
             for part, sums in self.part_sums.items():  # all ranks have the parts in the same order
                 nats, n_targets, *_ = self._sum_over_ranks(sums)
                 self._check_counted(n_targets, f"{prefix} (part {part})")
@@ -408,3 +400,27 @@ def is_partial_check(trainer: pl.Trainer) -> bool:
         trainer: Trainer of the run.
     """
     return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
+
+
+def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
+    """Return the value of a metric as a dict: logged name -> scalar tensor.
+
+    A value with one element keeps the name. The elements of a larger tensor or of a list get a
+    number, such as `f1/0` and `f1/1`, and the values of a dict get their key, such as
+    `rouge/fmeasure`. Nested values get several of these.
+
+    Args:
+        name: Logged name of the metric.
+        value: Result of the metric's compute().
+
+    Raises:
+        TypeError, RuntimeError: If a part of the value is not a number.
+    """
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.numel() != 1):
+        items = list(enumerate(value))
+    else:
+        return {name: torch.as_tensor(value).reshape(())}
+    parts = [named_scalars(f"{name}/{key}", item) for key, item in items]
+    return {key: scalar for part in parts for key, scalar in part.items()}

@@ -13,7 +13,7 @@ from torch import nn
 
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
-from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
+from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.runtime.measure import Peak, find_peak, wait_for
 
 
@@ -40,24 +40,17 @@ class Speed:
         net: Net whose FLOPs per token are counted. None leaves perf/mfu out.
 
     Attributes:
-        peak: Peak FLOP/s of one device, to which perf/mfu is relative. None on ranks other than 0
-            and under fast_dev_run.
+        peak: Peak FLOP/s of one device, to which perf/mfu is relative. None on ranks other than 0.
         token_flops: Floating-point operations of a training step per token, or 0 if unknown.
-        trained_s: Seconds of all intervals that were read, except the first one, in which the data
-            loader starts its workers.
-        waited_s: Seconds of `trained_s` in which training waited for a batch.
     """
 
     peak: Peak | None = None
     token_flops: int = 0
-    trained_s: float = 0.0
-    waited_s: float = 0.0
 
     def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
         self.lengths = lengths
         self.trainer = trainer
         self.device = trainer.strategy.root_device
-        self._has_read = False
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             n_layers = getattr(net, "n_layers", 0)
@@ -67,7 +60,7 @@ class Speed:
             n_weights = strategy_of(trainer).info.n_matrix_weights
             seq_len = lengths.sample_tokens
             self.token_flops = train_flops_per_token(n_weights, n_layers, d_attention, seq_len)
-        if trainer.is_global_zero and not is_fast_dev_run(trainer):
+        if trainer.is_global_zero:
             self.peak = find_peak(self.device, trainer.precision)
         self.start()
 
@@ -77,8 +70,7 @@ class Speed:
         Waits until the device has done the work that was queued.
         """
         wait_for(self.device)
-        loader = train_loader_of(self.trainer)
-        waited_s = loader.waited_s if loader else 0.0
+        waited_s = getattr(self.trainer.train_dataloader, "waited_s", 0.0)
         self._begin = _Reading(self.trainer.global_step, time.perf_counter(), waited_s)
 
     def step_s(self) -> float:
@@ -107,10 +99,6 @@ class Speed:
         waited_s = self._begin.waited_s - begin.waited_s
         step_s = self._step_s = interval_s / n_steps
         step_tokens = self.lengths.step_tokens
-        if self._has_read:
-            self.trained_s += interval_s
-            self.waited_s += waited_s
-        self._has_read = True
         metrics = {
             "tokens": float(data_of(self.trainer).tokens),
             "perf/tokens_per_s": step_tokens / step_s,

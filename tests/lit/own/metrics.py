@@ -38,3 +38,19 @@ class Nats(Metric):
 
     def compute(self):
         return self.total
+
+
+class Counts(Metric):
+    """A metric with several values: the number of targets, and with it the number of logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
+        self.width = 0
+
+    def update(self, logits, targets):
+        self.n += len(targets)
+        self.width = logits.shape[1]
+
+    def compute(self):
+        return {"counted": self.n, "each": [self.n, self.width]}

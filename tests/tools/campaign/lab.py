@@ -36,7 +36,7 @@ TINY = (
     "model.d_model=32 model.n_heads=2 model.vocab_size=64 model.max_seq_len=32 model.dropout=0.1 "
     "data.seq_len=33 data.batch_size=4 data.num_samples=96 trainer.val_check_interval=10 "
     "trainer.limit_val_batches=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false "
-    f"logger=csv checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
+    f"logger=none checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
     "callbacks=none +callbacks.witness._target_=tests.tools.campaign.faults.Witness ckpt_path=last "
     "on_spike=skip spike.window=8"
 ).split()

@@ -36,7 +36,6 @@ from gptrain.lit.lightning import (
     loop_state_after,
     strategy_of,
 )
-from gptrain.lit.loggers.notes import log_saved_step
 from gptrain.parallel.mesh import LONG_PHASE_S, gather, wait_for_rank_0
 
 log = logging.getLogger(__name__)
@@ -384,10 +383,9 @@ class Checkpoints(Checkpoint):
         is written in the background and becomes a checkpoint some steps later, except at the end of
         the run.
 
-        First the decision whether the optimizer has taken the step is read, and its logged values
-        are written into the files of gptrain's loggers. Once the save is a checkpoint, older
-        checkpoints beyond `checkpoint.keep` are removed, except the best one. The interval of
-        `checkpoint.every_minutes` starts again.
+        First the decision whether the optimizer has taken the step is read. Once the save is a
+        checkpoint, older checkpoints beyond `checkpoint.keep` are removed, except the best one. The
+        interval of `checkpoint.every_minutes` starts again.
 
         Args:
             trainer: Trainer of the run.
@@ -409,7 +407,6 @@ class Checkpoints(Checkpoint):
         if self.saved == (step, validated):
             self.finish(trainer)
             return
-        log_saved_step(trainer)
         is_saved = self.saved == (step, False)  # before its validation
         is_amendment = is_saved and all(gather(strategy.is_unchanged_since_save()))
         is_last = self.stopping or self._is_salvaging or step == trainer.max_steps

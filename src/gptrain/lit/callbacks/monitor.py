@@ -33,8 +33,7 @@ from gptrain.lit.lightning import (
     set_log_interval,
     strategy_of,
 )
-from gptrain.lit.logged import LOGGED
-from gptrain.lit.loggers.notes import STEP, discard_after, log_note
+from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after, log_note
 from gptrain.lit.module import LanguageModel, is_partial_check
 from gptrain.lit.own_optimizer import (
     describe_optimizer,
@@ -55,9 +54,22 @@ class TrainingMonitor(Callback):
     """Callback that logs the steps, and ends a run that was asked to stop or whose step is refused.
 
     This callback comes first, so that the other callbacks find the values of a step in
-    `trainer.callback_metrics`. It logs train/loss, lr, grad_norm, tokens and perf/* after the first
-    step, after every `every_n_steps`-th step, after the last step and before each validation. It
-    uses `self.log`, so that the values of modules and other callbacks appear in the same row.
+    `trainer.callback_metrics`. After the first step, after every `every_n_steps`-th step, after the
+    last step and before each validation it logs
+
+        train/loss            mean loss of the step's targets, in nats
+        grad_norm             norm of all gradients before they are clipped
+        lr                    learning rate of the first parameter group
+        tokens                positions trained on since the run began
+        step                  optimizer steps done, the x axis of all loggers
+        perf/tokens_per_s     positions per second on all ranks, the mean of an interval
+        perf/step_s           seconds per optimizer step, likewise
+        perf/data_wait_s      seconds per step in which training waits for a batch
+        perf/mfu              model FLOP/s of a device relative to its peak, on rank 0
+        perf/gpu_mem_peak_gib peak memory on a CUDA device, in GiB
+
+    It uses `self.log`, so that the values of modules and other callbacks appear in the same row. A
+    name without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
     step, which the ranks choose by a vote. It ends in the next hook, after the step was logged.
@@ -363,7 +375,7 @@ class TrainingMonitor(Callback):
         Raises:
             DataError: On all ranks, if all targets of the evaluation were -100, except in a sanity
                 check that reads only the first batches.
-            MetricError: If a metric cannot compute its value, or the value cannot be logged.
+            ValueError, TypeError: If a metric has a value that cannot be logged.
         """
         values = {}
         if isinstance(pl_module, LanguageModel):
@@ -423,7 +435,7 @@ class TrainingMonitor(Callback):
         self._beat(self.loaded_step, allow_s=self.guard.heartbeat.progress.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the values of a step.
+        """Log the values of a step, which the class describes.
 
         All ranks must call this method after the same step, because the loss is averaged over the
         ranks. The loss is left out if the step had no target, or if no training_step had a loss.
@@ -444,7 +456,12 @@ class TrainingMonitor(Callback):
             # With prog_bar=True Lightning reads the loss from its device at every micro-batch.
             # gptrain's own bar reads the loss only if it shows the step.
             in_bar = name == "train/loss" and not isinstance(bar, ProgressBar | None)
-            pl_module.log(name, value, sync_dist=LOGGED[name].is_averaged, prog_bar=in_bar)
+            pl_module.log(name, value, sync_dist=name == "train/loss", prog_bar=in_bar)
+        # Lightning passes the values to the loggers after the save of the step. If the run fails in
+        # between, no later start logs this step.
+        for logger in trainer.loggers:
+            if isinstance(logger, JsonLinesLogger):
+                logger.log_metrics(values, trainer.global_step)
 
     def _vote(self, trainer: Trainer) -> None:
         """Vote on stopping and on saving, and apply the results of the previous vote.

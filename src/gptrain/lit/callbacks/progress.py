@@ -5,7 +5,6 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,87 +14,50 @@ from tqdm import tqdm
 
 from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
-from gptrain.lit.lightning import ends_step, strategy_of
+from gptrain.lit.lightning import strategy_of
 
 log = logging.getLogger(__name__)
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's tqdm bar, which counts the optimizer steps that the run takes of an epoch.
+    """Lightning's tqdm bar in a terminal, with the values of the last logged step.
 
-    In a terminal the bar is redrawn at every step, with the values of the last logged step. If the
-    output is not a terminal, a line is printed after the first and the last step, and as often as
-    no more than `every_s` seconds pass between two lines. Its values are those of its own step. An
-    evaluation prints its size before it starts, and then how far it is.
-
-    The constructor also replaces the lock of tqdm by one that is not shared between processes.
+    If the output is not a terminal, a line is printed after the first and the last step, and as
+    often as no more than `every_s` seconds pass between two lines. Its values are those of its own
+    step. An evaluation prints its size before it starts, and then how far it is.
 
     Args:
         every_s: Longest time between two printed lines, in seconds, if no step takes longer.
-
-    Attributes:
-        shown: Name -> value of the last step that is shown, set by `end_step`.
     """
 
     def __init__(self, every_s: float = 30.0):
+        super().__init__()
         self.every_s = every_s
         self.in_terminal = sys.stdout.isatty()
-        self.shown: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}  # name -> value of the last step that was shown
         self._printed_s = -math.inf  # time of the last printed line
-        super().__init__(refresh_rate=1)
         if not self.in_terminal:
             self.disable()
         # The default lock of tqdm is a multiprocessing semaphore, which a killed rank would leak.
         tqdm.set_lock(threading.RLock())
 
-    @property
-    def total_train_batches(self) -> int | float:
-        """Number of optimizer steps of this epoch, which Lightning shows as the length of the bar.
-
-        If the run ends within the epoch, only the steps up to its end count. If the length of an
-        epoch is unknown, it is the number of steps of the whole run, or inf if that is unknown,
-        too.
-        """
-        trainer = self.trainer
-        epoch_steps = trainer.num_training_batches
-        if math.isfinite(epoch_steps):
-            epoch_steps = -(-epoch_steps // trainer.accumulate_grad_batches)  # rounded up
-        if trainer.max_steps < 0:
-            return epoch_steps
-        remaining = trainer.max_steps - trainer.current_epoch * epoch_steps
-        # If the length of an epoch is unknown, all steps of the run count in each epoch.
-        return min(epoch_steps, remaining) if remaining > 0 else trainer.max_steps
-
     def on_train_start(self, *args: Any) -> None:
-        """Start the bar of the training and of its first epoch.
-
-        Lightning does not start the bar of an epoch in which a run resumes.
-        """
+        """Start the bar of the training. The first step prints a line."""
         super().on_train_start(*args)
-        self.on_train_epoch_start(*args)  # Lightning skips this hook when it resumes in an epoch
-        self._printed_s = -math.inf  # the first step is due
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Advance the bar after the last micro-batch of a step."""
-        if ends_step(trainer, batch_idx):
-            step_idx = batch_idx // trainer.accumulate_grad_batches
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, step_idx)
+        self._printed_s = -math.inf
 
     def end_step(
         self, trainer: Trainer, lr: float, step_s: float, lengths: RunLengths, is_logged: bool
     ) -> None:
         """Show the values of a step in the bar if it was logged, or print them if a line is due.
 
-        Only a step that is shown waits for the device. The remaining time is shown if the run has a
-        known number of steps.
+        Only a step that is shown waits for the device.
 
         Args:
             trainer: Trainer of the run.
             lr: Learning rate of the step.
             step_s: Seconds per step.
-            lengths: Lengths of the run.
+            lengths: Lengths of the run. The remaining time is shown if the last step is known.
             is_logged: Whether the step was logged.
         """
         is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
@@ -103,28 +65,32 @@ class ProgressBar(TQDMProgressBar):
             return
         step = trainer.global_step
         loss = float(strategy_of(trainer).step_mean.loss)
-        self.shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
+        self._shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
         if not math.isnan(loss):
-            self.shown["train/loss"] = f"{loss:.4f}"
-        self.shown["lr"] = f"{lr:.3g}"
-        self.shown[f"{lengths.unit}/s"] = f"{lengths.step_tokens / step_s:,.0f}"
+            self._shown["train/loss"] = f"{loss:.4f}"
+        self._shown["lr"] = f"{lr:.3g}"
+        self._shown[f"{lengths.unit}/s"] = f"{lengths.step_tokens / step_s:,.0f}"
         if lengths.n_steps:
-            self.shown["left"] = timedelta(seconds=round((lengths.n_steps - step) * step_s))
+            self._shown["left"] = timedelta(seconds=round((lengths.n_steps - step) * step_s))
         values = self.get_metrics(trainer, trainer.lightning_module)
         words = [f"{name} {value}" for name, value in values.items()]
         self._print("step", " · ".join(words).removeprefix("step "))
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return the values of the last shown step, and those logged with prog_bar=True."""
+        return {**self._shown, **super().get_metrics(trainer, pl_module)}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the bar of a validation, or print the number of its batches."""
         super().on_validation_start(trainer, pl_module)
         is_check = trainer.sanity_checking
         sizes = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
-        self._begin_evaluation("check" if is_check else "validate", sizes)
+        self._begin_evaluation("check" if is_check else "validate", sum(sizes))
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the bar of a test, or print the number of its batches."""
         super().on_test_start(trainer, pl_module)
-        self._begin_evaluation("test", trainer.num_test_batches)
+        self._begin_evaluation("test", sum(trainer.num_test_batches))
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Advance the bar of a validation, or print a line if one is due."""
@@ -136,32 +102,18 @@ class ProgressBar(TQDMProgressBar):
         super().on_test_batch_end(*args, **kwargs)
         self._end_evaluation_batch()
 
-    def end_line(self) -> None:
-        """Close the bar of the training, so that the next printed text begins on a new line.
-
-        Does nothing if there is no such bar.
-        """
-        if self._train_progress_bar is not None:
-            self.train_progress_bar.close()
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Close the bar, so that the error message begins on a new line."""
-        self.end_line()
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.close()
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the values that the bar shows, by name.
-
-        These are the values of the last shown step, and those that were logged with prog_bar=True.
-        """
-        return {**self.shown, **super().get_metrics(trainer, pl_module)}
-
-    def _begin_evaluation(self, label: str, sizes: Sequence[int | float]) -> None:
+    def _begin_evaluation(self, label: str, n_batches: int | float) -> None:
         """Print the number of batches of an evaluation, and begin to count them."""
-        self._evaluation = (label, sum(sizes))
+        self._evaluation = (label, n_batches)
         self._n_evaluated = 0
-        self._print(label, f"{sum(sizes)} batches")
+        self._print(label, f"{n_batches} batches")
 
     def _end_evaluation_batch(self) -> None:
         """Count a batch of an evaluation, and print a line if one is due."""

@@ -7,9 +7,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
 from gptrain.core.errors import DataError
-from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import data_of, is_fast_dev_run
-from gptrain.lit.loggers.notes import log_note
+from gptrain.lit.loggers import log_note
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
 log = logging.getLogger(__name__)
@@ -53,8 +52,6 @@ class SampleText(Callback):
         """
         text = self._sample(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
-            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-                bar.end_line()
             log.info(labels.line("sample", text))
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:

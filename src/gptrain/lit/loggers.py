@@ -1,0 +1,237 @@
+"""Loggers that write into the run folder, and continue the same curves when a run resumes.
+
+A value has one name everywhere: in metrics.jsonl, in TensorBoard, as `checkpoint.monitor` and on
+the console. Every Lightning logger works. gptrain calls two more methods if a logger has them:
+
+- `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
+  resumed run repeats the steps after its checkpoint, so the logger removes their points.
+- `log_note(name, text, step)`, with sampled text and with the reason why the run ended. `step` is
+  the number of optimizer steps done.
+"""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch import loggers as pl_loggers
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from gptrain.checkpoints.json_lines import JsonLines, Row, read_json_lines
+from gptrain.checkpoints.lock import read_holder
+
+STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
+COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of the HPARAMS tab
+FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
+
+
+def discard_after(trainer: Trainer, step: int) -> None:
+    """Call `discard_after` of each logger that has this method.
+
+    Args:
+        trainer: Trainer of the run.
+        step: Number of optimizer steps after which training starts or resumes.
+    """
+    for logger in trainer.loggers:
+        if discard := getattr(logger, "discard_after", None):
+            discard(step)
+
+
+def log_note(trainer: Trainer, name: str, text: str) -> None:
+    """Pass a text to each logger that has a `log_note` method, with the number of steps done.
+
+    Args:
+        trainer: Trainer of the run.
+        name: Name of the text, such as `sample`.
+        text: Text of one or more lines.
+    """
+    for logger in trainer.loggers:
+        if write_note := getattr(logger, "log_note", None):
+            write_note(name, text, trainer.global_step)
+
+
+class JsonLinesLogger(Logger):
+    """Logger of every run, which writes `save_dir`/metrics.jsonl with one object per logged step.
+
+    An object has the key `step` and the logged names. A value that is not finite is null.
+
+    Args:
+        save_dir: Folder of metrics.jsonl. The folder must exist.
+    """
+
+    name = ""
+    version = ""
+
+    def __init__(self, save_dir: str):
+        super().__init__()
+        self.path = Path(save_dir) / "metrics.jsonl"
+        self._file: JsonLines | None = None  # opened by the first write, on rank 0 only
+        self._last_row: Row = {}
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: .hydra/config.yaml in the run folder holds the hyperparameters."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write metrics into the row of a step, on rank 0 only.
+
+        Lightning passes the values of a step in several calls. Metrics of a step before the last
+        row are added to the last row, because some Lightning callbacks number the steps from 0
+        during a validation.
+
+        Args:
+            metrics: Name -> value.
+            step: Number of optimizer steps done. None means 0.
+
+        Raises:
+            OSError: If the file cannot be written.
+            UnreadableFileError: If the file is not a regular file.
+        """
+        file = self._file or self._open(float("inf"))
+        last_step = self._last_row.get(STEP, -1)
+        row = {STEP: max(int(step or 0), last_step)}
+        row |= {name: float(value) for name, value in metrics.items() if name != STEP}
+        if row[STEP] == last_step:
+            self._last_row |= row
+            file.replace_last(self._last_row)
+        else:
+            self._last_row = row
+            file.append(row)
+
+    @rank_zero_only
+    def discard_after(self, step: int) -> None:
+        """Remove the rows of later steps, and a last row that was written only in part, on rank 0.
+
+        Args:
+            step: Number of optimizer steps after which training starts or resumes.
+
+        Raises:
+            OSError: If the file cannot be written.
+            UnreadableFileError: If the file is not a regular file.
+        """
+        if self.path.exists():
+            self._open(step)
+
+    def _open(self, last_step: float) -> JsonLines:
+        """Open the file without the rows of steps after `last_step`, and return it."""
+        rows = [row for row in read_json_lines(self.path) if isinstance(row.get(STEP), int)]
+        rows = [row for row in rows if row[STEP] <= last_step]
+        self._last_row = rows[-1] if rows else {}
+        self._file = JsonLines(self.path, rows)
+        return self._file
+
+
+class TensorBoardLogger(pl_loggers.TensorBoardLogger):
+    """Logger that writes TensorBoard events into `save_dir` itself, without subfolders.
+
+    Args:
+        save_dir: Folder of the event files.
+    """
+
+    def __init__(self, save_dir: str):
+        super().__init__(
+            save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
+        )
+        self._config = ""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write one point per metric, on rank 0.
+
+        Args:
+            metrics: Logged name -> value.
+            step: Number of optimizer steps done. None, as of the columns in the HPARAMS tab, writes
+                nothing.
+        """
+        if step is not None:
+            super().log_metrics(metrics, step)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
+        """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0.
+
+        The full configuration is kept until `discard_after` writes it into the TEXT tab. Does
+        nothing if `params` has no key `typed`: those are the hyperparameters that Lightning logs
+        for a module with `save_hyperparameters()`, and the configuration contains them already.
+
+        Args:
+            params: Configuration of the run as nested dicts. `params["typed"]` holds the
+                overrides that distinguish this run, and `params["objective"]` the logged name by
+                which a sweep compares its jobs.
+            *_: Positional arguments of Lightning's method, ignored.
+            **__: Keyword arguments of Lightning's method, ignored.
+        """
+        if "typed" in params:
+            self._config = yaml.safe_dump(params, sort_keys=False)
+            # These values only name the columns. Without a step they draw no point.
+            columns = dict.fromkeys((params["objective"], *COMPARED), 0.0)
+            super().log_hyperparams(params["typed"], columns)
+
+    @rank_zero_only
+    def log_note(self, name: str, text: str, step: int) -> None:
+        """Write a text into the TEXT tab, on rank 0. It is shown as it is, not as Markdown.
+
+        Args:
+            name: Name of the text, such as `sample`. The tag is `run/<name>`, because TensorBoard
+                opens only the first section of the tab.
+            text: Text of one or more lines.
+            step: Number of optimizer steps done.
+        """
+        self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
+
+    @rank_zero_only
+    def discard_after(self, step: int) -> None:
+        """Make TensorBoard hide the points after `step`, and write the configuration as a text.
+
+        The points stay in the event files. A SessionLog START event makes TensorBoard hide them.
+
+        Args:
+            step: Number of optimizer steps after which training starts or resumes.
+        """
+        from tensorboard.compat.proto import event_pb2
+
+        proto: Any = event_pb2  # the generated protobuf module has no type stubs
+        start = proto.SessionLog(status=proto.SessionLog.START)
+        self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
+        self.log_note("config", self._config, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write buffered events to disk, on rank 0, but no hparams.yaml as Lightning does."""
+        self.experiment.flush()
+
+
+class WandbLogger(pl_loggers.WandbLogger):
+    """Logger that gives the Weights & Biases run the id of the run folder.
+
+    A resumed or requeued run therefore continues the same Weights & Biases run, and each job of a
+    sweep has its own. The service does not delete points: if a run died after its last checkpoint,
+    the steps that the resumed run repeats are logged twice.
+
+    Args:
+        save_dir: Run folder, which also holds wandb's files. If it has no lock file with an id,
+            wandb chooses an id.
+        **options: Arguments of Lightning's WandbLogger and of wandb.init, such as project, mode,
+            entity, group and tags.
+
+    Raises:
+        ModuleNotFoundError: If the package wandb is not installed.
+    """
+
+    def __init__(self, save_dir: str, **options: Any):
+        super().__init__(save_dir=save_dir, id=read_holder(save_dir).get("run_id"), **options)
+        self._wandb_init.pop("anonymous", None)  # wandb warns about this argument for any value
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Finish the Weights & Biases run, so that the next job in this process starts its own.
+
+        Args:
+            status: Lightning's status. Any status but `success` marks the run as failed.
+        """
+        super().finalize(status)
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=0 if status == "success" else 1)
+            self._experiment = None
