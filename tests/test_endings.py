@@ -48,7 +48,7 @@ from tests.command_line import compose_run
     ("error", "code", "cause"),
     [
         (PreemptedError(5), 75, "preempted"),
-        (NonFiniteError(3, 1, [4, 5]), 79, "nonfinite"),
+        (NonFiniteError("step 3 is not finite", 3), 79, "nonfinite"),
         (ConfigError([ConfigIssue("a", 1, "wrong")]), 2, "config"),
         (ConfigError([ConfigIssue("a", 1, "gone", code=66)]), 66, "config"),
         (
@@ -73,7 +73,7 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert bool(ending.trace) == (cause in ("error", "memory"))
     assert ("at step 7" in ending.line) == (cause == "error")
     assert code in EXIT_CODES
-    expected_rank = {NonFiniteError: 1, SaveFailedError: 3}.get(type(error))
+    expected_rank = {SaveFailedError: 3}.get(type(error))
     assert ending.rank == expected_rank
 
 
@@ -121,12 +121,6 @@ def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():
     others = "Process 462 has 920.00 MiB memory in use. If reserved memory is large try setting …"
     error = RuntimeError(f"CUDA out of memory. {needs} is free. {others}")
     assert ending_of(error).line == f"error: out of memory: {needs} is free"
-
-
-def test_an_error_names_the_samples_of_a_step_or_says_that_there_are_more():
-    first = ", ".join(map(str, range(16)))
-    assert str(NonFiniteError(3, 1, [*range(16)])).endswith(f"; samples: {first}")
-    assert str(NonFiniteError(3, 1, [*range(17)])).endswith(f"; samples: {first}, …")
 
 
 def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, capsys):

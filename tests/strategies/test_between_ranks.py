@@ -2,10 +2,8 @@
 
 import tempfile
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -14,13 +12,9 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.core.errors import DataError
-from gptrain.core.strategies import ParallelDims
 from gptrain.lit.callbacks import salvage
 from gptrain.lit.callbacks.salvage import may_save
-from gptrain.lit.callbacks.targets import check_evaluated
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.spikes import SpikeRule
 from gptrain.lit.strategies.base import find_saved_buffers
 from gptrain.lit.strategies.partitioned import LightningPartitioned
 from gptrain.parallel.mesh import gather
@@ -37,7 +31,6 @@ def test_two_ranks_agree_on_votes_saves_and_sums():
     check_saves_after_an_error(rank, strategy)
     check_sums(rank, own_group, strategy)
     check_buffers(rank, own_group, strategy)
-    check_spikes(rank)
 
 
 def check_votes(rank):
@@ -78,20 +71,6 @@ def check_sums(rank, own_group, strategy):
     ):  # fmt: skip
         # Lightning reduces an integer tensor in place.
         assert strategy.reduce(torch.tensor(18 + rank), group, operation) == expected
-    of_rank = lambda *counts: SimpleNamespace(step_targets=counts[rank])  # noqa: E731
-    trainer = SimpleNamespace(
-        strategy=strategy, testing=True,
-        val_dataloaders=of_rank([0], [0]), test_dataloaders=of_rank([0, 0], [0, 3]),
-    )  # fmt: skip
-    check_evaluated(trainer)  # only the second rank has a target
-    trainer.test_dataloaders = of_rank([0, None], [0])  # None may be any number of targets
-    check_evaluated(trainer)
-    trainer.test_dataloaders = of_rank([0, 0], [0])
-    with pytest.raises(DataError, match=r"^data\.test: no target counts"):
-        check_evaluated(trainer)
-    trainer.testing = False
-    with pytest.raises(DataError, match=r"^data\.val: no target counts"):
-        check_evaluated(trainer)
 
 
 def check_buffers(rank, own_group, strategy):
@@ -111,20 +90,6 @@ def check_buffers(rank, own_group, strategy):
     module.mean += rank
     strategy.synchronize_buffers()
     assert module.mean.tolist() == [0.5, 7.0]
-
-
-def check_spikes(rank):
-    """Ranks that read the same samples decide by the mean of their losses."""
-    of_rank = torch.tensor(2.0 + 3 * rank)
-    for dims, loss in ((ParallelDims(data=2), float(of_rank)), (ParallelDims(tensor=2), 3.5)):
-        trainer = SimpleNamespace(global_step=1)
-        measured: Any = SimpleNamespace(
-            grad_norm=torch.tensor(7.0), step_mean=SimpleNamespace(loss=of_rank.clone()),
-            parallel=SimpleNamespace(dims=dims), module=SimpleNamespace(trainer=trainer),
-        )  # fmt: skip
-        rule = SpikeRule("warn", 3.0, 4)
-        rule.flag(measured)
-        assert rule.history is not None and rule.history[:, 1].tolist() == [loss, 7.0]
 
 
 def test_votes_are_counted_on_the_cpu_where_the_ranks_have_another_backend():

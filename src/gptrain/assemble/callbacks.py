@@ -20,7 +20,6 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
-from gptrain.core.precision import find_precision
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
 from gptrain.costs.choice import optimizer_states
@@ -30,9 +29,7 @@ from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
-from gptrain.lit.decisions import StepDecisions, StepRule
-from gptrain.lit.nonfinite import LossScalerRule, NonFiniteRule
-from gptrain.lit.spikes import SpikeRule
+from gptrain.lit.guard import Spikes, StepGuard
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
@@ -77,11 +74,12 @@ def build_callbacks(
     is_recorded = is_fit and this_process().rank == 0
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
+    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
-        StepDecisions(build_rules(cfg), cfg.max_skips),
+        StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips),
         guard,
         timeline,
         checkpoints=checkpoints,
@@ -97,19 +95,6 @@ def build_callbacks(
         if node is not None
     }
     return [monitor, *own, OptionTracker(typed), checkpoints]
-
-
-def build_rules(cfg: RunConfig) -> list[StepRule]:
-    """Build the rules that decide whether an optimizer step is taken.
-
-    Args:
-        cfg: Configuration of the run, with the precision from `resolve_precision`.
-    """
-    is_scaled = find_precision(cfg.trainer.precision).has_loss_scaler
-    rules: list[StepRule] = [LossScalerRule() if is_scaled else NonFiniteRule(cfg.on_nonfinite)]
-    if cfg.on_spike != "none":
-        rules.append(SpikeRule(cfg.on_spike, cfg.spike.sigma, cfg.spike.window))
-    return rules
 
 
 def check_callbacks(cfg: RunConfig, strategy: str) -> None:

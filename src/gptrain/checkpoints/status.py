@@ -14,7 +14,6 @@ from pathlib import Path
 
 from gptrain.checkpoints import fileops
 from gptrain.core.errors import DONE
-from gptrain.core.labels import shorten
 from gptrain.core.small_files import read_facts
 
 STATUS_NAME = "status.json"
@@ -46,51 +45,24 @@ class RefusedStepError(Exception):
 
     The weights are those from before the step.
 
-    Attributes:
-        why: Text that is appended to the message if the run ends only because too many steps in a
-            row were skipped. Empty otherwise.
+    Args:
+        message: Description of the step.
+        step: Number of the step, counted from 0.
     """
 
-    why = ""
-
-    def __str__(self) -> str:
-        return super().__str__() + self.why
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class NonFiniteError(RefusedStepError):
-    """Raised if a gradient was NaN or infinite, so that the optimizer step was not taken.
-
-    Args:
-        step: Optimizer step, counted from 0.
-        rank: Lowest rank with a loss that was not finite. None if only gradients were not finite.
-        samples: Dataset indices that the step has read: those of `rank`, or of all ranks if it is
-            None. Empty if they are not known.
-        place: Phrase that names the first module with a value that was not finite, or why none was
-            found. May be empty.
-
-    Attributes:
-        rank: Argument `rank`.
-    """
+    """Raised if the loss or a gradient was NaN or infinite, so that a step was not taken."""
 
     cause = "nonfinite"
 
-    def __init__(self, step: int, rank: int | None, samples: list[int], place: str = "") -> None:
-        where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
-        verb = "are" if rank is None else "is"
-        parts = [f"{where} at step {step} {verb} not finite"]
-        if samples:
-            parts.append(f"samples: {shorten(samples)}")
-        if place:
-            parts.append(place)
-        super().__init__("; ".join(parts))
-        self.rank = rank
-
 
 class SpikeError(RefusedStepError):
-    """Raised if too many steps in a row were skipped for spikes of the loss or the gradient norm.
-
-    The message of the error is also logged as a warning for each single spike.
-    """
+    """Raised if too many steps in a row were skipped, the last one for a spike."""
 
     cause = "spike"
 

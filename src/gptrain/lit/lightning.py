@@ -206,13 +206,6 @@ def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[st
     return state
 
 
-def forget_last_step(trainer: pl.Trainer) -> None:
-    """Subtract one from `trainer.global_step`, after an optimizer step that was not taken."""
-    counter = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    counter.total.completed -= 1
-    counter.current.completed -= 1
-
-
 def ends_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the optimizer step that was taken most recently is the last of its epoch.
 
@@ -346,30 +339,6 @@ def is_for_users(record: logging.LogRecord) -> bool:
     is_of_lightning = LIGHTNING_FOLDER in path.parents
     is_printed = not is_of_lightning or path.name in CALLBACKS_WITH_VERBOSE
     return is_printed or record.levelno >= logging.WARNING
-
-
-@contextmanager
-def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
-    """Make `module.log` and `module.log_dict` do nothing inside the block.
-
-    `find_first` uses it while it repeats a training step to find a value that is not finite. If the
-    step logged its values again, they would count twice in the logged means.
-
-    Args:
-        module: LightningModule whose methods are replaced until the block ends.
-    """
-
-    def ignore(*_: Any, **__: Any) -> None:
-        """Log nothing."""
-
-    names = ("log", "log_dict")
-    for name in names:
-        module.__dict__[name] = ignore
-    try:
-        yield
-    finally:
-        for name in names:
-            del module.__dict__[name]
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:

@@ -237,8 +237,7 @@ class LanguageModel(pl.LightningModule):
 
         Raises:
             DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
-                were -100. A sanity check that reads only the first batches of the validation does
-                not raise it.
+                were -100.
             TypeError, RuntimeError: If the value of a metric is not made of numbers.
         """
         values: dict[str, Tensor] = {}
@@ -267,8 +266,6 @@ class LanguageModel(pl.LightningModule):
     def _check_counted(self, n_targets: Tensor, name: str) -> None:
         """Check that an evaluation had targets, because the mean loss of no target is not defined.
 
-        A sanity check that reads only the first batches of the validation may have none.
-
         Args:
             n_targets: Number of targets that were counted on all ranks, a scalar tensor.
             name: Name of the evaluation in the message, such as `val` or `val (part code)`.
@@ -276,7 +273,7 @@ class LanguageModel(pl.LightningModule):
         Raises:
             DataError: If no target was counted. The message names `data.<name>`.
         """
-        if float(n_targets) == 0 and not is_partial_check(self.trainer):
+        if float(n_targets) == 0:
             raise DataError(f"data.{name}: {NO_TARGET}")
 
     def named_net(self) -> dict[str, nn.Parameter]:
@@ -389,17 +386,6 @@ class LanguageModel(pl.LightningModule):
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
         return ParallelStrategy()
-
-
-def is_partial_check(trainer: pl.Trainer) -> bool:
-    """Return whether a sanity check is running that reads fewer batches than a validation.
-
-    Such a check may find no target although the validation has targets, so that is no error.
-
-    Args:
-        trainer: Trainer of the run.
-    """
-    return trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:

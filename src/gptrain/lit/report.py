@@ -108,7 +108,7 @@ class Report:
         goodput = monitor.timeline.end(trainer.global_step)
         has_worked = first_step is not None or trainer.state.fn != "fit" or not path.exists()
         if has_worked and not is_fast_dev_run(trainer):
-            n_missing = monitor.missing_targets.n_steps
+            n_missing = monitor.step_guard.n_without_target
             missing = {"steps_without_target": n_missing} if n_missing else {}
             write_result(
                 path,
@@ -135,7 +135,7 @@ class Report:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak}")
         per_rank = " per rank" if trainer.world_size > 1 else ""
         parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
-        if n_missing := monitor.missing_targets.n_steps:
+        if n_missing := monitor.step_guard.n_without_target:
             parts.append(f"{labels.count_text(n_missing, 'step')} without a target")
         if goodput:
             parts.append(timeline.describe(goodput))

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import PreemptedError
+from gptrain.checkpoints.status import PreemptedError, RefusedStepError
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core import labels
 from gptrain.core.errors import first_line
@@ -19,14 +19,12 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.callbacks.monitored import MonitoredNames
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.decisions import StepDecisions
+from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
-    ends_epoch,
     ends_step,
     evaluation_loader_of,
     is_validated,
@@ -34,7 +32,7 @@ from gptrain.lit.lightning import (
     strategy_of,
 )
 from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after, log_note
-from gptrain.lit.module import LanguageModel, is_partial_check
+from gptrain.lit.module import LanguageModel
 from gptrain.lit.own_optimizer import (
     describe_optimizer,
     has_own_optimizer,
@@ -81,7 +79,7 @@ class TrainingMonitor(Callback):
         lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
-        decisions: Object that decides whether each optimizer step is taken.
+        step_guard: Object that decides whether each optimizer step is taken.
         guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
             stop signal sets.
         timeline: Record of the phases of this start, such as steps and validations.
@@ -99,7 +97,6 @@ class TrainingMonitor(Callback):
     """
 
     speed: Speed
-    _concludes_each_step: bool  # another callback acts on each step; set when training starts
     first_step: int | None = None
     ended: dict[str, str] | None = None
 
@@ -108,7 +105,7 @@ class TrainingMonitor(Callback):
         every_n_steps: int,
         lengths: RunLengths,
         model_config: dict[str, Any],
-        decisions: StepDecisions,
+        step_guard: StepGuard,
         guard: Guard,
         timeline: Timeline,
         *,
@@ -119,7 +116,7 @@ class TrainingMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
         self.model_config = model_config
-        self.decisions = decisions
+        self.step_guard = step_guard
         self.guard = guard
         self._beat = guard.heartbeat.beat
         self.checkpoints = checkpoints
@@ -127,7 +124,6 @@ class TrainingMonitor(Callback):
         self.typed = typed
         self.timeline = timeline
         self.votes = Vote()
-        self.missing_targets = MissingTargets()
         self.monitored = MonitoredNames()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
@@ -172,10 +168,7 @@ class TrainingMonitor(Callback):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
-        self.decisions.start(trainer, self.missing_targets)
-        # The host reads the decision about a step before user code sees the step: the user code
-        # then sees no step that ends the run, and its state is that of the last step taken.
-        self._concludes_each_step = user_code_has(trainer, "on_train_batch_end", "state_dict")
+        self.step_guard.start(trainer)
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
@@ -261,8 +254,6 @@ class TrainingMonitor(Callback):
             trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
-        if is_logged or ends_epoch(trainer) or self._concludes_each_step:
-            self.decisions.conclude()
         if is_logged:
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
@@ -279,6 +270,7 @@ class TrainingMonitor(Callback):
         From here on the timeline counts the time as time of saves. All ranks must call this method.
         """
         self._beat(phase="end")
+        self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
@@ -301,7 +293,7 @@ class TrainingMonitor(Callback):
         neither training nor reading evaluation batches of gptrain's own loader.
         """
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
-        step = trainer.global_step
+        step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
         rank = trainer.global_rank
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
             # `global_step` may be one lower than in the last heartbeat: the step was not taken.
@@ -381,8 +373,6 @@ class TrainingMonitor(Callback):
         if isinstance(pl_module, LanguageModel):
             # Log here and not in the module's own hook, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
-        if not values and not is_partial_check(trainer):
-            check_evaluated(trainer)
         # Log in the sanity check too: a value that cannot be logged then fails before training.
         step = trainer.global_step or self.loaded_step
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
@@ -403,7 +393,7 @@ class TrainingMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many steps were skipped in a row, and what the rules keep of earlier steps."""
-        return self.decisions.state_dict()
+        return self.step_guard.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore how many steps were skipped in a row, and the values of earlier steps.
@@ -411,7 +401,7 @@ class TrainingMonitor(Callback):
         Args:
             state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
         """
-        self.decisions.load_state_dict(state_dict)
+        self.step_guard.load_state_dict(state_dict)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -420,6 +410,7 @@ class TrainingMonitor(Callback):
 
         The time of the save thus does not count for the speed.
         """
+        self.step_guard.read()  # no file is written after the step that ends the run
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
@@ -441,9 +432,10 @@ class TrainingMonitor(Callback):
         ranks. The loss is left out if the step had no target, or if no training_step had a loss.
         The measurement of the speed waits until the device has done its queued work.
         """
+        self.step_guard.read()
         strategy = strategy_of(trainer)
         values: dict[str, Any] = {}
-        if strategy.micro_losses and not self.missing_targets.is_last:
+        if strategy.micro_losses and strategy.step_mean.n_targets != 0:
             values["train/loss"] = strategy.step_mean.loss
         if strategy.grad_norm is not None:
             values["grad_norm"] = strategy.grad_norm

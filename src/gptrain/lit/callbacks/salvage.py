@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from gptrain.checkpoints.manifest import STATE_NAME, read_manifest
 from gptrain.checkpoints.safe_load import load_file
+from gptrain.checkpoints.status import RefusedStepError
 from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import CAUSES, ending_of
 from gptrain.lit.callbacks.vote import n_collectives
@@ -42,7 +43,7 @@ def may_save(
         OSError: If there are several ranks, and the folder cannot be read or written.
     """
     is_salvaged = CAUSES[ending_of(exception).cause].is_salvaged
-    if not is_salvaged or isinstance(exception, SaveFailedError):
+    if not is_salvaged or isinstance(exception, SaveFailedError | RefusedStepError):
         return False
     facts = [*facts, strategy_of(trainer).is_updating, n_collectives()]
     rank, world_size = trainer.global_rank, trainer.world_size

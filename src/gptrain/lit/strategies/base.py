@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from gptrain.checkpoints.rng import capture
 from gptrain.core.errors import first_line
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
@@ -78,8 +77,6 @@ class LightningStrategy(SavingStrategy):
             reports it. Call it on all ranks before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
             identical on all ranks that take the step together.
-        micro_steps: Arguments, keyword arguments and random generator states of training_step, for
-            each micro-step of the current step.
         micro_losses: Loss of each micro-step of the current step as Lightning passes it to
             `backward`: detached, and divided by the number of accumulated micro-steps.
         step_mean: StepMean object, with the divisor of the losses of the current step and the mean
@@ -95,7 +92,6 @@ class LightningStrategy(SavingStrategy):
     is_updating = False
     step_mean: StepMean
     micro_losses: list[Tensor]
-    micro_steps: list[tuple[Any, Any, dict[str, Any]]]
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
 
     @property
@@ -198,19 +194,15 @@ class LightningStrategy(SavingStrategy):
         """Run the module's training_step, and before the first micro-step free the old gradients.
 
         Lightning would free them after the forward pass, which raises the peak memory by the size
-        of the gradients: 4 bytes per parameter in fp32. The arguments and the random generator
-        states of each micro-step are kept in `micro_steps`, so that it can be repeated to find a
-        value that is not finite. The arguments and the result are those of the module's
-        training_step.
+        of the gradients: 4 bytes per parameter in fp32. The arguments and the result are those of
+        the module's training_step.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses = []
-            self.micro_steps = []
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self.parallel.step_mean = self.step_mean
-        self.micro_steps.append((args, kwargs, capture()))
         try:
             return super().training_step(*args, **kwargs)
         except (AttributeError, RuntimeError) as error:

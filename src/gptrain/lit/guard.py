@@ -1,0 +1,257 @@
+"""StepGuard: leaves out bad optimizer steps on the device, and reports them when the host reads.
+
+A step is bad if a gradient is not finite (NaN or infinite), or if `on_spike=skip` and its loss or
+its gradient norm is a spike. If the host read this before the optimizer's update, the GPU would run
+out of work once per step. Instead all counters stay on the device, and the optimizer itself leaves
+out its update: the fused optimizers of torch and `gptrain.optim.Muon` read the flag from their
+attribute `found_inf`, which torch's GradScaler sets, too. The host reads the counters when a step
+is logged or saved. From the step that ends the run on, no later step changes a weight either, so
+that the weights are those before that step.
+
+Other optimizers update without reading `found_inf`. The host then reads each decision at once,
+which costs one synchronization with the device per step.
+"""
+
+import logging
+import math
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gptrain.checkpoints.status import NonFiniteError, RefusedStepError, SpikeError
+from gptrain.core import labels
+from gptrain.core.errors import DataError
+from gptrain.core.precision import find_precision
+from gptrain.lit.lightning import data_of, strategy_of
+from gptrain.loss import NO_TARGET
+
+log = logging.getLogger(__name__)
+# Relative standard deviation of equal values: rounding errors of float32 are not a spike.
+ROUNDING = 1e-6
+# Elements of the state: steps of each kind, and the number of the last one, counted from 1. Then
+# the number of steps that were refused in a row, and the step that ends the run, or 0.
+KINDS = ("not finite", "a spike", "without a target")
+IN_A_ROW = 6
+END = 7
+
+
+class Spikes:
+    """Window of the losses and gradient norms of the last steps, on the device.
+
+    A value is a spike if it is more than `sigma` standard deviations above the mean of the last
+    `window` steps. Nothing is a spike until half a window is known. All finite values enter the
+    window, also those of spikes, so that a lasting change of the level is not a spike for longer
+    than a window. Source: SkipStepOptimizer of OLMo-core, https://github.com/allenai/OLMo-core.
+
+    Attributes:
+        history: Losses and norms of the last steps, (2, window + 1): column s % (window + 1) has
+            those of step s, NaN if unknown. None before the first step.
+    """
+
+    def __init__(self, sigma: float, window: int):
+        self.sigma = sigma
+        self.window = window
+        self.history: Tensor | None = None
+
+    def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
+        """Return whether loss or norm of a step is a spike, and add both to the window.
+
+        Args:
+            loss: Mean loss of the step, a scalar tensor, identical on all ranks.
+            norm: Gradient norm of the step before clipping, likewise.
+            step: Number of the step. The values of a step may be given twice.
+        """
+        values = torch.stack((loss, norm.to(loss)))
+        values = values.where(values.isfinite(), math.nan)
+        shape = (2, self.window + 1)
+        if self.history is None or self.history.shape != shape:
+            self.history = values.new_full(shape, math.nan)
+        history = self.history = self.history.to(values)
+        column = step % (self.window + 1)
+        history[:, column] = math.nan
+        n_known = history.isfinite().sum(dim=1)
+        means = history.nansum(dim=1) / n_known
+        deviations = ((history - means.unsqueeze(1)).square().nansum(dim=1) / n_known).sqrt()
+        history[:, column] = values
+        heights = (values - means) / deviations.maximum(ROUNDING * means.abs())
+        return ((heights > self.sigma) & (2 * n_known >= self.window)).any()
+
+
+class StepGuard:
+    """Decides on the device whether the optimizer takes each step of a run.
+
+    Args:
+        on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
+        on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
+        spikes: Window by which spikes are recognized.
+        max_skips: Number of consecutive refused steps after which the run ends.
+
+    Attributes:
+        n_without_target: Number of steps in which every target was -100, when the host read last.
+    """
+
+    n_without_target = 0
+
+    def __init__(
+        self,
+        on_nonfinite: Literal["stop", "skip"],
+        on_spike: Literal["none", "warn", "skip"],
+        spikes: Spikes,
+        max_skips: int,
+    ):
+        self.on_nonfinite = on_nonfinite
+        self.on_spike = on_spike
+        self.spikes = spikes
+        self.max_skips = max_skips
+        self._state = torch.zeros(8, dtype=torch.int64)
+        self._step = -1  # last step that was decided
+        self._reported = [0] * len(KINDS)
+        self._skipped = KINDS[:2] if on_spike == "skip" else KINDS[:1]
+
+    def start(self, trainer: Trainer) -> None:
+        """Make the strategy call `decide` and `read` in the steps of a training that begins.
+
+        Args:
+            trainer: Trainer that fits, whose optimizer exists.
+        """
+        self.trainer = trainer
+        strategy = strategy_of(trainer)
+        strategy.decide_step = self.decide
+        strategy.conclude_step = self.read
+        self._state = self._state.to(strategy.root_device)
+        optimizer = trainer.optimizers[0]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
+        # With FSDP's CPU offload the host waits for the gradients.
+        self._is_scaled = find_precision(trainer.precision).has_loss_scaler
+        self._is_deferred = (
+            skips_on_device(optimizer)
+            and not self._is_scaled
+            and all(parameter.device == strategy.root_device for parameter in parameters)
+        )
+
+    def decide(self, optimizer: Optimizer) -> None:
+        """Make the optimizer leave out its update of the current step if the step is bad.
+
+        All ranks that take the step together must call this method, after the gradient norm was
+        computed and before the update. A second call for the same step replaces the first.
+
+        Raises:
+            RefusedStepError, DataError: As `read`, if the optimizer does not read `found_inf`.
+        """
+        strategy = strategy_of(self.trainer)
+        norm = strategy.grad_norm
+        assert norm is not None  # `LightningStrategy.clip` has measured it
+        step = self.trainer.global_step
+        if step != self._step:
+            self._step = step
+            self._before = self._state
+        before = self._before
+        is_bad = norm.isfinite().logical_not()
+        is_spike = self._is_spike(step) if self.on_spike != "none" else torch.zeros_like(is_bad)
+        flags = torch.stack((is_bad, is_spike, strategy.step_mean.n_targets == 0))
+        is_refused_spike = is_spike & (self.on_spike == "skip")
+        is_refused = is_bad | is_refused_spike
+        in_a_row = (before[IN_A_ROW] + 1) * is_refused
+        ends = in_a_row >= self.max_skips
+        if self.on_nonfinite == "stop" and not self._is_scaled:
+            ends = ends | is_bad
+        last = torch.where(flags, step + 1, before[3:6])
+        row_and_end = torch.stack((in_a_row, ends * (step + 1)))
+        state = torch.cat((before[:3] + flags, last, row_and_end))
+        has_ended = before[END] > 0
+        self._state = torch.where(has_ended, before, state)
+        if self._is_deferred:
+            cast(Any, optimizer).found_inf = (is_refused | has_ended).float()
+            return
+        self.read()
+        # Optimizers leave out parameters without a gradient. A loss scaler finds NaN itself.
+        if is_refused_spike if self._is_scaled else is_refused:
+            optimizer.zero_grad(set_to_none=True)
+
+    def read(self) -> None:
+        """Report the steps that were decided since the last call, and end the run if it must end.
+
+        Waits for the device. All ranks that take the steps together must call this method at the
+        same points: before a step is logged, saved or sent.
+
+        Raises:
+            RefusedStepError: If a step was not finite under on_nonfinite=stop, or if `max_skips`
+                steps in a row were refused. The weights are those before this step.
+            DataError: If step 0 of the run has no target.
+        """
+        *state, _, end = self._state.tolist()
+        counts, last = state[:3], state[3:]
+        self.n_without_target = counts[2]
+        if end:
+            raise self._error(end - 1, is_finite=last[0] != end)
+        if last[2] == 1:
+            needed = "needed: targets[t] = tokens[t + 1], and -100 only where no loss is counted"
+            raise DataError(f"data.train: {NO_TARGET} in step 0{self._samples(0)}; {needed}")
+        for kind, count, reported, number in zip(KINDS, counts, self._reported, last, strict=True):
+            # A loss scaler skips steps as long as it seeks its scale, which is no news.
+            is_news = count > reported and not (self._is_scaled and kind == KINDS[0])
+            if is_news and self.trainer.is_global_zero:
+                steps = labels.count_text(count - reported, "step")
+                skipped = " and skipped" if kind in self._skipped else ""
+                message = f"{steps} {kind}{skipped}, the last one step {number - 1}"
+                log.error("warning: %s%s", message, self._samples(number - 1))
+        self._reported = counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the refused steps in a row and the window of spikes, for a checkpoint."""
+        return {"n_skipped": int(self._state[IN_A_ROW]), "history": self.spikes.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint, so that steps are decided as in a run without a stop.
+
+        Args:
+            state: Dict that the method `state_dict` returned.
+        """
+        self._state[IN_A_ROW] = state["n_skipped"]
+        self.spikes.history = state["history"]
+
+    def _is_spike(self, step: int) -> Tensor:
+        """Return whether the step is a spike. Ranks that read the same samples average its loss."""
+        strategy = strategy_of(self.trainer)
+        loss = strategy.step_mean.loss
+        dims = strategy.parallel.dims
+        if dims.data < dims.world_size:
+            loss = loss / dims.world_size
+            dist.all_reduce(loss)
+        return self.spikes.flag(loss, cast(Tensor, strategy.grad_norm), step)
+
+    def _error(self, step: int, is_finite: bool) -> RefusedStepError:
+        """Return the error of a step that ends the run, which is a spike if it is finite."""
+        parts = [f"step {step} is {KINDS[is_finite]}{self._samples(step)}"]
+        if is_finite or self._is_scaled or self.on_nonfinite == "skip":
+            parts.append(f"{self.max_skips} steps in a row were skipped (max_skips)")
+        if is_finite:
+            return SpikeError("; ".join(parts), step)
+        hint = "ckpt_path=last trainer.detect_anomaly=true, which names the operation"
+        if self._is_scaled:
+            hint = "trainer.precision=bf16-mixed, because the scaled gradients overflow fp16"
+        return NonFiniteError("; ".join([*parts, f"try: {hint}"]), step)
+
+    def _samples(self, step: int) -> str:
+        """Return the samples of a step for a message, or "" if they are not known."""
+        samples = data_of(self.trainer).step_samples(step)
+        return f"; samples: {labels.shorten(samples)}" if samples else ""
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer skips its update on the device if its `found_inf` is 1.
+
+    torch's fused optimizers do this, and so does any optimizer with a true attribute
+    `skips_on_device`. The result is False if a parameter group has a false option `fused`.
+
+    Args:
+        optimizer: Optimizer of the run.
+    """
+    names = ("_step_supports_amp_scaling", "skips_on_device")
+    can_skip = any(getattr(optimizer, name, False) for name in names)
+    return can_skip and all(group.get("fused", True) for group in optimizer.param_groups)
