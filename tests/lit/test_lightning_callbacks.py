@@ -80,8 +80,8 @@ def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(fit, callbacks, 
     ],
 )
 def test_an_unsupported_callback_is_found_in_a_subclass_a_function_and_a_module(fit, words):
-    run = fit(*words, code=2)
-    assert "BatchSizeFinder: " in run.errors[0] and "data.batch_size=<n>" in run.errors[0]
+    run = fit(*words, code=2, begun=True)
+    assert "Finder: " in run.errors[0] and "data.batch_size=<n>" in run.errors[0]
 
 
 def test_fast_dev_run_works_with_callbacks_that_log(fit):

@@ -32,7 +32,6 @@ from gptrain.assemble.resume import differences, identity
 from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset, Mixture, as_pairs, load_tokenizer, pair_of
 from gptrain.lit import LanguageModel
-from gptrain.lit.own_optimizer import describe_optimizer
 from gptrain.lit.user_data import UserData
 from tests.command_line import compose_run
 from tests.lit.conftest import OWN
@@ -390,50 +389,8 @@ def test_a_lightning_data_module_may_read_the_trainer_and_tests_what_it_can_test
     fit(*DATA_MODULE, "trainer.fast_dev_run=true", name="fast")
 
 
-def test_the_printed_learning_rate_is_that_of_the_modules_optimizer(fit):
+def test_the_start_lines_show_no_learning_rate_of_a_modules_own_optimizer(fit):
     run = fit(f"{MODULES}.OwnOptimizers", "+module.kind=step", "trainer.max_steps=1")
-    assert "SGD · lr 0.1 · from the module's configure_optimizers" in line_of(run, "optimizer")
     batch = line_of(run, "batch")
-    assert " lr " not in batch
-    assert "= 64 tokens per step" in batch
-    # A schedule may have changed the rates before the run starts. Each distinct rate is shown once.
-    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.02, 0.1)]
-    torch.optim.lr_scheduler.LambdaLR(optimizer := torch.optim.SGD(groups), lambda step: step / 4)
-    text = "SGD · lr 0.1, 0.02 · from the module's configure_optimizers"
-    assert describe_optimizer(optimizer) == text
-
-
-IGNORED = {
-    "OwnOptimizers": ("optimizer.lr=0.5, scheduler.warmup_steps=1", "optimizer and the scheduler"),
-    "PlainOwnNet": ("optimizer.lr=0.5, scheduler.warmup_steps=1", "optimizer and the scheduler"),
-    "HalfRates": ("scheduler.warmup_steps=1", "scheduler"),
-    "OwnGroups": None,
-}
-
-
-@pytest.mark.parametrize("module", IGNORED)
-def test_options_that_a_modules_optimizer_ignores_are_one_warning(fit, module):
-    words = ("optimizer.lr=0.5", "scheduler.warmup_steps=1", "trainer.max_steps=1")
-    run = fit(f"{MODULES}.{module}", *words)
-    lines = [line for line in run.out.splitlines() if ": no effect; " in line]
-    expected = []
-    if IGNORED[module]:
-        words, groups = IGNORED[module]
-        reason = f"{module}.configure_optimizers does not use the {groups} group"
-        expected = [f"warning: {words}: no effect; {reason}"]
-    assert lines == expected
-    if module == "HalfRates":  # the rates of both groups
-        assert "AdamW · lr 0.25, 0.5 · from" in line_of(run, "optimizer")
-    if module == "OwnGroups":  # the peak rate; the first step of a warm-up has a lower one
-        assert "AdamW · lr 0.5 · from" in line_of(run, "optimizer")
-
-
-def test_no_warning_for_a_learning_rate_that_the_module_config_refers_to(fit):
-    run = fit(
-        f"{MODULES}.PlainOwnNet",
-        "+module.lr=${optimizer.lr}",
-        "optimizer.lr=0.5",
-        "trainer.max_steps=1",
-    )
-    assert "Adam · lr 0.5" in line_of(run, "optimizer")
-    assert "no effect" not in run.out
+    assert " lr " not in batch and "= 64 tokens per step" in batch
+    assert run.column("lr") == [0.1]

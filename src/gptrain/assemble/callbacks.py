@@ -1,13 +1,9 @@
 """From the config to the callbacks of the Trainer."""
 
-import inspect
 import math
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
-from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_method
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from torch.utils.data import Dataset
 
@@ -21,16 +17,13 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
-from gptrain.core.shell import by_key
 from gptrain.costs.choice import optimizer_states
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
 from gptrain.lit.guard import Spikes, StepGuard
-from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
 
@@ -84,7 +77,6 @@ def build_callbacks(
         timeline,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
-        typed=typed_optimizer_keys(cfg),
     )
     own.insert(0, QuietCollector())
     if checkpoints is None:
@@ -95,32 +87,6 @@ def build_callbacks(
         if node is not None
     }
     return [monitor, *own, OptionTracker(typed), checkpoints]
-
-
-def check_callbacks(cfg: RunConfig, strategy: str) -> None:
-    """Check that the run supports the callbacks of its config. No callback is built.
-
-    Only classes are checked here, before any process starts. Callbacks that a function makes or
-    that a module returns from configure_callbacks are checked by TrainingMonitor when the run
-    begins.
-
-    Args:
-        cfg: Configuration of the run.
-        strategy: Name of the parallelism strategy, a key of STRATEGIES.
-
-    Raises:
-        IncompatibleModelError: If a callback does not work with the strategy, the loggers or the
-            progress bar of the run.
-    """
-    nodes = ((name, node) for name, node in cfg.callbacks.items() if node)
-    targets = {f"callbacks.{name}._target_": get_method(node.target) for name, node in nodes}
-    kinds = {key: kind for key, kind in targets.items() if inspect.isclass(kind)}
-    for key, kind in kinds.items():
-        has_bar = cfg.trainer.enable_progress_bar is not False
-        if reason := unsupported_reason(kind, strategy, bool(cfg.logger), has_bar):
-            raise IncompatibleModelError(key, reason)
-    if second := find_second_progress_bar(kinds.items()):
-        raise IncompatibleModelError(*second)
 
 
 def build_checkpoints(
@@ -166,25 +132,3 @@ def build_checkpoints(
         guard.heartbeat.folder / "failed",
         timeline,
     )
-
-
-def typed_optimizer_keys(cfg: RunConfig) -> dict[str, Any]:
-    """Return the optimizer and scheduler keys that the user typed, for a warning.
-
-    TrainingMonitor warns that such a key has no effect if the module's configure_optimizers does
-    not use the group. A key whose value is also an argument of the module is left out, because the
-    module's yaml may refer to it, as in `lr: ${optimizer.lr}`.
-
-    Returns:
-        Key -> value. A choice, such as `optimizer`, has its name as its value. Empty if Hydra does
-        not run in this process.
-    """
-    if not HydraConfig.initialized():  # a process of the benchmark
-        return {}
-    arguments, typed = list(cfg.module.arguments.values()), {}
-    for key, text in by_key(HydraConfig.get().overrides.task).items():
-        is_key = "." in key  # the choice of a group has no dot
-        value = cfg.value_of(key) if is_key else text
-        if key.split(".")[0] in ("optimizer", "scheduler") and value not in arguments:
-            typed[key] = value
-    return typed

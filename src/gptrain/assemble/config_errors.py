@@ -9,7 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
-from gptrain.lit.callbacks.monitored import MissingMonitorError
 from gptrain.parallel.requirements import IncompatibleModelError
 
 # Lightning's errors about a value that is monitored and was never logged: the name of the value.
@@ -54,14 +53,11 @@ def missing_monitor_as_config_error(cfg: RunConfig, trainer: pl.Trainer) -> Gene
         trainer: Trainer that has the names of the logged values.
 
     Raises:
-        ConfigError: If the block raises a MissingMonitorError, or Lightning's error at the first
-            use of the value. The message has the option and the names that are logged. Other errors
-            pass unchanged.
+        ConfigError: If the block raises Lightning's error at the first use of the value. The
+            message has the option and the names that are logged. Other errors pass unchanged.
     """
     try:
         yield
-    except MissingMonitorError as error:
-        raise _missing_monitor(cfg, error, error.name, error.logged) from error
     except (MisconfigurationException, RuntimeError) as error:
         match = MISSING_MONITOR.search(str(error))
         if match is None:

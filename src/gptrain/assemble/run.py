@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 
 from gptrain.assemble.base import load_start
-from gptrain.assemble.callbacks import check_callbacks
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.assemble.config_errors import as_config_errors, missing_monitor_as_config_error
 from gptrain.assemble.datasets import (
@@ -146,7 +145,6 @@ def check(cfg: RunConfig) -> None:
         module_type = module_class(cfg, name)
         check_metrics(cfg, module_type)
         check_steps(cfg, module_type)
-        check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
         limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len

@@ -19,7 +19,7 @@ from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import by_key
 from gptrain.lit.lightning import strategy_of
-from gptrain.lit.own_optimizer import has_own_optimizer
+from gptrain.lit.module import LanguageModel
 from gptrain.lit.report import Report
 from gptrain.runtime.devices import RunDevices, native_precision
 
@@ -73,7 +73,8 @@ def build_report(
             parts.append("no end")
         else:
             parts.append(f"{labels.count_text(n_steps, 'step')} by {lengths.limit}")
-        if not has_own_optimizer(module) and (lr := peak_lr(cfg, batch)) is not None:
+        makes_own = type(module).configure_optimizers is not LanguageModel.configure_optimizers
+        if not makes_own and (lr := peak_lr(cfg, batch)) is not None:
             parts.append(f"lr {lr:g}")
     lines = {
         "model": " · ".join(model),

@@ -90,8 +90,7 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
     Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
-    such as LearningRateMonitor, refuse a Trainer without a logger. With an empty group the list is
-    then empty, too.
+    such as LearningRateMonitor, refuse a Trainer without a logger.
 
     Args:
         cfg: Configuration of the run.
@@ -100,7 +99,7 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
         Exception: Any exception that the class of a logger raises.
     """
     if cfg.trainer.fast_dev_run:
-        return [DummyLogger()] if cfg.logger else []
+        return [DummyLogger()]
     loggers = [build_target(node.node(), f"logger.{name}") for name, node in cfg.logger.items()]
     return [*loggers, JsonLinesLogger(cfg.run_dir)]
 

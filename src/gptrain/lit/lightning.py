@@ -129,18 +129,6 @@ def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
     trainer.log_every_n_steps = n_steps  # ty: ignore[missing-attribute]
 
 
-def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
-    """Return the names of all values that were logged so far, also those of unfinished means.
-
-    `self.log(name, ..., on_epoch=True)` publishes a mean at the end of the epoch only, under `name`
-    or `name_epoch`. Both names are returned for each value that training steps log in this way.
-    """
-    results = trainer.fit_loop.epoch_loop._results.values()
-    at_epoch_end = {result.meta.name for result in results if result.meta.on_epoch}
-    forked = {f"{name}_epoch" for name in at_epoch_end}
-    return {*trainer.callback_metrics, *at_epoch_end, *forked}
-
-
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 

@@ -61,9 +61,6 @@ class LanguageModel(pl.LightningModule):
             `val/bits_per_byte` and `test/bits_per_byte` are logged.
 
     Attributes:
-        groups_read: Those of the config groups "optimizer" and "scheduler" that this module has
-            used. If a subclass builds its own optimizer and does not use one of the two, the
-            overrides of that group have no effect, and the run warns.
         eval_sums: Sums over the batches that this rank has evaluated: nats, number of targets and,
             with `token_bytes`, number of bytes. None if there was no batch since the last
             `take_evaluation`, and so in the module's own `on_validation_epoch_end`, before which
@@ -85,7 +82,6 @@ class LanguageModel(pl.LightningModule):
         self.net = cast(Net, net)
         self._optimizer_factory = make_optimizer
         self._schedule_factory = make_schedule
-        self.groups_read: set[str] = set()
         self.loss_options = loss or LossOptions()
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
@@ -287,8 +283,7 @@ class LanguageModel(pl.LightningModule):
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer that the config group `optimizer` describes.
 
-        A subclass may call this method in its own configure_optimizers. The call is recorded in
-        `groups_read`.
+        A subclass may call this method in its own configure_optimizers.
 
         Args:
             module: Module whose parameters the optimizer gets, for example this LanguageModel.
@@ -297,14 +292,12 @@ class LanguageModel(pl.LightningModule):
             ConfigError: In a run of gptrain, if the optimizer does not take an option of the config
                 or cannot train this net.
         """
-        self.groups_read.add("optimizer")
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Build Lightning's `lr_scheduler` dict that the config group `scheduler` describes.
 
-        A subclass may call this method in its own configure_optimizers. The call is recorded in
-        `groups_read`.
+        A subclass may call this method in its own configure_optimizers.
 
         Args:
             optimizer: Optimizer whose learning rates the schedule changes.
@@ -316,7 +309,6 @@ class LanguageModel(pl.LightningModule):
             ConfigError: In a run of gptrain, if the length of a phase of the schedule cannot be
                 computed, for example a fraction of a run of unknown length.
         """
-        self.groups_read.add("scheduler")
         return self._schedule_factory(optimizer) if self._schedule_factory else None
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

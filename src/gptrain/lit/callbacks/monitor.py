@@ -1,7 +1,6 @@
 """TrainingMonitor, the first callback of every run: it checks, logs and ends the training."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +10,12 @@ from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import PreemptedError, RefusedStepError
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core import labels
 from gptrain.core.errors import first_line
 from gptrain.core.labels import shorten
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.ending import why_ended
-from gptrain.lit.callbacks.monitored import MonitoredNames
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import (
@@ -33,15 +29,10 @@ from gptrain.lit.lightning import (
 )
 from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after, log_note
 from gptrain.lit.module import LanguageModel
-from gptrain.lit.own_optimizer import (
-    describe_optimizer,
-    has_own_optimizer,
-    warn_about_ignored_options,
-)
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
+from gptrain.lit.unsupported import check_supported
 from gptrain.parallel.mesh import LONG_PHASE_S
-from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
@@ -86,8 +77,6 @@ class TrainingMonitor(Callback):
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         compiles: Whether the first training step and the first evaluation step compile the model,
             so that the watchdog must allow them COMPILING_S.
-        typed: Key -> value of the overrides that the user typed for the optimizer and the
-            scheduler.
 
     Attributes:
         speed: Measurement of the time per step, set when training starts.
@@ -111,7 +100,6 @@ class TrainingMonitor(Callback):
         *,
         checkpoints: Checkpoints | None,
         compiles: bool,
-        typed: Mapping[str, Any],
     ):
         self.every_n_steps = every_n_steps
         self.lengths = lengths
@@ -121,10 +109,8 @@ class TrainingMonitor(Callback):
         self._beat = guard.heartbeat.beat
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
-        self.typed = typed
         self.timeline = timeline
         self.votes = Vote()
-        self.monitored = MonitoredNames()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.loaded_step = 0  # step of the checkpoint that the run has loaded
@@ -133,28 +119,16 @@ class TrainingMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation.
 
-        The classes in the config were checked before. This check finds the callbacks that a
-        function has built, and those that the module's configure_callbacks has added.
-
         Raises:
-            IncompatibleModelError: If a callback is not supported.
+            ConfigError: If a callback is not supported.
         """
-        strategy_name = strategy_of(trainer).info.name
-        for callback in callbacks_of(trainer):
-            callback_class = type(callback)
-            reason = unsupported_reason(
-                callback_class, strategy_name, bool(trainer.loggers), has_progress_bar=True
-            )
-            if reason is not None:
-                raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
+        check_supported(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to measure the steps, and to decide for each whether the optimizer takes it.
 
         The loggers drop the values of later steps, which an earlier start of the run may have
-        logged after the checkpoint from which this one resumes. If the module has its
-        own configure_optimizers, rank 0 prints its optimizer, and warns about typed options of the
-        config that this method ignores.
+        logged after the checkpoint from which this one resumes.
 
         Raises:
             PreemptedError: If this rank was asked to stop before the first step.
@@ -164,9 +138,6 @@ class TrainingMonitor(Callback):
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         check_optimization(pl_module)  # a second check, because hooks may have changed the module
-        if trainer.is_global_zero and has_own_optimizer(pl_module):
-            log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
-            warn_about_ignored_options(pl_module, self.typed)
         self.first_step = trainer.global_step
         self.step_guard.start(trainer)
         discard_after(trainer, self.first_step)
@@ -179,20 +150,15 @@ class TrainingMonitor(Callback):
         """Save the last step and end the run, if the ranks have agreed to stop.
 
         Otherwise, after a validation or a save, begin a new interval of the speed measurement.
-        After the first step of a start, check that all monitored values are logged.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
             SaveFailedError: Instead, on all ranks, if a rank could not write its files.
             RefusedStepError: Instead, if the last step was refused and the run ends because of it.
             DataError: Instead, if the last step is step 0 of the run and had no target.
-            MissingMonitorError: On all ranks, if a callback or a schedule monitors a value that is
-                never logged.
         """
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)
-        if trainer.global_step != self.first_step:
-            self.monitored.after_first_step(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
@@ -309,10 +275,6 @@ class TrainingMonitor(Callback):
             self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
 
     # Evaluations
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the names of the values that a validation logs."""
-        self.monitored.after_sanity_check(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop.
