@@ -98,7 +98,7 @@ def test_the_line_of_an_exception_says_what_happened_and_what_to_try(error, line
 
 
 def test_the_first_line_of_an_error_leaves_out_values_of_tensors_and_the_traceback_of_a_worker():
-    in_worker = "Caught ValueError in DataLoader worker process 0.\nTraceback\nValueError: broken"
+    in_worker = "Caught ValueError in DataLoader worker process 0.\nTraceback\na.ValueError: broken"
     for message, line in (
         ("not in tensor([1, (2)]): a\nb", "not in tensor(…): a"), ("a:\n\n b\nc", "a: b"),
         (" \n a\nb", "a"), ("", "ValueError"), (in_worker, "broken"),

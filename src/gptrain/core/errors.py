@@ -212,7 +212,7 @@ def first_line(error: object) -> str:
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if lines and IN_WORKER.match(lines[0]):
-        lines = [lines[-1].removeprefix(f"{type(error).__name__}: ")]
+        lines = [lines[-1].rpartition(f"{type(error).__name__}: ")[2]]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 

@@ -1,7 +1,6 @@
 """TextDataModule: the training and evaluation batches of one rank, in an order that can resume."""
 
 import atexit
-import errno
 import os
 import sys
 import time
@@ -14,16 +13,13 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import RunLengths
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.data.stream import StreamDataset, StreamPositions, StreamReader, find_stream
 from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
-
-# Workers pass batches to the training process through this file system.
-SHARED_MEMORY = "/dev/shm"
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -267,7 +263,7 @@ class TextDataModule(pl.LightningDataModule):
             # Without a generator, DataLoader would draw the seed of its workers from the global
             # generator, and so change the random numbers of the training.
             generator=torch.Generator().manual_seed(self.seed + self.rank),
-            collate_fn=collate_and_share if has_workers else collate,
+            collate_fn=collate,
             num_workers=n_workers,
             prefetch_factor=n_ahead,
             pin_memory=self.pin_memory,
@@ -318,9 +314,7 @@ class Loader(DataLoader):
 
         Raises:
             DataError: If the dataset raises one, or gptrain's check of a batch, for example because
-                its samples cannot be stacked. The error of a worker process gets the same one-line
-                message as one of this process. Other errors of the dataset pass unchanged.
-            OSError: If the shared memory has no space for the batches of the workers.
+                its samples cannot be stacked. Other errors of the dataset pass unchanged.
         """
         with block_stop_signals():
             batches: Iterator[Any] = super().__iter__()
@@ -331,26 +325,14 @@ class Loader(DataLoader):
         self.step_targets = []
         self.number = 0
         start_s = time.perf_counter()
-        try:
-            while step := list(islice(batches, self.read_ahead)):
-                self.waited_s += time.perf_counter() - start_s
-                counts = [count_batch_targets(batch) for batch in step]
-                known = [count for count in counts if count is not None]
-                self.step_targets.append(sum(known) if len(known) == len(counts) else None)
-                yield from step
-                self.number += 1
-                start_s = time.perf_counter()
-        except DataError as error:
-            # PyTorch puts the traceback of a worker in front of the error's message.
-            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
-        except RuntimeError as error:
-            if "No space left" not in str(error):
-                raise
-            message = (
-                "no space left for the batches of data.num_workers; try: docker run --shm-size, or "
-                "data.num_workers=0"
-            )
-            raise OSError(errno.ENOSPC, message, SHARED_MEMORY) from None
+        while step := list(islice(batches, self.read_ahead)):
+            self.waited_s += time.perf_counter() - start_s
+            counts = [count_batch_targets(batch) for batch in step]
+            known = [count for count in counts if count is not None]
+            self.step_targets.append(sum(known) if len(known) == len(counts) else None)
+            yield from step
+            self.number += 1
+            start_s = time.perf_counter()
 
 
 def start_stream_worker(
@@ -366,33 +348,3 @@ def start_stream_worker(
     """
     ignore_in_worker(parent_pid)
     stream.start(*part)
-
-
-def collate_and_share(batch: Any) -> Any:
-    """Stack samples in a worker process, and move the batch to shared memory.
-
-    This is the `collate_fn` of a loader with workers. PyTorch would move the batch in a background
-    thread of the worker. If the shared memory is full, that thread prints the error and sends
-    nothing, and the training process waits forever. Here the error is raised in the worker's main
-    thread, which passes it on.
-
-    Args:
-        batch: List of samples, or a batch that the dataset has stacked itself.
-
-    Raises:
-        RuntimeError: If the shared memory is full, or the samples have different shapes.
-        TypeError, KeyError: If torch cannot stack the samples for another reason.
-    """
-    batch = collate(batch)
-    for tensor in tensors_in(batch):
-        tensor.share_memory_()
-    return batch
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, which may be in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
