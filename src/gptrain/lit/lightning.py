@@ -22,7 +22,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gptrain.core.errors import ConfigError
-from gptrain.lit.datamodule import Loader, TextDataModule
+from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.lit.user_data import USER_DATA
 from gptrain.runtime.process import Process
@@ -41,9 +41,7 @@ HIDDEN_WARNINGS = (
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
     "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
 )
-LIGHTNING_FOLDER = Path(pl.__file__).parent.parent
-# Files of Lightning's callbacks that log only because of an option `verbose` of the user.
-CALLBACKS_WITH_VERBOSE = ("model_checkpoint.py", "timer.py")
+LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
 
 
 class RankEnvironment(TorchElasticEnvironment):
@@ -98,20 +96,6 @@ def data_of(trainer: pl.Trainer) -> TextDataModule:
     """
     datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
     return getattr(datamodule, USER_DATA, datamodule)
-
-
-def evaluation_loader_of(trainer: pl.Trainer) -> Loader | None:
-    """Return gptrain's loader of the evaluation that is running.
-
-    Returns None if no evaluation is running, or if a user's LightningDataModule has made the
-    loader.
-    """
-    loader = None
-    if trainer.testing:
-        loader = trainer.test_dataloaders
-    elif trainer.validating or trainer.sanity_checking:
-        loader = trainer.val_dataloaders
-    return loader if isinstance(loader, Loader) else None
 
 
 def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
@@ -320,13 +304,9 @@ def quiet_lightning() -> None:
 def is_for_users(record: logging.LogRecord) -> bool:
     """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter.
 
-    A record is printed if it comes from a file outside of Lightning or from one of the files in
-    CALLBACKS_WITH_VERBOSE, or if it is a warning or an error.
+    A record is printed if it comes from a file outside of Lightning, or is a warning or an error.
     """
-    path = Path(record.pathname)  # the file that has called rank_zero_info
-    is_of_lightning = LIGHTNING_FOLDER in path.parents
-    is_printed = not is_of_lightning or path.name in CALLBACKS_WITH_VERBOSE
-    return is_printed or record.levelno >= logging.WARNING
+    return record.levelno >= logging.WARNING or not record.pathname.startswith(LIGHTNING_FOLDER)
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:

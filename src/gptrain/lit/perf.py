@@ -5,7 +5,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -15,20 +14,6 @@ from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.runtime.measure import Peak, find_peak, wait_for
-
-
-class _Reading(NamedTuple):
-    """Counters at one moment of a training, from which `Speed` computes means over an interval.
-
-    Attributes:
-        step: Number of optimizer steps done.
-        time_s: Value of `time.perf_counter()`.
-        waited_s: Seconds in which training has waited for batches, since it began.
-    """
-
-    step: int
-    time_s: float
-    waited_s: float
 
 
 class Speed:
@@ -71,15 +56,16 @@ class Speed:
         """
         wait_for(self.device)
         waited_s = getattr(self.trainer.train_dataloader, "waited_s", 0.0)
-        self._begin = _Reading(self.trainer.global_step, time.perf_counter(), waited_s)
+        self._begin = (self.trainer.global_step, time.perf_counter(), waited_s)
 
     def step_s(self) -> float:
         """Return the seconds per step of the interval so far, or of the last one if it just ended.
 
         Does not wait for the device, and needs no other rank.
         """
-        n_steps = self.trainer.global_step - self._begin.step
-        return (time.perf_counter() - self._begin.time_s) / n_steps if n_steps else self._step_s
+        begin_step, begin_s, _ = self._begin
+        n_steps = self.trainer.global_step - begin_step
+        return (time.perf_counter() - begin_s) / n_steps if n_steps else self._step_s
 
     def read(self) -> dict[str, float]:
         """Return the logged values of the interval that ends now, and begin a new interval.
@@ -94,10 +80,11 @@ class Speed:
         """
         begin = self._begin
         self.start()
-        n_steps = max(1, self._begin.step - begin.step)
-        interval_s = self._begin.time_s - begin.time_s
-        waited_s = self._begin.waited_s - begin.waited_s
-        step_s = self._step_s = interval_s / n_steps
+        steps, seconds, waited_s = (
+            now - before for now, before in zip(self._begin, begin, strict=True)
+        )
+        n_steps = max(1, steps)
+        step_s = self._step_s = seconds / n_steps
         step_tokens = self.lengths.step_tokens
         metrics = {
             "tokens": float(data_of(self.trainer).tokens),

@@ -6,48 +6,25 @@ from lightning.pytorch import callbacks as of_lightning
 from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import callbacks_of, strategy_of
 
-# Class -> why a run cannot have the callback, and what to use instead.
-REFUSED: dict[type[Callback], tuple[str, str]] = {
-    of_lightning.BatchSizeFinder: (
-        "changes the batch size after the steps of the run were counted",
-        "data.batch_size=<n>, the largest that fits according to python -m gptrain.plan",
-    ),
-    of_lightning.LearningRateFinder: (
-        "changes the learning rate for which the schedule was built",
-        "a sweep, python train.py -m optimizer.lr=1e-4,3e-4,1e-3 trainer.max_steps=<few>",
-    ),
-    of_lightning.GradientAccumulationScheduler: (
-        "changes the micro-batches per step after the steps of the run were counted",
-        "trainer.accumulate_grad_batches, or data.global_batch_size",
-    ),
-    of_lightning.StochasticWeightAveraging: (
-        "replaces the schedule, which a resumed run does not repeat",
-        "callbacks=ema",
-    ),
-    of_lightning.BaseFinetuning: (
-        "changes which layers are trained, which ranks and a resumed run do not see",
-        "requires_grad_(False) in __init__ of the net, and init_from=<run> for the second phase",
-    ),
-    of_lightning.ModelPruning: (
-        "replaces weights by masked copies that checkpoints do not contain",
-        "torch.nn.utils.prune on the net of gptrain.load(<run>)",
-    ),
-    of_lightning.SpikeDetection: (
-        "cannot be restored from a checkpoint",
-        "on_spike=skip, or EarlyStopping with divergence_threshold",
-    ),
-    of_lightning.BasePredictionWriter: (
-        "writes the results of trainer.predict, which no task of a run calls",
-        "python -m gptrain.generate",
-    ),
-    of_lightning.OnExceptionCheckpoint: (
-        "saves with all ranks, also if one rank fails alone",
-        "checkpoint.every_n_steps=<n>",
-    ),
-    of_lightning.WeightAveraging: (
-        "averages the full net, of which each rank holds a part",
-        "strategy=ddp",
-    ),
+# Class -> what to use instead.
+REFUSED: dict[type[Callback], str] = {
+    # These four change the steps or the schedule, which were computed before the run.
+    of_lightning.BatchSizeFinder: "data.batch_size=<n>; python -m gptrain.plan proposes one",
+    of_lightning.LearningRateFinder: "a sweep: python train.py -m optimizer.lr=1e-4,3e-4,1e-3",
+    of_lightning.GradientAccumulationScheduler: "trainer.accumulate_grad_batches",
+    of_lightning.StochasticWeightAveraging: "callbacks=ema",
+    # Ranks do not average the gradients of layers that were frozen at the start.
+    of_lightning.BaseFinetuning: "requires_grad_(False) in the net, and init_from=<run>",
+    # Checkpoints do not contain its masked copies of weights.
+    of_lightning.ModelPruning: "torch.nn.utils.prune on the net of gptrain.load(<run>)",
+    # It cannot be restored from a checkpoint.
+    of_lightning.SpikeDetection: "on_spike=skip",
+    # No task of a run calls trainer.predict.
+    of_lightning.BasePredictionWriter: "python -m gptrain.generate",
+    # It saves with all ranks, also if one rank fails alone.
+    of_lightning.OnExceptionCheckpoint: "checkpoint.every_n_steps=<n>, or one rank",
+    # It averages the full net, of which each rank of some strategies holds a part.
+    of_lightning.WeightAveraging: "strategy=single or strategy=ddp",
 }
 
 
@@ -66,7 +43,7 @@ def check_supported(trainer: Trainer) -> None:
     if not strategy_of(trainer).parallel.is_partitioned:
         supported.append(of_lightning.WeightAveraging)
     for callback in callbacks_of(trainer):
-        for kind, (reason, hint) in REFUSED.items():
+        for kind, hint in REFUSED.items():
             if isinstance(callback, kind) and kind not in supported:
-                name = type(callback).__name__
-                raise ConfigError.of("callbacks", name, reason, hint=hint)
+                message = f"{kind.__name__} does not work in this run"
+                raise ConfigError.of("callbacks", type(callback).__name__, message, hint=hint)

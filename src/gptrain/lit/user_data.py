@@ -29,20 +29,20 @@ class UserData(Dataset):
 
     Args:
         module: User's data module, after its `setup`.
-        loader: Loader of the batches that the run reads first, or several in a list or a dict.
+        loader: Loader of the batches that the run reads first.
         key: Config key of the data module, for error messages.
         world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
 
     Attributes:
         train: Always None, because the datasets of a user's data module are unknown.
         val: Always None, for the same reason.
-        batch_size: Samples of a batch of one rank, in the first of several loaders. If this loader
-            does not say it (`find_batch_size`), the constructor reads the first batch to count.
+        batch_size: Samples of a batch of one rank. If the loader does not say it, because the
+            dataset makes the batches, the constructor reads the first batch to count.
         epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
-        ConfigError: If the loader is not made of DataLoaders.
-        DataError: If the first batch is needed, and a loader has no batch.
+        ConfigError: If the loader is no DataLoader.
+        DataError: If the first batch is needed, and the loader has no batch.
     """
 
     train = val = None
@@ -53,19 +53,17 @@ class UserData(Dataset):
     def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
         self.module = module
         self.world_size = world_size
-        self.loaders = loader
-        loaders = tree_leaves(loader)
-        if not loaders or not all(isinstance(part, DataLoader) for part in loaders):
-            message = f"its loader is a {type(loader).__name__}; needed: a DataLoader, or several"
+        self.loader = loader
+        if not isinstance(loader, DataLoader):
+            message = f"its loader is a {type(loader).__name__}; needed: a DataLoader"
             hint = "data.train._target_ and data.val._target_, a dataset or a stream each"
             raise ConfigError.of(key, type(module).__name__, message, hint=hint)
-        size = find_batch_size(loaders[0])
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        self.epoch_batches = count_batches(loader, size or 1, world_size)
         if size is None:
             leaves = tree_leaves(self._first_batch())
             size = next((len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)), 1)
         self.batch_size = size
-        # Lightning repeats the shorter ones of several loaders.
-        self.epoch_batches = max(count_batches(part, world_size) for part in loaders)
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch on all ranks. Each batch counts as a full one.
@@ -79,7 +77,7 @@ class UserData(Dataset):
         """Return the first sample of the first batch, whatever the index.
 
         Raises:
-            DataError: If a loader has no batch.
+            DataError: If the loader has no batch.
         """
         batch = self._first_batch()
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
@@ -88,28 +86,19 @@ class UserData(Dataset):
         """Return the first batch as the training step gets it, but as a tuple if it is a list.
 
         The batch goes through the hooks by which the user's data module transfers a batch to the
-        device, which may change it. The device is the CPU. A list of loaders gives a tuple of their
-        first batches, and a dict of loaders gives a dict of their first batches.
+        device, which may change it. The device is the CPU.
 
         Raises:
-            DataError: If a loader has no batch.
+            DataError: If the loader has no batch.
         """
-        batch = tree_map(self._first_of, self.loaders)
+        batch = next(iter(self.loader), None)
+        if batch is None:
+            raise DataError(f"the loader of {type(self.module).__name__} has no batch")
         batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
         # torch's collation makes a list of a tuple.
         return tuple(batch) if isinstance(batch, list) else batch
-
-    def _first_of(self, loader: DataLoader) -> Any:
-        """Return the first batch of a loader.
-
-        Raises:
-            DataError: If the loader has no batch.
-        """
-        for batch in loader:
-            return batch
-        raise DataError(f"a loader of {type(self.module).__name__} has no batch")
 
     def describe(self, n_samples: int) -> str:
         """Return the text of the start line `data`: class of the user's data and epoch length.
@@ -158,23 +147,12 @@ class UserData(Dataset):
         return []
 
 
-def find_batch_size(loader: DataLoader) -> int | None:
-    """Return the number of samples of a full batch, or None if the loader does not say it.
-
-    None means that the dataset makes the batches, or that the loader has a batch sampler without an
-    attribute `batch_size`.
-    """
-    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-
-
-def count_batches(loader: DataLoader, world_size: int) -> int:
+def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
     """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
-
-    If Lightning will divide the samples over several ranks, and the loader does not say the size of
-    its batches, each index of its sampler counts as a batch.
 
     Args:
         loader: Loader of the user.
+        batch_size: Samples of a batch, or 1 if each index of the sampler gives a batch.
         world_size: Number of ranks over which Lightning divides the samples of the loader.
     """
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
@@ -183,9 +161,8 @@ def count_batches(loader: DataLoader, world_size: int) -> int:
         return n_batches
     # Lightning gives all ranks equally many samples: it repeats the first ones.
     n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
-    size = find_batch_size(loader) or 1
     is_cut = getattr(loader.batch_sampler, "drop_last", False)
-    return n_samples // size if is_cut else -(-n_samples // size)
+    return n_samples // batch_size if is_cut else -(-n_samples // batch_size)
 
 
 class SeedAfterSetup(pl.Callback):

@@ -17,12 +17,12 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.datamodule import Loader
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import (
     callbacks_of,
     data_of,
     ends_step,
-    evaluation_loader_of,
     is_validated,
     set_log_interval,
     strategy_of,
@@ -261,12 +261,13 @@ class TrainingMonitor(Callback):
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
         rank = trainer.global_rank
+        loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
             # `global_step` may be one lower than in the last heartbeat: the step was not taken.
             self._beat(step)
             self.guard.doing = f"step {step}"
             samples = data_of(trainer).step_samples(step, rank)
-        elif loader := evaluation_loader_of(trainer):
+        elif not trainer.training and isinstance(loader, Loader):
             self.guard.doing = f"step {step}, evaluation of {loader.name}"
             samples = data_of(trainer).eval_batches.samples_of(loader.number)
         else:
