@@ -21,7 +21,8 @@ from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.order import limit_lengths
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.stream import UNKNOWN_LENGTH, as_indexed, find_stream
-from gptrain.lit.lightning import RankEnvironment, misconfiguration_as_config_error
+from gptrain.lit.lightning import RankEnvironment
+from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.user_data import LOADERS, UserData
 from gptrain.runtime.devices import find_devices

@@ -47,12 +47,8 @@ from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.lightning import (
-    callbacks_of,
-    misconfiguration_as_config_error,
-    quiet_lightning,
-    use_checkpoint,
-)
+from gptrain.lit.lightning import callbacks_of, use_checkpoint
+from gptrain.lit.messages import misconfiguration_as_config_error, quiet_lightning
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader

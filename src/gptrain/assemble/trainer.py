@@ -14,12 +14,9 @@ from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
-from gptrain.lit.lightning import (
-    RankEnvironment,
-    disable_signals_and_autoresume,
-    misconfiguration_as_config_error,
-)
+from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresume
 from gptrain.lit.loggers import JsonLinesLogger
+from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
 from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process

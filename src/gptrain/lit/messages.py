@@ -1,0 +1,82 @@
+"""Lightning's messages: which of them are shown, and which become errors of the config."""
+
+import logging
+import re
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from gptrain.core.errors import ConfigError
+
+# Warnings of Lightning that a user of gptrain cannot act on, each by a part of its message.
+HIDDEN_WARNINGS = (
+    "isinstance(treespec, LeafSpec)",  # Lightning 2.6 calls a function that torch 2.13 deprecates
+    "The number of training batches",  # gptrain logs the last step whatever the interval
+    "It is recommended to use `self.log",  # evaluation metrics are reduced over ranks already
+    "You're resuming from a checkpoint that ended before the epoch ended",  # the resume is exact
+    "does not have many workers",  # gptrain's text data needs one read of a memory map per batch
+    "You called `self.log('step'",  # gptrain logs `step` as the x axis of all loggers
+    "but loading a checkpoint outside the 'fit' stage",  # a checkpoint's weights are the averages
+    "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
+    "GPU available but not used",  # trainer.accelerator=cpu was typed
+    "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
+    "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
+)
+LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
+# Beginning of the RuntimeError by which Lightning refuses two callbacks that would store their
+# states under the same key.
+SAME_STATE_KEY = "Found more than one stateful callback"
+
+
+@contextmanager
+def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, None, None]:
+    """Turn Lightning's errors about a wrong configuration into a ConfigError with one line.
+
+    Args:
+        key: Config key that the line names.
+
+    Raises:
+        ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
+            message begins with SAME_STATE_KEY. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not message.startswith(SAME_STATE_KEY):
+            raise
+        raise ConfigError.of(key, None, message) from error
+
+
+def quiet_lightning() -> None:
+    """Hide Lightning's messages below a warning, and the warnings in HIDDEN_WARNINGS.
+
+    Messages of callbacks stay, such as those of EarlyStopping with `verbose: true`, and messages
+    that a user's code logs by `rank_zero_info`.
+
+    Also replaces the handlers of Lightning's loggers by that of the root logger, which Hydra has
+    configured. These settings hold for the whole process.
+    """
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.callbacks").setLevel(logging.INFO)
+    rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero_log.setLevel(logging.INFO)
+    rank_zero_log.addFilter(is_for_users)  # has no effect if it was added before
+    for message in HIDDEN_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{re.escape(message)}")
+
+
+def is_for_users(record: logging.LogRecord) -> bool:
+    """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter.
+
+    A record is printed if it comes from a file outside of Lightning, or is a warning or an error.
+    """
+    return record.levelno >= logging.WARNING or not record.pathname.startswith(LIGHTNING_FOLDER)
