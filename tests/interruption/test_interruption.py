@@ -36,7 +36,7 @@ TOP = (
     " num_classes: 256, top_k: 9, average: micro}"
 )
 DRAWS = f"+callbacks.draws._target_={PARTS}.Draws"
-# EMA replaces the weights for a validation, which is therefore not interrupted.
+# EMA replaces the weights for a validation, before which the step is saved.
 AVERAGED = (
     *TINY, "callbacks=ema", "callbacks.ema.decay=0.5", "callbacks.sample.n_tokens=4",
     "scheduler.total_steps=7", EARLY % 9, TOP,

@@ -7,16 +7,13 @@ import errno
 import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
 
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.lit.callbacks.monitor import TrainingMonitor, acts_on_validation
-from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.messages import is_for_users, quiet_lightning
 from tests.lit.conftest import OWN, differences, tensors
 
@@ -279,24 +276,6 @@ def test_averaged_weights_are_the_weights_that_are_loaded(fit, words):
     )  # averaging does not change the training
     tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
     assert tested.metrics["test/loss"] == run.metrics["val/loss"]
-
-
-def test_validation_is_not_interrupted_for_a_user_callback_with_gptrains_module_name():
-    """The callbacks of gptrain are known by class; any other callback may swap the weights."""
-
-    class Swaps(Callback):
-        __module__ = "gptrain.lit.callbacks.swaps"
-
-        def on_validation_start(self, *_):
-            pass
-
-    trainer = SimpleNamespace(
-        callbacks=[ProgressBar()],
-        lightning_module=LightningModule(),
-    )
-    assert not acts_on_validation(trainer)
-    trainer.callbacks.append(Swaps())
-    assert acts_on_validation(trainer)
 
 
 @pytest.mark.parametrize(

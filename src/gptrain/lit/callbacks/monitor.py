@@ -20,7 +20,6 @@ from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import (
-    callbacks_of,
     data_of,
     ends_step,
     is_validated,
@@ -280,9 +279,8 @@ class TrainingMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the step before its validation, and end the run if the ranks have agreed to stop.
 
-        The run does not end here after step `trainer.max_steps`, or if a callback or the module may
-        have replaced the weights for this validation. All ranks must call this method. Outside of a
-        fit and in the sanity check only a heartbeat is sent.
+        The run does not end here after step `trainer.max_steps`. All ranks must call this method.
+        Outside of a fit and in the sanity check only a heartbeat is sent.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
@@ -304,8 +302,7 @@ class TrainingMonitor(Callback):
         """Send a heartbeat, and end the run if it was asked to stop.
 
         In a fit all ranks must call this method, because they vote. The fit does not end here after
-        step `trainer.max_steps`, or if a callback or the module may have replaced the weights for
-        this validation. The sanity check is not ended.
+        step `trainer.max_steps`, and the sanity check is not ended.
 
         Raises:
             PreemptedError: In a fit, on all ranks after the same batch, once they have agreed to
@@ -438,9 +435,8 @@ class TrainingMonitor(Callback):
         """Save the step and end the run, if the ranks have agreed to stop.
 
         After step `trainer.max_steps` the state is saved, but the run does not end here, because
-        only the validation is left. A validation with replaced weights (see `acts_on_validation`)
-        is not interrupted. A run without checkpoints ends without a save. All ranks must call this
-        method.
+        only the validation is left. A run without checkpoints ends without a save. All ranks must
+        call this method.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
@@ -448,7 +444,7 @@ class TrainingMonitor(Callback):
             RefusedStepError: If the last step was refused and the run ends because of it.
             DataError: If the last step is step 0 of the run and had no target.
         """
-        if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
+        if not self.stopping:
             return
         if self.checkpoints is None:
             raise PreemptedError
@@ -457,36 +453,6 @@ class TrainingMonitor(Callback):
         self.checkpoints.finish(trainer)
         if trainer.global_step != trainer.max_steps:
             raise PreemptedError(trainer.global_step)
-
-
-# Callbacks of gptrain that override a hook for which `user_code_has` looks. They are known not to
-# change anything for the time of a validation, and not to depend on the decision about a step.
-OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
-
-
-def acts_on_validation(trainer: Trainer) -> bool:
-    """Return whether a callback or the module may change the weights for a validation.
-
-    WeightAveraging is an example: it validates the averaged weights, and then restores the weights
-    of the training. A run must not end within such a validation, because the weights are then not
-    those that a resumed run needs.
-
-    Args:
-        trainer: Trainer of the run.
-    """
-    return user_code_has(trainer, "on_validation_start", "on_validation_epoch_start")
-
-
-def user_code_has(trainer: Trainer, *hooks: str) -> bool:
-    """Return whether the module, or a callback that is not one of OWN_CALLBACKS, overrides a hook.
-
-    Args:
-        trainer: Trainer of the run.
-        hooks: Names of hooks. The result is True if any of them is overridden.
-    """
-    parts = [*callbacks_of(trainer), trainer.lightning_module]
-    user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
-    return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
