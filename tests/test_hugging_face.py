@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 
 import pytest
 import torch
@@ -37,8 +38,7 @@ TOKENS = torch.arange(30).view(2, 15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, name):
     net, back = (HuggingFace(61, CONFIGS[name]).eval() for _ in range(2))
-    assert len(net.blocks) == net.n_layers == 2 and net(TOKENS).shape == (2, 15, 61)
-    assert net.d_model == 32
+    assert len(net.blocks) == 2 and net(TOKENS).shape == (2, 15, 61)
     assert torch.equal(net(TOKENS), net.model(TOKENS).logits)
     assert torch.equal(net.head(net.hidden(TOKENS)), net(TOKENS))
     assert all(key.startswith("model.") for key in net.state_dict())  # nothing twice
@@ -96,10 +96,17 @@ def test_it_takes_a_step_of_train_py(train, name):
     assert run.state(1)["state_dict"].keys() == HuggingFace(256, CONFIGS[name]).state_dict().keys()
 
 
-def test_a_model_that_bounds_its_logits_offers_no_head():
-    net = HuggingFace(61, {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 1e-3})
-    assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2
-    assert all(part.training for part in net.modules())  # the check ran the model without dropout
+def test_a_model_that_bounds_its_logits_trains_by_its_forward(train):
+    sizes = SIZES | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 1e-3}
+    config = json.dumps(sizes).replace('"', "")
+    run = train(
+        "model=hugging_face", "model.vocab_size=256", f"model.config={config}",
+        "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
+        "data.num_samples=8", "logger=none", tiny=False,
+    )  # fmt: skip
+    assert run.code == 0 and "computed from the logits of forward" in run.out + run.err
+    # All logits are below 0.001, so that the net cannot tell one token from another.
+    assert run.metrics["val/loss"] == pytest.approx(math.log(256), abs=0.003)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -134,16 +141,8 @@ def test_a_constructor_that_reads_values_is_told_from_keys_that_contradict(monke
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", read_value)
     with torch.device("meta"), pytest.raises(RuntimeError, match=r"^Tensor\.item"):
         HuggingFace(61, CONFIGS["gpt2"])
-    with pytest.raises(ValueError, match=r"cannot build this gpt2: Tensor\.item"):
+    with pytest.raises(ValueError, match=r"cannot build gpt2: Tensor\.item"):
         HuggingFace(61, CONFIGS["gpt2"])
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config.json: not a JSON object") as error:
-        HuggingFace(61, path=str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_a_folder_is_read_as_data(tmp_path):
@@ -163,13 +162,16 @@ def test_a_folder_is_read_as_data(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ({}, "model_type=None: no causal language model"),
-        ({"config": {"model_type": "vit"}}, "model_type=vit: no causal"),
-        ({"path": "/nowhere"}, "path=/nowhere: no config.json in this folder"),
-        ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .*vocab_size=5"),
-        ({"config": {**CONFIGS["llama"], "hidden_size": 33}}, "this llama: .*33.* not a multiple"),
-        ({"config": {**CONFIGS["llama"], "num_key_value_heads": 3}}, "this llama: .*of tensor"),
-        ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),
+        ({}, "transformers cannot build : Unrecognized"),
+        ({"config": {"model_type": "vit"}}, "cannot build vit: Unrecognized"),
+        (
+            {"config": {**CONFIGS["llama"], "hidden_size": 33}},
+            "build llama: .*33.* not a multiple",
+        ),
+        (
+            {"config": {**CONFIGS["gpt2"], "n_layer": "x"}},
+            "build gpt2: .*n_layer.*expected int",
+        ),
     ],
 )
 def test_an_invalid_model_is_one_line(words, message):

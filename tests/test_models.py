@@ -319,7 +319,7 @@ def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts):
     logits = [net(part, cache) for part in tokens.split(parts, dim=1)]
     assert [part.shape for part in logits] == [(3, n, 97) for n in parts]
     torch.testing.assert_close(torch.cat(logits, 1), net(tokens), **CLOSE)
-    assert cache.length == 16
+    assert cache[0].length == 16
     with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len=16"):
         net(tokens[:, :1], cache)
 
@@ -329,12 +329,12 @@ def test_a_cache_takes_the_type_that_attention_computes_in(net):
     with torch.autocast("cpu", torch.bfloat16):  # a warning would fail the test
         logits = torch.cat([net(part, cache) for part in tokens.split(4, dim=1)], 1)
         whole = net(tokens)
-    assert cache.layers[0].k.dtype == whole.dtype == torch.bfloat16
+    assert cache[0].k.dtype == whole.dtype == torch.bfloat16
     # bf16 has 8 bits of mantissa, and logits are about 10
     torch.testing.assert_close(logits, whole, rtol=0, atol=0.25)
     net.double()
     net(tokens, cache := net.new_cache())
-    assert cache.layers[0].v.dtype == torch.float64
+    assert cache[0].v.dtype == torch.float64
 
 
 def test_without_a_cache_the_parts_of_a_net_get_one_argument_each(net):

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,40 +68,6 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
     return {} if documents is None else {"layout": SequenceLayout.of_documents(documents)}
 
 
-class HeadExchange(Protocol):
-    """Exchange, between ranks, of positions of all heads for all positions of some heads.
-
-    Context parallelism sets an object of this kind on each attention module of a net. A rank then
-    has t positions of a sequence of S positions, and computes attention for h of the H heads. All
-    ranks that share the sequence must call both methods.
-    """
-
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all positions for this rank's heads.
-
-        Args:
-            q: Queries of this rank's t positions and all H heads, (B, t, H, d_head).
-            k: Keys of this rank's positions and all G heads of k and v, (B, t, G, d_head).
-            v: Values of this rank's positions, (B, t, G, d_head).
-
-        Returns:
-            Queries (B, S, h, d_head), keys and values (B, S, g, d_head) of all S positions and of
-            this rank's heads. `g` divides `h`.
-        """
-        ...
-
-    def to_positions(self, y: Tensor) -> Tensor:
-        """Return attention's results of all heads for this rank's positions.
-
-        Args:
-            y: Results of this rank's h heads for all S positions, (B, S, h, d_head).
-
-        Returns:
-            Results of all H heads for this rank's t positions, (B, t, H, d_head).
-        """
-        ...
-
-
 def head_width(d_model: int, n_heads: int, d_head: int | None) -> int:
     """Return the width of a head: `d_head`, or `d_model / n_heads` if it is None.
 
@@ -130,11 +96,11 @@ class CausalSelfAttention(nn.Module):
         ValueError: If `d_head` is None and the heads do not divide `d_model`.
 
     Attributes:
-        exchange: Exchange with the ranks that have other positions of the same sequence. None if
-            this rank has all positions.
+        exchange: Exchange of positions with the ranks that have other positions of the same
+            sequence, see `context_plan` in `gptrain.models`. None if this rank has all positions.
     """
 
-    exchange: HeadExchange | None = None
+    exchange: Any = None
 
     def __init__(
         self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0,
@@ -218,9 +184,13 @@ def attend(
         k, v = k.repeat_interleave(n_repeats, dim=1), v.repeat_interleave(n_repeats, dim=1)
         is_grouped = False
     if layout is not None and layout.documents is not None:
-        # FlexAttention skips the blocks of other documents. It has no dropout.
+        # FlexAttention skips the blocks of other documents. It has no dropout. It is slow unless it
+        # is compiled; torch.compile returns at once if this function runs inside a compiled block.
         if layout.block_mask is not None and not dropout and q.shape[-1] >= FLEX_MIN_D_HEAD:
-            return flex_attend(q, k, v, layout.block_mask)
+            from torch.nn.attention.flex_attention import flex_attention  # imports the compiler
+
+            flex = torch.compile(flex_attention) if q.is_cuda else flex_attention
+            return cast(Tensor, flex(q, k, v, block_mask=layout.block_mask, enable_gqa=is_grouped))
         mask = document_mask(layout.documents)
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=is_grouped
@@ -290,26 +260,3 @@ def _ordered_blocks(is_computed: Tensor) -> tuple[Tensor, Tensor]:
     n_blocks = is_computed.sum(-1, dtype=torch.int32)
     columns = is_computed.to(torch.int8).argsort(stable=True, dim=-1, descending=True)
     return n_blocks[:, None], columns[:, None].to(torch.int32)
-
-
-def flex_attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-    """Compute causal attention within packed documents by FlexAttention, (B, H, T, K).
-
-    FlexAttention skips the blocks of the mask that are empty. On CUDA it is compiled, because it is
-    slow otherwise.
-
-    H is the number of query heads, G the number of heads of k and v, K the width of a head, T the
-    number of queries and S the number of positions of k and v.
-
-    Args:
-        q: Queries, (B, H, T, K).
-        k: Keys, (B, G, S, K).
-        v: Values, (B, G, S, K).
-        block_mask: Mask of the documents, as `document_block_mask` returns it.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # torch.compile returns at once if this function runs inside a compiled block.
-    attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
-    is_grouped = q.shape[1] != k.shape[1]
-    return cast(Tensor, attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped))

@@ -1,37 +1,24 @@
-"""The key-value cache of attention, with which a new token costs one position."""
+"""The key-value cache of attention, with which a new token costs one position.
+
+    cache = net.new_cache()
+    net(tokens, cache)  # logits (1, T, V) of the prompt
+    net(next_token, cache)  # logits (1, 1, V) of the new position only
+
+The logits equal those without a cache up to the order of floating-point sums. A cache works for the
+first `max_seq_len` positions. A window that slides over a longer sequence changes the position of
+every token, so that no cached key or value stays valid.
+"""
 
 # B batch, T new positions, S old and new positions, H heads of k and v, K d_head
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 
-class KVCache:
-    """Keys and values of all layers for a batch of sequences of equal length.
-
-        cache = net.new_cache()
-        net(tokens, cache)  # logits (1, T, V) of the prompt
-        net(next_token, cache)  # logits (1, 1, V) of the new position only
-
-    The logits equal those without a cache up to the order of floating-point sums. A cache works for
-    the first `max_seq_len` positions. A window that slides over a longer sequence changes the
-    position of every token, so that no cached key or value stays valid.
-
-    Args:
-        n_layers: Number of attention layers of the net.
-    """
-
-    def __init__(self, n_layers: int):
-        self.layers = [LayerCache() for _ in range(n_layers)]
-
-    @property
-    def length(self) -> int:
-        """Number of cached positions."""
-        return self.layers[-1].length
-
-
 class LayerCache:
-    """Keys and values of one layer.
+    """Keys and values of one layer, for a batch of sequences of equal length.
 
     Attributes:
         length: Number of cached positions.
@@ -60,3 +47,6 @@ class LayerCache:
             mask = torch.ones(n_new, self.length, dtype=torch.bool, device=k.device).tril(start)
         self.k, self.v = k, v
         return k, v, mask
+
+
+KVCache: TypeAlias = list[LayerCache]  # one for each layer of the net

@@ -125,14 +125,14 @@ class Decoder(nn.Module):
             ValueError: If the sequences, with the cached positions, are longer than `max_seq_len`,
                 and there is no layout.
         """
-        x = self.embed(tokens, 0 if cache is None else cache.length, layout)
+        x = self.embed(tokens, 0 if cache is None else cache[-1].length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
         options = {} if layout is None else {"layout": layout}  # a user's block may not have it
         if cache is None:
             for block in blocks:
                 x = block(x, **options)
         else:
-            for block, layer in zip(blocks, cache.layers, strict=True):
+            for block, layer in zip(blocks, cache, strict=True):
                 x = block(x, layer, **options)
         return self.norm(x)
 
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
 
     def new_cache(self) -> KVCache:
         """Return an empty key-value cache for `forward`."""
-        return KVCache(self.n_layers)
+        return [LayerCache() for _ in range(self.n_layers)]
 
     def initialize(self) -> None:
         """Allocate all parameters on the default device and initialize them.

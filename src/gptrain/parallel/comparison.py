@@ -111,12 +111,9 @@ def is_of_library(net: nn.Module) -> bool:
 
     All layers must be of classes of gptrain.models and torch.nn, not of subclasses from other
     packages. A net with forward hooks, with parametrizations of torch.nn.utils, or with a method
-    `forward`, `embed` or `hidden` that was replaced on the object does not count as unchanged.
-    `gptrain.models.hugging_face.HuggingFace` always counts as unchanged, because that class checks
-    its model itself.
+    `forward`, `embed` or `hidden` that was replaced on the object does not count as unchanged. A
+    model of transformers does not, either.
     """
-    if type(net).__module__ == "gptrain.models.hugging_face":
-        return True  # HuggingFace checks by itself which parts of the contract its model fulfils
     if not type(net).__module__.startswith("gptrain.models.") or "hidden" in vars(net):
         return False
     return all(

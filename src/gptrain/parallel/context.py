@@ -200,8 +200,8 @@ class PartLayout(SequenceLayout):
 class AllToAllHeads:
     """The communication of attention under context parallelism, one all-to-all in each direction.
 
-    A rank passes its positions of all heads, and gets all positions of its heads. This class is the
-    `HeadExchange` of gptrain.models.attention.
+    A rank passes its positions of all heads, and gets all positions of its heads. `gptrain.models`
+    describes the two methods, at `context_plan`.
 
     Args:
         group: Ranks that share a sequence, in the order of their parts.
