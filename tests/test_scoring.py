@@ -10,7 +10,7 @@ import torch
 import gptrain
 from gptrain.data import load_tokenizer, train_bpe
 from gptrain.models import SimpleGPT
-from gptrain.text.scoring import encode_pair, score_continuations
+from recipes.scores import encode_pair, score_continuations
 
 BYTES, LIMIT = load_tokenizer("bytes"), 8
 TEXT = "für naïve 數據, and more"

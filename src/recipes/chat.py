@@ -6,7 +6,8 @@ and `content`, or a question and an answer under two keys.
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from torch.utils.data import Dataset
 from gptrain.core import labels
 from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
-from gptrain.data.samples import pack_samples
 from gptrain.data.sources import format_of, read_records
 from gptrain.lit.lightning import data_of
 from gptrain.lit.loggers import log_note
@@ -179,3 +179,28 @@ def read_messages(file: Path, keys: str | list[str]) -> Iterator[list[dict[str, 
         pairs = zip(("user", "assistant"), (record[name] for name in names), strict=False)
         talk = [{"role": role, "content": text} for role, text in pairs]
         yield record[keys] if isinstance(keys, str) else talk
+
+
+def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Decide which documents share a sample, so that few positions of the samples stay empty.
+
+    The longest document is placed first, each into the fullest sample that has space for it.
+
+    Args:
+        lengths: Number of positions of each document, at most `size`.
+        size: Number of positions of a sample.
+
+    Returns:
+        For each sample, the indices of its documents in `lengths`.
+    """
+    packed: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # (free positions, index of the packed sample), sorted
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(spaces, (lengths[item], 0))
+        if place == len(spaces):
+            spaces.append((size, len(packed)))
+            packed.append([])
+        space, number = spaces.pop(place)
+        packed[number].append(item)
+        insort(spaces, (space - lengths[item], number))
+    return packed

@@ -16,21 +16,18 @@ r"""Generate text with a trained net and print each prompt with its continuation
     top_k        draw only from this number of the most probable tokens
     top_p        draw only from the most probable tokens that together reach this probability
     seed         seed of the random numbers
-    cache        true: compute each position once; false: for comparison (true)
 
-The tokenizer is read from the run's folder. If the folder has none (data=tokens), prompts and
-continuations are token ids.
+The tokenizer is read from the run's folder. After data=tokens, copy its tokenizer.json there.
 """
 
 import sys
 from typing import Annotated, ClassVar, Literal
 
-from hydra.core.hydra_config import HydraConfig
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
 from gptrain.config.overrides import parse
-from gptrain.core.errors import ConfigError, ConfigIssue
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
@@ -38,17 +35,14 @@ from gptrain.core.value_types import Count, LocalPath, Name
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None
 DEFAULTS = {
     **dict.fromkeys(("chat", "prompt", "top_k", "top_p"), "null"),
-    **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
+    **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "interactive": "false"},
 }
-RUN_KEYS = {  # keys of a run that have an effect on the command
-    "from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets", "debug",
-}  # fmt: skip
 
 
 class GenerateRun(RunConfig):
     """Keys of the command `gptrain.generate`: those of a run, and those of the command.
 
-    Most keys of a run have no effect on the command. Setting one of them is an error.
+    Most keys of a run have no effect on the command: the net is used as it was trained.
 
     Attributes:
         from_run: Folder of a run, a checkpoint or an exported model. Required.
@@ -60,7 +54,6 @@ class GenerateRun(RunConfig):
         top_p: A token is drawn from the most probable ones that together reach this probability.
             None for all.
         stop: Texts before which the continuation ends.
-        cache: Whether keys and values of earlier positions are kept. False is for comparison.
         interactive: Whether prompts are read from the terminal.
         chat: Whether a prompt is a message of a conversation. None: only if `interactive` is set
             and the run has a chat template.
@@ -77,7 +70,6 @@ class GenerateRun(RunConfig):
     top_k: Count | None
     top_p: Annotated[float, Field(gt=0, le=1)] | None
     stop: Name | list[Name]
-    cache: bool
     interactive: bool
     chat: bool | None
 
@@ -116,21 +108,22 @@ def generate(cfg: GenerateRun) -> None:
         cfg: Configuration of the command.
 
     Raises:
-        ConfigError: If an option or a prompt is invalid, or if `from_run` is damaged (exit code 65)
-            or missing (exit code 66).
+        ConfigError: If an option or a prompt is invalid, if `from_run` is damaged (exit code 65),
+            or if it is missing or has no tokenizer (exit code 66).
         DataError: If a prompt has a character without a token, or the chat template refuses it.
         ModuleNotFoundError: If an optional package that a file of the run needs is missing.
     """
-    check_effects()
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import load_for_command
     from gptrain.text.writing import Writer
 
     net, tokenizer, device = load_for_command(cfg)
-    if cfg.prompt is None:
-        prompts = [] if cfg.interactive else ["\n"]
-    else:
-        prompts = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt
+    if tokenizer is None:
+        message, hint = "has no tokenizer", "copy the tokenizer.json of its data into the folder"
+        raise ConfigError.of("from_run", cfg.from_run, message, hint=hint, code=INPUT_NOT_FOUND)
+    prompts = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
+    if not prompts and not cfg.interactive:
+        prompts = ["\n"]
     writer = Writer(cfg, net.to(device), tokenizer, device)
     for number, prompt in enumerate(prompts):
         if number:
@@ -138,20 +131,6 @@ def generate(cfg: GenerateRun) -> None:
         writer.write(prompt)
     if cfg.interactive:
         writer.run_interactively()
-
-
-def check_effects() -> None:
-    """Check that every key of the command line has an effect.
-
-    Raises:
-        ConfigError: If a key has no effect. Each such key is one issue.
-    """
-    keys = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
-    message = "has no effect: the net of from_run is used as it was trained"
-    effective = RUN_KEYS | DEFAULTS.keys()
-    issues = [ConfigIssue(key, None, message) for key in keys if key not in effective]
-    if issues:
-        raise ConfigError(issues)
 
 
 if __name__ == "__main__":

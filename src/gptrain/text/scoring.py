@@ -3,7 +3,6 @@
 # N tokens of a text, T max_seq_len of the net, V vocab
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,52 +95,6 @@ def score(
     finally:
         net.train(was_training)
     return scores
-
-
-@torch.no_grad()
-def score_continuations(
-    net: nn.Module, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> list[float]:
-    """Return the log probability in nats of each continuation after its context, in one pass.
-
-    Args:
-        net: Net with the contract of `gptrain.models`, in evaluation mode.
-        pairs: Token ids of a context and of its continuation, at least one each, for at least one
-            pair. If both together are longer than the net can read, the beginning is left out:
-            first of the context, then of the continuation, whose scores then lack that beginning.
-    """
-    device = next(net.parameters()).device
-    limit = getattr(net, "max_seq_len", None) or sys.maxsize - 1
-    rows = [torch.tensor([*context, *tokens][-limit - 1 :]) for context, tokens in pairs]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # (B, T + 1)
-    log_probs = net(tokens[:, :-1]).float().log_softmax(-1)  # (B, T, V)
-    chosen = log_probs.gather(-1, tokens[:, 1:, None])[..., 0].double()  # (B, T)
-    return [
-        scores[: len(row) - 1][-len(continuation) :].sum().item()
-        for scores, row, (_, continuation) in zip(chosen, rows, pairs, strict=True)
-    ]
-
-
-def encode_pair(
-    tokenizer: Tokenizer, context: str, continuation: str
-) -> tuple[list[int], list[int]]:
-    """Return the tokens of a context and the tokens of its continuation.
-
-    Both are encoded as one text, so that they are the tokens that a net sees in a running text. The
-    text is cut after as many tokens as the context alone has. As in lm-evaluation-harness, white
-    space at the end of the context belongs to the continuation.
-
-    Args:
-        tokenizer: Tokenizer of the net.
-        context: Text before the continuation.
-        continuation: Text that follows, usually with a space at its beginning.
-
-    Raises:
-        DataError: If the text has a character that the tokenizer has no token for.
-    """
-    together = tokenizer.encode(context + continuation).tolist()
-    n_context = len(tokenizer.encode(context.rstrip()))
-    return together[:n_context], together[n_context:]
 
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:

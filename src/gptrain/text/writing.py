@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import nn
 
 from gptrain.core.errors import ConfigError, DataError, ending_of
@@ -69,26 +68,21 @@ class Writer:
     Args:
         cfg: Configuration of the command, `gptrain.generate.__main__.GenerateRun`.
         net: Net with the contract of `gptrain.models`, on `device`.
-        tokenizer: Tokenizer of the net. None reads and prints token ids.
+        tokenizer: Tokenizer of the net.
         device: Device of the net.
 
     Raises:
-        ConfigError: If `cfg.chat` is true and the tokenizer has no chat template.
         DataError: If the chat template is to be used and is not valid.
     """
 
-    def __init__(self, cfg: Any, net: nn.Module, tokenizer: Tokenizer | None, device: str):
+    def __init__(self, cfg: Any, net: nn.Module, tokenizer: Tokenizer, device: str):
         self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
         self.generator = torch.Generator(device).manual_seed(cfg.seed)
         self.messages: list[dict[str, str]] = []  # conversation so far
-        has_template = tokenizer is not None and tokenizer.chat_template is not None
-        if cfg.chat and not has_template:
-            message = "the run's folder has no chat template"
-            raise ConfigError.of("chat", cfg.chat, message, hint="chat=false")
-        is_chat = (cfg.interactive if cfg.chat is None else cfg.chat) and has_template
-        self.format = ChatFormat(tokenizer) if tokenizer and is_chat else None
+        is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
+        self.format = ChatFormat(tokenizer) if is_chat else None
 
     def write(self, prompt: str) -> None:
         """Print a prompt and its continuation, and then the speed to stderr.
@@ -97,33 +91,28 @@ class Writer:
         answer are then added to the conversation.
 
         Args:
-            prompt: Text, or token ids separated by spaces or commas if there is no tokenizer.
+            prompt: Text to continue or to answer.
 
         Raises:
-            ConfigError: If the prompt has no token, or a token that the net does not know.
+            ConfigError: If the prompt has no token.
             DataError: If the prompt has a character without a token, or the chat template refuses
                 the conversation.
         """
         start_s = time.perf_counter()
         question = {"role": "user", "content": prompt}
+        stop_ids = [*self.tokenizer.stop_ids]
         if self.format:
             tokens = self.format.encode_prompt([*self.messages, question])
-        else:
-            tokens = encode(self.tokenizer, prompt)
-        vocab_size = getattr(self.net, "vocab_size", sys.maxsize)
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            message = f"must be one or more tokens of the net, whose ids are 0 to {vocab_size - 1}"
-            raise ConfigError.of("prompt", prompt, message)
-        stop_ids = [*(self.tokenizer.stop_ids if self.tokenizer else ())]
-        stop_ids += [self.format.end_id] if self.format else []
-        n_prompt, n_tokens, cache = len(tokens), self.cfg.n_tokens, self.cfg.cache
-        shown = prompt if self.tokenizer else " ".join(map(str, tokens))
-        new_tokens = sampling.generate(
-            self.net, tokens, n_tokens, self.sampling, self.generator, cache, stop_ids
+            stop_ids.append(self.format.end_id)
+        elif not (tokens := self.tokenizer.encode(prompt).tolist()):
+            raise ConfigError.of("prompt", prompt, "has no tokens")
+        n_prompt, n_tokens = len(tokens), self.cfg.n_tokens
+        drawn = sampling.generate(
+            self.net, tokens, n_tokens, self.sampling, self.generator, True, stop_ids
         )
-        pieces = cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, new_tokens))
+        pieces = cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, drawn))
         answer = ""
-        for piece in chain([] if self.format else [shown], pieces):
+        for piece in chain([] if self.format else [prompt], pieces):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
             answer += piece
         print(flush=True)
@@ -153,24 +142,8 @@ class Writer:
                 return
 
 
-def encode(tokenizer: Tokenizer | None, prompt: str) -> list[int]:
-    """Return the token ids of a prompt, or without a tokenizer the ids that it lists.
-
-    Raises:
-        ConfigError: If there is no tokenizer, and a word of the prompt is not an integer.
-        DataError: If a character has no token.
-    """
-    if tokenizer is not None:
-        return tokenizer.encode(prompt).tolist()
-    try:
-        return [int(word) for word in prompt.replace(",", " ").split()]
-    except ValueError:
-        message = "the run's folder has no tokenizer"
-        raise ConfigError.of("prompt", prompt, message, hint="token ids, as in '1 2 3'") from None
-
-
 def decode_pieces(
-    tokenizer: Tokenizer | None, tokens: list[int], new_tokens: Iterable[int]
+    tokenizer: Tokenizer, tokens: list[int], new_tokens: Iterable[int]
 ) -> Iterator[str]:
     """Yield the text that each new token adds to the text of the tokens before it.
 
@@ -178,27 +151,20 @@ def decode_pieces(
     at the end is yielded as U+FFFD.
 
     Args:
-        tokenizer: Tokenizer of the net. None yields token ids, each after a space.
+        tokenizer: Tokenizer of the net.
         tokens: Token ids of the prompt. Each new token is appended to this list.
         new_tokens: Token ids that follow the prompt.
     """
-    if tokenizer is None:
-        for token in new_tokens:
-            tokens.append(token)
-            yield f" {token}"
-        return
     start = max(0, len(tokens) - 8)  # the text of a token may depend on the tokens before it
-    stream = DecodeStream(tokens[start:], skip_special_tokens=False)
-    n_done = len(tokenizer.decode(tokens[start:]))
+    shown = tokenizer.decode(tokens[start:])
     for token in new_tokens:
         tokens.append(token)
-        try:
-            piece = stream.step(tokenizer.core, token) or ""
-        except Exception:  # byte tokens of Llama 2: a byte makes the character before it invalid
-            stream, piece = DecodeStream([token], skip_special_tokens=False), ""
-        n_done += len(piece)
-        yield piece
-    yield tokenizer.decode(tokens[start:])[n_done:]
+        text = tokenizer.decode(tokens[start:])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            start = max(0, len(tokens) - 8)
+            shown = tokenizer.decode(tokens[start:])
+    yield tokenizer.decode(tokens[start:])[len(shown) :]
 
 
 def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
