@@ -28,15 +28,9 @@ from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
 from gptrain.data import load_tokenizer, train_bpe
+from gptrain.data.tokenizers import FILE_NAME
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
-from gptrain.export.files import (
-    check_format,
-    copy_companion_files,
-    write_net,
-    write_special_ids,
-    write_tensors,
-    write_tokenizer,
-)
+from gptrain.export.files import write_companions, write_net
 from tests.command_line import compose_run
 
 
@@ -52,6 +46,11 @@ def export_run(capfd, tmp_path):
         return code, folder, out + err
 
     return run
+
+
+def write_files(tokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer, as for a run in the tokenizer's own folder."""
+    write_companions(tokenizer, tokenizer.path.parent, folder, "hf")
 
 
 def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice, export_run):
@@ -115,7 +114,7 @@ def test_an_export_generates_the_same_text_as_its_run(
 
 
 def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
-    write_tokenizer(load_tokenizer("bytes"), tmp_path, "hf")
+    write_files(load_tokenizer("bytes"), tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "".join(map(chr, range(0x250))) + "\U0001f600\r\n\tdef f(x): return x  # \x00\x7f"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -123,8 +122,8 @@ def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
 
 
 def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_path):
-    trained = train_bpe(["some words of a text " * 9], 280, tmp_path / "bpe.json", has_end=True)
-    write_tokenizer(trained, tmp_path, "hf")
+    trained = train_bpe(["some words of a text " * 9], 280, tmp_path / FILE_NAME, has_end=True)
+    write_files(trained, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.eos_token == trained.end_token == "<|endoftext|>"
     assert tokenizer.eos_token_id == trained.end_id
@@ -133,12 +132,15 @@ def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_pa
 
 def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
     dtypes = (torch.bool, torch.int64, torch.uint8, torch.uint16)
-    own = {str(dtype): torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
-    write_tensors(tmp_path / "model.safetensors", own, torch.bfloat16)
+    own = {f"{dtype}"[6:]: torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
+    net = torch.nn.Module()
+    for name, tensor in own.items():
+        net.register_buffer(name, tensor)
+    write_net(net, tmp_path, "safetensors", "bf16")
     read = load_file(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # older versions of transformers need it
-    assert all(str(t.dtype) == name and torch.equal(t, own[name]) for name, t in read.items())
+    assert all(t.dtype == own[name].dtype and torch.equal(t, own[name]) for name, t in read.items())
 
 
 def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
@@ -147,7 +149,7 @@ def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
         with pytest.raises(OSError) as full:
-            write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(10**6)}, torch.float32)
+            write_net(torch.nn.Linear(1000, 1000), tmp_path, "safetensors", "fp32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code_of(full.value) == IO_ERROR and not list(tmp_path.iterdir())
@@ -222,8 +224,7 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     (source / "config.json").write_text(json.dumps(model_ids))  # 4: not in this vocabulary
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
-    copy_companion_files(run, folder)
-    write_special_ids(folder, load_tokenizer(run))
+    write_companions(load_tokenizer(run), run, folder, "hf")
     ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 3}
     assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 4, **ids}
     assert json.loads((folder / "generation_config.json").read_text()) == ids
@@ -267,7 +268,7 @@ def test_an_export_has_the_end_token_of_its_tokenizer_and_of_its_data(
     generation = {"pad_token_id": 256, "eos_token_id": 9, "max_new_tokens": 7}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text('{"vocab_size": 256}')
-    write_special_ids(tmp_path, load_tokenizer("bytes"))
+    write_files(load_tokenizer("bytes"), tmp_path)
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"max_new_tokens": 7, "eos_token_id": [9, 255]}
 
@@ -284,7 +285,7 @@ def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
 def test_the_error_for_a_net_that_is_not_gpt2_names_a_format_that_works(tmp_path):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"no `to_hugging_face`.*try: format=safetensors"):
-        check_format(net, "hf")
+        write_net(net, tmp_path, "hf", "fp32")
     write_net(net, tmp_path, "safetensors", "fp32")
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}
     assert write_net(net, tmp_path, "safetensors", "bf16") == 2 * 6  # bytes of six numbers

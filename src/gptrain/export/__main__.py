@@ -18,12 +18,10 @@ import logging
 from pathlib import Path
 from typing import Literal
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from gptrain import config
 from gptrain.checkpoints import fileops
-from gptrain.config.from_run import words_to_repeat
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.locations import expand_home
@@ -71,35 +69,23 @@ def export(cfg: ExportRun) -> None:
         ConfigError: If the net has no form in transformers or peft (exit code 2), if the
             checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
         OSError: If a file cannot be written.
-        ModuleNotFoundError: If the package `safetensors` is missing.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import build_net, find_tokenizer
     from gptrain.assemble.resume import find_trained
     from gptrain.assemble.weights import load_weights, named_source
-    from gptrain.export.files import (
-        check_format,
-        copy_companion_files,
-        write_net,
-        write_special_ids,
-        write_tokenizer,
-    )
+    from gptrain.export.files import write_companions, write_net
 
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
         message = "holds a run, whose saved config an export would replace"
         raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
-    check_format(net, cfg.format)
     with named_source("from_run", cfg.from_run):
         path, _ = load_weights(net, find_trained(cfg))
         tokenizer = find_tokenizer(expand_home(cfg.from_run))
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
-    copy_companion_files(expand_home(cfg.from_run), folder)
-    if tokenizer:
-        write_tokenizer(tokenizer, folder, cfg.format)
-    if cfg.format == "hf":
-        write_special_ids(folder, tokenizer)
+    write_companions(tokenizer, expand_home(cfg.from_run), folder, cfg.format)
     if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes
         (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})
@@ -108,9 +94,7 @@ def export(cfg: ExportRun) -> None:
     log.info(labels.line("folder", folder))
     if cfg.format == "peft":
         return  # no run can start from adapters alone
-    words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]
-    typed = HydraConfig.get().overrides
-    words += words_to_repeat([*typed.hydra, *typed.task], cfg.from_run)
+    words = shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))
     log.info(labels.line("next", shell.train_command(*words)))
 
 
