@@ -17,7 +17,7 @@ from gptrain.config.overrides import line_of, parse
 from gptrain.core import labels
 from gptrain.core.shell import by_key, override, train_command
 from gptrain.runs.folder import MALFORMED_FILE_ERRORS, OVERRIDES, RunRecord, read_run, read_runs
-from gptrain.runs.table import is_same_value, rank_runs, table, text_table
+from gptrain.runs.table import rank_runs, table, text_table
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")
 LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
@@ -72,7 +72,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
         return None  # no run, or damaged files, which the checks of the job report
     before, now = _identity(run.overrides), _identity(words)
     is_same = all(
-        is_same_value(before.get(key), now.get(key))
+        before.get(key) == now.get(key)
         or (key in LENGTHS and _reaches(before.get(key), now.get(key)))
         for key in before.keys() | now.keys()
     )

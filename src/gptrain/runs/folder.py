@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_statu
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, ConfigIssue
-from gptrain.core.shell import by_key
-from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
+from gptrain.core.small_files import read_json, read_yaml
 
 # Errors that a file of another form than gptrain's may cause while it is read.
 MALFORMED_FILE_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
@@ -55,16 +53,6 @@ class RunRecord:
     ended: str
     detail: str
     goodput: dict[str, float]
-
-    @property
-    def typed(self) -> dict[str, str]:
-        """Values of the overrides by key, without the `+` of new keys."""
-        return by_key(self.overrides)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Values of the composed config by dotted key. Empty if config.yaml cannot be read."""
-        return flatten(read_facts(self.path / CONFIG, read_yaml))
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:

@@ -6,25 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gptrain.core.errors import printable
-from gptrain.runs.folder import RunRecord
+from gptrain.core.shell import by_key
+from gptrain.core.small_files import flatten, read_facts, read_yaml
+from gptrain.runs.folder import CONFIG, RunRecord
 
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
 # Endings of keys that hold a location: equal runs may have different ones.
 LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path")
 CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
-YAML_SPELLING = {"None": "null", "True": "true", "False": "false"}
-
-
-def is_same_value(value: Any, other: Any) -> bool:
-    """Return whether two values are equal as numbers, or else as text.
-
-    1e-3 equals "0.001", and None equals "null". NaN equals no value.
-    """
-    try:
-        return float(value) == float(other)
-    except (TypeError, ValueError, OverflowError):
-        text, other_text = str(value), str(other)
-        return YAML_SPELLING.get(text, text) == YAML_SPELLING.get(other_text, other_text)
 
 
 def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
@@ -37,7 +26,8 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     Args:
         runs: Runs in any order.
     """
-    config = next((run.config for run in reversed(runs) if run.config), {})
+    configs = (flatten(read_facts(run.path / CONFIG, read_yaml)) for run in reversed(runs))
+    config = next(filter(None, configs), {})
     metric = str(config.get("objective", "val/loss"))
     sign = -1 if config.get("checkpoint.mode") == "max" else 1
     return metric, sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
@@ -54,16 +44,15 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
         runs: Runs in the order of the rows, at least one.
         metrics: Names of the metrics in the order of the columns.
     """
-    typed = [run.typed for run in runs]
+    typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
-    first = typed[0]
-    keys = [k for k in keys if not all(is_same_value(one.get(k), first.get(k)) for one in typed)]
+    keys = [key for key in keys if len({one.get(key) for one in typed}) > 1]
     names = dict.fromkeys(name for run in runs for name in run.goodput)
     times = [name for name in names if any(run.goodput.get(name, 0) >= 0.05 for run in runs)]
     common = os.path.commonpath([os.path.abspath(run.path.parent) for run in runs])
     rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", *times, "ended"]]
-    for run in runs:
-        values = *map(run.typed.get, keys), *map(run.metrics.get, metrics), run.steps
+    for run, values_of in zip(runs, typed, strict=True):
+        values = *map(values_of.get, keys), *map(run.metrics.get, metrics), run.steps
         seconds = None if run.seconds is None else round(run.seconds, 1)
         ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
         name = os.path.relpath(run.path, common)
