@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import Dataset, IterableDataset
@@ -119,6 +121,18 @@ class Samples(Dataset):
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         return tokens[:-1], tokens[1:]
+
+
+class RandomSamples(Samples):
+    """Samples that draw random numbers, as an augmentation does, by each of the generators."""
+
+    def __getitem__(self, number):
+        tokens, targets = super().__getitem__(number)
+        tokens = tokens.clone()
+        tokens[:3] = torch.tensor(
+            [random.randrange(256), np.random.randint(256), torch.randint(256, ())]
+        )
+        return tokens, targets
 
 
 class Stream(IterableDataset):

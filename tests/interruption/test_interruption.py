@@ -165,6 +165,14 @@ TABLE = {
          *MIXTURE, "data.num_workers=1"),
         (asked("on_train_batch_end", 2),),
     ),
+    "samples with random numbers, read by two workers": Row(
+        (*PLAIN, *(f"data.{name}._target_={PARTS}.RandomSamples" for name in ("train", "val")),
+         "data.num_workers=2"),
+        (asked("on_train_batch_end", 2), failed("on_validation_batch_end", 6)),
+    ),
+    "samples with random numbers, read by the training process": Row(
+        (*PLAIN, f"data.train._target_={PARTS}.RandomSamples"), (asked("on_train_batch_end", 2),),
+    ),
     "a stream, read by two workers": Row(
         (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2"),
         (failed("on_before_backward", 1), asked("on_train_batch_end", 4)),

@@ -152,6 +152,16 @@ class MixtureOrder:
         return (cycles * self._counts + counts).tolist()
 
 
+class MicroBatch(list[int]):
+    """Indices of the samples of a micro-batch.
+
+    Attributes:
+        place: Number of samples that the run reads before the first one.
+    """
+
+    place = 0
+
+
 @dataclass(eq=False)
 class TrainBatches:
     """Batch sampler that yields the micro-batches of one rank, from the run's current position.
@@ -220,11 +230,13 @@ class TrainBatches:
         numbers = self.n_read(step) + np.arange(self.global_batch_size)
         return self.order.index(numbers).reshape(self.accumulate, self.world_size, -1)
 
-    def _micro_batch(self, number: int) -> list[int]:
+    def _micro_batch(self, number: int) -> MicroBatch:
         step, micro_step = divmod(number, self.accumulate)
         slot = micro_step * self.world_size + self.rank
         numbers = self.n_read(step) + slot * self.batch_size + np.arange(self.batch_size)
-        return self.order.index(numbers).tolist()
+        batch = MicroBatch(self.order.index(numbers).tolist())
+        batch.place = int(numbers[0])
+        return batch
 
 
 class EvalBatches:
@@ -243,8 +255,9 @@ class EvalBatches:
         world_size: Number of data-parallel ranks. A rank without a sample of a part that has fewer
             samples than there are ranks yields [-1 - i], where i is the first sample of the part.
             `BatchReader` reads this index as sample i without targets.
-        limit: Number of the batches of one process whose samples are evaluated, or their fraction.
-            All ranks together evaluate these samples, see `limit_lengths`. None evaluates all.
+        limit: Number of the batches of one process, in each part, whose samples are evaluated, or
+            their fraction. All ranks together evaluate these samples, see `limit_lengths`. None
+            evaluates all.
     """
 
     def __init__(
@@ -300,22 +313,19 @@ class EvalBatches:
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
     """Return how many samples of each part of a dataset a limited evaluation reads.
 
-    They are the first samples of the part, those in the first `limit` full batches, which alternate
-    between the parts. The set is therefore the same on any number of ranks.
+    They are the first samples of the part, those in its first `limit` full batches. The set is
+    therefore the same on any number of ranks.
 
     Args:
         lengths: Number of samples of each part.
         batch_size: Samples of a batch.
-        limit: Number of batches, or with a float their fraction, of which at least one is read.
-            None reads all samples.
+        limit: Number of batches of each part, or with a float their fraction, of which at least one
+            is read. None reads all samples.
     """
     if limit is None:
         return list(lengths)
-    starts = sorted(
-        (start, part) for part, n in enumerate(lengths) for start in range(0, n, batch_size)
-    )
-    n_batches = max(1, int(limit * len(starts))) if isinstance(limit, float) else limit
-    counts = [0] * len(lengths)
-    for start, part in starts[:n_batches]:
-        counts[part] = min(start + batch_size, lengths[part])
-    return counts
+    n_batches = [
+        max(1, int(limit * -(-n // batch_size))) if isinstance(limit, float) else limit
+        for n in lengths
+    ]
+    return [min(n, k * batch_size) for n, k in zip(lengths, n_batches, strict=True)]

@@ -3,16 +3,17 @@
 # B batch, T positions of a sample
 """
 
+import hashlib
+import random
 import warnings
 from abc import abstractmethod
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from gptrain.core.errors import DataError, first_line
 from gptrain.loss import IGNORED
@@ -85,6 +86,10 @@ class BatchReader(WrappedDataset):
             any form as long as the samples of one batch have equal shapes.
         vocab_size: Number of token ids V of the net. With `n_positions`, tokens and targets must be
             below it. None does not check them.
+        seed: Seed of the random numbers that the dataset draws in a data worker. They depend on
+            this seed and on the place of the batch in the run only, so that a resumed run draws the
+            same. None changes no random generator. The training process saves the state of its
+            own random generators.
     """
 
     def __init__(
@@ -93,10 +98,12 @@ class BatchReader(WrappedDataset):
         name: str = "data",
         n_positions: int | None = None,
         vocab_size: int | None = None,
+        seed: int | None = None,
     ):
         super().__init__(dataset, name)
         self.n_positions = n_positions
         self.vocab_size = vocab_size
+        self.seed = seed
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
@@ -116,6 +123,8 @@ class BatchReader(WrappedDataset):
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
+        if self.seed is not None and get_worker_info() is not None:
+            seed_all(f"{self.seed} {getattr(indices, 'place', indices)}")
         samples = self.read(indices)
         try:
             batch = collate(samples)
@@ -165,13 +174,12 @@ class HuggingFacePairs(WrappedDataset):
     """
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.__getitems__([index])[0]
+        return pair_of(self.dataset[index], f"{self.name}: sample {index}")
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return the pairs of several samples as a list."""
-        places = [f"{self.name}: sample {index}" for index in indices]
-        pairs = zip(self.read(indices), places, strict=True)
-        return [pair_of(sample, place) for sample, place in pairs]
+        samples = zip(indices, self.read(indices), strict=True)
+        return [pair_of(sample, f"{self.name}: sample {index}") for index, sample in samples]
 
 
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
@@ -209,58 +217,34 @@ def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, T
         DataError: If a key is missing, if the values are not integers of one shape (T,), if a label
             that is not masked is neither its input id nor -100, or if the mask has a 0 before a 1.
     """
-    names = ("input_ids", "labels", "attention_mask")
-    if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
-        raise DataError(f"{place}: no dict of input_ids and labels, as sample 0 is")
     try:
-        columns = [torch.as_tensor(sample[name]) for name in names if name in sample]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{place}: {first_line(error)}; needed: sequences of integers") from None
-    tokens, labels, *masks = columns
-    shapes = {tuple(column.shape) for column in columns}
-    if len(shapes) != 1 or tokens.ndim != 1 or any(c.is_floating_point() for c in columns):
-        raise DataError(f"{place}: shapes {sorted(shapes)}; needed: integers of one shape (T,)")
-    tokens, labels = tokens.long(), labels.long()
-    if masks:
-        mask = masks[0].bool()
-        if not torch.equal(mask, mask.cummin(0).values):
-            message = "attention_mask has a 0 before a 1: a causal net would attend to the padding"
-            raise DataError(f"{place}: {message}; needed: padding_side='right'")
-        labels = labels.masked_fill(~mask, IGNORED)
-    differs = (labels != IGNORED) & (labels != tokens)
-    if differs.any():
-        position = int(differs.nonzero()[0])
+        tokens, labels = (torch.as_tensor(sample[key]).long() for key in ("input_ids", "labels"))
+        mask = torch.as_tensor(sample.get("attention_mask", torch.ones_like(tokens))).bool()
+        targets = torch.where(mask, labels, IGNORED)
+        is_other = (targets != IGNORED) & (targets != tokens)
+        shifted = torch.cat((targets[1:], targets.new_full((1,), IGNORED)))
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        message = f"{first_line(error)}; needed: a dict of input_ids and labels, integers (T,)"
+        raise DataError(f"{place}: {message}") from None
+    if not torch.equal(mask, mask.cummin(0).values):
+        message = "attention_mask has a 0 before a 1: a causal net would attend to the padding"
+        raise DataError(f"{place}: {message}; needed: padding_side='right'")
+    if is_other.any():
+        position = int(is_other.nonzero()[0])
         raise DataError(
-            f"{place}: labels[{position}]={int(labels[position])}, "
+            f"{place}: labels[{position}]={int(targets[position])}, "
             f"input_ids[{position}]={int(tokens[position])}; needed: labels that are input_ids or "
             "-100, not shifted; targets that are shifted need a pair (tokens, targets)"
         )
-    return tokens, torch.cat((labels[1:], labels.new_full((1,), IGNORED)))
+    return tokens, shifted
 
 
-def pack_samples(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Decide which documents share a sample, so that few positions of the samples stay empty.
-
-    The longest document is placed first, each into the fullest sample that has space for it.
-
-    Args:
-        lengths: Number of positions of each document, at most `size`.
-        size: Number of positions of a sample.
-
-    Returns:
-        For each sample, the indices of its documents in `lengths`.
-    """
-    packed: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (free positions, index of the packed sample), sorted
-    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        place = bisect_left(spaces, (lengths[item], 0))
-        if place == len(spaces):
-            spaces.append((size, len(packed)))
-            packed.append([])
-        space, number = spaces.pop(place)
-        packed[number].append(item)
-        insort(spaces, (space - lengths[item], number))
-    return packed
+def seed_all(text: str) -> None:
+    """Seed the random generators of Python, NumPy and torch's CPU with a hash of a text."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed would take 0.1 ms
 
 
 def has_documents(batch: Any) -> bool:

@@ -17,9 +17,7 @@ its files in `__iter__`, draws the same ones when it is read again.
 """
 
 import copy
-import hashlib
 import os
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -27,12 +25,10 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from gptrain.core.errors import DataError
-from gptrain.data.samples import BatchReader, WrappedDataset
+from gptrain.data.samples import BatchReader, WrappedDataset, seed_all
 
 UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
 
@@ -292,11 +288,3 @@ def has_shuffle_buffer(stream: Any) -> bool:
     while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
         part = getattr(part, "ex_iterable", None)
     return part is not None
-
-
-def seed_all(text: str) -> None:
-    """Seed the random generators of Python, NumPy and torch's CPU with a hash of a text."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would take 0.1 ms

@@ -246,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
         parallel = getattr(getattr(self.trainer, "strategy", None), "parallel", None)
         if n_positions is not None and parallel is not None:
             parallel.check_length(n_positions)
-        reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size)
+        reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size, self.seed)
         n_workers = self.num_workers
         n_ahead = None  # torch's default, 2 batches of each worker
         start_worker: Any = partial(ignore_in_worker, os.getpid())
