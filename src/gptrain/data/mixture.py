@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from gptrain.core.errors import DataError
 from gptrain.data.order import MixtureOrder
 from gptrain.data.samples import as_pairs, has_documents, len_of
 
 
-class Mixture(Dataset):
-    """Dataset that concatenates several datasets, the parts, for a training that mixes them.
+class Mixture(ConcatDataset):
+    """Concatenation of several datasets, the parts, for a training that mixes them.
 
-    Index i is sample i of the concatenation. `order` returns the order in which training mixes the
-    samples of the parts. An evaluation reads the parts separately.
+    `order` returns the order in which training mixes the samples of the parts. An evaluation reads
+    the parts separately.
 
     Args:
         parts: Dataset of each part by name. Samples are pairs (tokens (T,), targets (T,)) or dicts
@@ -34,8 +34,6 @@ class Mixture(Dataset):
             part.
 
     Attributes:
-        firsts: Index of the first sample of each part, followed by the number of all samples,
-            (parts + 1,).
         tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.
         token_bytes: Bytes of text per token, (V,), if all parts have the same values. None
             otherwise.
@@ -57,22 +55,19 @@ class Mixture(Dataset):
         if not parts:
             raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
         self.parts = {name: as_pairs(part, f"part {name}") for name, part in parts.items()}
+        super().__init__(self.parts.values())
         self.weights = {name: weights[name] / sum(weights.values()) for name in parts}
         self.lengths = {name: len_of(part) for name, part in self.parts.items()}
-        self.firsts = np.cumsum([0, *self.lengths.values()])  # (parts + 1,)
-        self.seq_len = seq_len
-        self._is_masked = False
-        for name, part in self.parts.items():
-            sample = part[0]
-            self._is_masked |= has_documents(sample)
-            self.seq_len = self.seq_len or len(sample[0])
-            if len(sample[0]) != self.seq_len:
-                message = f"samples of {len(sample[0])} positions, not {self.seq_len}"
-                raise DataError(f"part {name}: {message}")
-        known: dict[str, Any] = {}
-        for part in self.parts.values():
-            if tokenizer := getattr(part, "tokenizer", None):
-                known.setdefault(tokenizer.identity, tokenizer)
+        samples = {name: part[0] for name, part in self.parts.items()}
+        self._is_masked = any(map(has_documents, samples.values()))
+        for name, sample in samples.items():
+            seq_len = seq_len or len(sample[0])
+            if len(sample[0]) != seq_len:
+                raise DataError(
+                    f"part {name}: samples of {len(sample[0])} positions, not {seq_len}"
+                )
+        tokenizers = [getattr(part, "tokenizer", None) for part in self.parts.values()]
+        known = {tokenizer.identity: tokenizer for tokenizer in tokenizers if tokenizer}
         if len(known) > 1:
             raise DataError("parts have different tokenizers; give all of them the same file")
         self.tokenizer = next(iter(known.values()), None)
@@ -94,23 +89,18 @@ class Mixture(Dataset):
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def __len__(self) -> int:
-        return int(self.firsts[-1])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, idx: int) -> tuple[Tensor, ...]:
         """Return one sample: tokens (T,) and targets (T,), int64.
 
         If a part has documents, the third item is the index of the document of each token, (T,).
 
         Args:
-            index: Index of the sample in the concatenation of the parts.
+            idx: Index of the sample in the concatenation of the parts.
 
         Raises:
             IndexError: If there is no such sample.
         """
-        index = range(len(self))[index]
-        number = int(np.searchsorted(self.firsts, index, side="right")) - 1
-        sample = list(self.parts.values())[number][index - int(self.firsts[number])]
+        sample = super().__getitem__(idx)
         if self._is_masked and len(sample) == 2:
             return (*sample, torch.zeros_like(sample[0]))
         return sample

@@ -1,7 +1,7 @@
 """TextDataset: samples from a corpus of text, which is split and tokenized only once.
 
-The tokens are cached in a folder whose name is a hash of the texts, the tokenizer and the options
-of the split. Tokenization uses all cores and constant memory.
+The tokens are cached in a folder whose name is a hash of the state of the files, the tokenizer and
+the options of the split. Tokenization uses all cores and constant memory.
 """
 
 import hashlib
@@ -9,15 +9,13 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,31 +23,28 @@ from torch import Tensor
 
 from gptrain.core.errors import DataError
 from gptrain.core.progress import progress_bar
-from gptrain.data.sources import Paths, Piece, find_corpus, format_of, read_pieces
+from gptrain.data.sources import Paths, Piece, find_corpus, read_pieces
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset, token_dtype
 
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
+FINGERPRINT_NAME = "sha256"
 # Version of the folder's files and of the split, a part of the cache key. A change of either must
 # increase it.
-FORMAT = 6
+FORMAT = 7
 _ENDS_TYPE = "<i8"
-_BATCH_CHARS = 2**20  # text that is tokenized in one call
-_IN_WORK = 3  # batches: one is encoded while others are read and converted to arrays
-# Real path of a file, bytes, modification time and change time in ns, and inode
-State = tuple[str, int, int, int, int]
-_RECENT_S = 2.0
+_BATCH_PIECES = 64  # pieces that are tokenized in one call, at most 768 Ki characters
 
 
 class TextDataset(TokenDataset):
     """Dataset of the training or the validation text of a corpus.
 
     The text is cut into windows of `seq_len` tokens. The validation set keeps the last, incomplete
-    window, so that every byte counts. The corpus is hashed if a file has changed. It is tokenized
-    if the hash, the tokenizer or an option of the split has changed. Several processes may open the
-    same corpus at once; each gets the complete dataset.
+    window, so that every byte counts. The corpus is tokenized again if the state of a file (see
+    `file_states`), the tokenizer or an option of the split has changed. Several processes may open
+    the same corpus at once; each gets the complete dataset.
 
     Args:
         split: "train" or "val".
@@ -57,7 +52,7 @@ class TextDataset(TokenDataset):
         path: File, folder, glob pattern or a list of these. None reads the source code of Python's
             standard library.
         tokenizer: `bytes`, `bpe` (trained on the training text), or the path of a tokenizer.json.
-        cache_dir: Folder for the tokens and for the hashes of the files.
+        cache_dir: Folder for the tokens.
         val_fraction: Fraction of the text for validation, see `read_pieces`.
         pattern: Pattern that the names of files within folders must match.
         vocab_size: Vocabulary size of the model. The tokenizer may not have more tokens. `bpe`
@@ -74,6 +69,7 @@ class TextDataset(TokenDataset):
     Attributes:
         tokenizer: Tokenizer of the tokens.
         end_id: Token that ends each document, or None.
+        fingerprint: SHA-256 of the tokens and the document ends of both splits.
         ends: Positions in the token file, (documents + 1,): where the first document begins, then
             where each document ends. If a text file is divided between the splits, each of its
             parts counts as a document.
@@ -115,12 +111,9 @@ class TextDataset(TokenDataset):
             raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
         files = find_corpus(path, pattern, cache_dir)
         format = "text" if path is None else format
-        states = _states(files)
-        key = [
-            FORMAT, hash_files(files, states, cache_dir / "index"),
-            [format_of(f, format) for f in files],
-            loaded.identity if loaded else f"bpe:{vocab_size}", val_fraction, has_end, text_key,
-        ]  # fmt: skip
+        states = file_states(files)
+        identity = loaded.identity if loaded else f"bpe:{vocab_size}"
+        key = [FORMAT, states, format, identity, val_fraction, has_end, text_key]
         folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         if not folder.exists():
             read = partial(read_pieces, files, val_fraction, format, text_key, not has_end)
@@ -133,7 +126,7 @@ class TextDataset(TokenDataset):
                     loaded.save(draft)
                 n_bytes = sum(size for _, size, *_ in states)
                 write_tokens(draft, read(), loaded, has_end, n_bytes)
-                if _states(files) != states:
+                if file_states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
         self.tokenizer = load_tokenizer(folder)
         self.token_bytes = self.tokenizer.token_bytes
@@ -145,7 +138,7 @@ class TextDataset(TokenDataset):
         self.ends = np.fromfile(folder / f"{split}.ends", _ENDS_TYPE)
         if self.ends[-1:] != [self.n_tokens]:
             raise DataError(f"{folder}: damaged; delete it, it will be prepared again")
-        self.fingerprint = folder.name
+        self.fingerprint = (folder / FINGERPRINT_NAME).read_text()
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64.
@@ -175,48 +168,20 @@ class TextDataset(TokenDataset):
         return f"{super().describe(n_samples)} · {n_documents}, {ends}, {self.documents}"
 
 
-def hash_files(files: Sequence[Path], states: list[State], index: Path) -> str:
-    """Return the SHA-256 of the contents of files.
+def file_states(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+    """Return real path, size, modification time, change time in ns and inode of each file.
 
-    Files must be read completely to be hashed. The hash is therefore stored in the folder `index`,
-    and used again as long as the files have the same states. The state of a file has the time of
-    its last change (ctime), which no program can set, as programs set the modification time.
-
-    Args:
-        files: Files of a corpus.
-        states: States of the files before they are read, see `_states`.
-        index: Folder of stored hashes, which is created if it does not exist.
-
-    Raises:
-        OSError: If a file cannot be read, or the folder cannot be written.
+    A change of the content changes the state: no program can set the change time (ctime), as
+    programs set the modification time.
     """
-    note = index / hashlib.sha256(repr(states).encode()).hexdigest()
-    if note.is_file() and len(content := note.read_text()) == 64:
-        return content
-    digest = hashlib.sha256()
-    for file in files:
-        content = hashlib.sha256()
-        with file.open("rb") as blocks:
-            while block := blocks.read(2**20):
-                content.update(block)
-        digest.update(content.digest())
-    newest_s = max(changed_ns for _, _, _, changed_ns, _ in states) / 1e9
-    # A file that has just changed may change again without another time.
-    if newest_s < time.time() - _RECENT_S and _states(files) == states:
-        index.mkdir(parents=True, exist_ok=True)
-        note.write_text(digest.hexdigest())
-    return digest.hexdigest()
-
-
-def _states(files: Sequence[Path]) -> list[State]:
     stats = [(os.path.realpath(file), file.stat()) for file in files]
     return [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in stats]
 
 
 def write_tokens(
-    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, has_end: bool, n_bytes: int
+    folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, has_end: bool, n_bytes: int
 ) -> None:
-    """Write the token files `train.bin` and `val.bin` and the document ends of both.
+    """Write the token files `train.bin` and `val.bin`, the document ends of both, and their hash.
 
     A token file begins with a context: the end token, or the tokens of a newline if there is none.
     So every byte of the text is a target. The documents follow one after another. `train.ends` and
@@ -238,19 +203,14 @@ def write_tokens(
     end = np.array([tokenizer.end_id] if has_end else [], dtype)
     context = end if has_end else tokenizer.encode("\n").astype(dtype)
     n_tokens = [0, 0]  # by is_val
-
-    def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
-        encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        return [
-            (piece, np.append(ids, end).astype(dtype) if piece.ends_document else ids.astype(dtype))
-            for piece, ids in zip(batch, encoded, strict=True)
-        ]
+    digest = hashlib.sha256()
 
     def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
         n_tokens[is_val] += len(tokens)
-        files[is_val].write(tokens.tobytes())
-        if ends_part:
-            ends_files[is_val].write(np.array(n_tokens[is_val], _ENDS_TYPE).tobytes())
+        ends = np.array([n_tokens[is_val]] if ends_part else [], _ENDS_TYPE)
+        for file, content in (files[is_val], tokens), (ends_files[is_val], ends):
+            file.write(content.tobytes())
+            digest.update(content.tobytes())
 
     with ExitStack() as stack:
         files, ends_files = (
@@ -260,12 +220,15 @@ def write_tokens(
         for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for number, batch in enumerate(map_in_order(encode, batches(pieces))):
-            if number == 0:
-                warn_of_lost_characters(tokenizer, batch)
-            for piece, tokens in batch:
-                write(tokens, piece.is_val, piece.ends_part)
+        while batch := list(islice(pieces, _BATCH_PIECES)):
+            encoded = tokenizer.encode_batch([piece.text for piece in batch])
+            if sum(n_tokens) == 2 * len(context):
+                warn_of_lost_characters(tokenizer, batch, encoded)
+            for piece, ids in zip(batch, encoded, strict=True):
+                tokens = np.append(ids, end) if piece.ends_document else ids
+                write(tokens.astype(dtype), piece.is_val, piece.ends_part)
                 bar.update(len(piece.text))
+        (folder / FINGERPRINT_NAME).write_text(digest.hexdigest())
         for file in (*files, *ends_files):
             file.flush()
             os.fsync(file.fileno())  # the content is on disk before the folder gets its name
@@ -275,7 +238,7 @@ def write_tokens(
 
 
 def warn_of_lost_characters(
-    tokenizer: Tokenizer, batch: Iterable[tuple[Piece, np.ndarray]]
+    tokenizer: Tokenizer, batch: Sequence[Piece], encoded: Sequence[np.ndarray]
 ) -> None:
     """Warn if the tokens of some text do not give back all of its characters.
 
@@ -284,48 +247,15 @@ def warn_of_lost_characters(
 
     Args:
         tokenizer: Tokenizer of the text.
-        batch: Pieces of text and their tokens.
+        batch: Pieces of text.
+        encoded: Tokens of each piece.
     """
-    lost: Counter[str] = Counter()
-    n_chars = 0
-    for piece, tokens in batch:
-        n_chars += len(piece.text)
-        text = Counter(tokenizer.normalize(piece.text))
-        lost += text - Counter(tokenizer.decode(tokens))
-    lost = Counter({char: n for char, n in lost.items() if not char.isspace() and char != "▁"})
-    if lost:
-        examples = " ".join(char for char, _ in lost.most_common(5))
-        message = f"loses {lost.total()} of the first {n_chars} characters, such as {examples}"
+    text = tokenizer.normalize("".join(piece.text for piece in batch))
+    lost = Counter(text) - Counter(tokenizer.decode(np.concatenate(encoded)))
+    chars = [char for char, _ in lost.most_common() if not char.isspace() and char != "▁"]
+    if chars:
+        message = f"loses characters of the text, such as {' '.join(chars[:5])}"
         warnings.warn(f"data.tokenizer: {message}; try: data.tokenizer=bpe", stacklevel=2)
-
-
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces of text into lists of at least 1 Mi characters; the last list may have less."""
-    batch: list[Piece] = []
-    n_chars = 0
-    for piece in pieces:
-        batch.append(piece)
-        n_chars += len(piece.text) + 1
-        if n_chars >= _BATCH_CHARS:
-            yield batch
-            batch, n_chars = [], 0
-    yield batch
-
-
-def map_in_order(encode: Any, batches: Iterable[list[Piece]]) -> Iterator[Any]:
-    """Yield `encode(batch)` for each batch, in the order of the batches, from several threads.
-
-    The package `tokenizers` releases the global interpreter lock. An exception is raised here,
-    after the batches in work have ended.
-    """
-    waiting: deque[Any] = deque()
-    with ThreadPoolExecutor(_IN_WORK) as pool:
-        for batch in batches:
-            waiting.append(pool.submit(encode, batch))
-            if len(waiting) == _IN_WORK:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 @contextmanager

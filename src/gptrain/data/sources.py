@@ -7,18 +7,18 @@ are read by the package `datasets` (extra `datasets`).
 
 import glob
 import gzip
+import io
 import json
 import os
+import stat
 import sysconfig
-import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
-from gptrain.core.errors import DataError
+from gptrain.core.errors import DataError, first_line
 from gptrain.data.order import GOLDEN
 
 Paths: TypeAlias = str | os.PathLike | Sequence[str | os.PathLike]
@@ -29,12 +29,11 @@ _FORMATS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet",
     ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")  # only gzip is read without a package
 # Unit of the split, so that few words lose their context at a cut. A net whose loss on all of
 # Python's library is 1.34 has 1.33 on 2 % of it in such pieces (1.43 in those of 4 Ki, 1.39 of 16).
 PIECE_CHARS = 2**13
 _LINE_CHARS = 2**12  # a longer line may be cut between two pieces
-_RECORD_PIECE_CHARS = 2**16
 
 
 class Piece(NamedTuple):
@@ -60,7 +59,7 @@ def find_files(
 
     Of a folder, the files below it at any depth are returned, sorted by name. Links are followed. A
     file to which several paths lead is returned once: one copy could otherwise be part of the
-    validation set while another copy is trained on. Warns about links that lead to no file.
+    validation set while another copy is trained on.
 
     Args:
         path: File, folder, glob pattern or a list of these.
@@ -69,12 +68,12 @@ def find_files(
         left_out: Names and real paths of folders that are not entered.
 
     Raises:
-        FileNotFoundError: If a path does not exist, or a glob pattern matches nothing.
+        FileNotFoundError: If a path does not exist, a glob pattern matches nothing, or a link in a
+            folder leads to no file.
         OSError: If a folder cannot be read.
         DataError: If no regular file is left.
     """
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
-    broken = []
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
         names = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
@@ -83,18 +82,28 @@ def find_files(
         for name in names:
             found = [Path(name)]
             if os.path.isdir(name):
-                below = sorted(_walk(name, left_out, frozenset()), key=str)
-                found = [f for f in below if not f.is_file() or keep(str(f.relative_to(name)))]
+                below = sorted(_walk(name, left_out), key=str)
+                found = [file for file in below if keep(file.relative_to(name).as_posix())]
             for file in found:
-                if file.is_file():
+                if stat.S_ISREG(file.stat().st_mode):
                     files.setdefault(os.path.realpath(file), file)
-                else:
-                    broken.append(file)
-    if broken:
-        warnings.warn(f"{len(broken)} paths lead to no file, such as {broken[0]}", stacklevel=2)
     if not files:
         raise DataError(f"{path}: no such file in it")
     return list(files.values())
+
+
+def _walk(folder: str, left_out: Collection[str]) -> Iterator[Path]:
+    """Yield the paths below a folder that are not hidden. Each folder is entered once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    entered = {*left_out}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        is_new = os.path.realpath(place) not in entered
+        entered.add(os.path.realpath(place))
+        folders[:] = [n for n in folders if is_new and not n.startswith(".") and n not in left_out]
+        yield from (Path(place, name) for name in names if is_new and not name.startswith("."))
 
 
 def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]:
@@ -103,35 +112,15 @@ def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]
     Args:
         path: File, folder, glob pattern or a list of these. None takes the .py files of Python's
             standard library without its tests, about 12 MB of text.
-        pattern: Pattern that the names of files within folders must match, or their paths below the
-            folder if the pattern has a slash.
+        pattern: Pattern that the names of files within folders must match, or the ends of their
+            paths if the pattern has a slash.
         cache_dir: Folder of tokens, which is left out.
     """
     left_out = {str(cache_dir)}
     if path is None:
         path, left_out = sysconfig.get_path("stdlib"), left_out | _EXCLUDED_FOLDERS
         pattern = "*.py" if pattern == "*" else pattern
-    has_folder = "/" in pattern
-    return find_files(
-        path,
-        lambda name: fnmatch(name if has_folder else os.path.basename(name), pattern),
-        left_out,
-    )
-
-
-def _walk(folder: str, left_out: Collection[str], parents: frozenset[str]) -> Iterator[Path]:
-    """Yield the paths below a folder that are not hidden. A link to a parent is not followed."""
-    real = os.path.realpath(folder)
-    if real in parents or real in left_out:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in left_out:
-                continue
-            if os.path.isdir(entry.path):
-                yield from _walk(entry.path, left_out, parents | {real})
-            else:
-                yield Path(entry.path)
+    return find_files(path, lambda name: fnmatch(f"/{name}", f"*/{pattern}"), left_out)
 
 
 def format_of(file: Path, given: str | None = None) -> str:
@@ -177,53 +166,41 @@ def read_pieces(
     for file in files:
         kind = format_of(file, format)
         if kind == "text" and text_key is not None:
-            hint = "data.format=jsonl, or data.pattern='*.jsonl'"
-            raise DataError(
-                f"{file}: a text without keys, but data.text_key={text_key}; try: {hint}"
-            )
-        for texts in _read_documents(file, kind, text_key or "text", sizes):
-            for text, is_last in texts:
-                is_val = _is_val(number, val_fraction)
-                number += kind == "text" or is_last
-                ends_part = is_last or is_val != _is_val(number, val_fraction)
-                if newline and is_last and not text.endswith("\n"):
-                    text += "\n"
-                yield Piece(text, is_val, ends_part, is_last)
+            message = f"a text without keys, but data.text_key={text_key}"
+            raise DataError(f"{file}: {message}; try: data.format=jsonl, or data.pattern='*.jsonl'")
+        for text, is_last in _read_texts(file, kind, text_key or "text", sizes):
+            is_val = _is_val(number, val_fraction)
+            number += kind == "text" or is_last
+            ends_part = is_last or is_val != _is_val(number, val_fraction)
+            if newline and is_last and not text.endswith("\n"):
+                text += "\n"
+            yield Piece(text, is_val, ends_part, is_last)
 
 
-def _read_documents(
+def _read_texts(
     file: Path, kind: str, text_key: str, sizes: tuple[int, int]
-) -> Iterator[Iterator[tuple[str, bool]]]:
-    """Yield the documents of a file, each as pieces of text, with whether a piece is the last."""
-    if kind == "text":
-        yield _read_text(file, *sizes)
-    else:
+) -> Iterator[tuple[str, bool]]:
+    """Yield the documents of a file in pieces, and whether a piece is the last of its document."""
+    if kind != "text":
         for record, place in read_records(file, kind):
-            yield _cut_record(_text_of(record, text_key, place))
-
-
-def _read_text(file: Path, n_chars: int, line_chars: int) -> Iterator[tuple[str, bool]]:
-    """Yield pieces that end with a line, unless more than `line_chars` are left of it."""
+            text = io.StringIO(_text_of(record, text_key, place), newline="")
+            yield from _cut(text, PIECE_CHARS, _LINE_CHARS)
+        return
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            text = lines.read(n_chars) + lines.readline(line_chars)
-            while text:
-                following = lines.read(n_chars) + lines.readline(line_chars)
-                yield text, not following
-                text = following
+        with file.open(encoding="utf-8", newline="") as text:
+            yield from _cut(text, *sizes)
     except UnicodeDecodeError as error:
         hint = "data.pattern chooses the files of a folder"
         raise DataError(f"{file}: not UTF-8 text ({error.reason}); {hint}") from None
 
 
-def _cut_record(text: str) -> Iterator[tuple[str, bool]]:
-    start = 0
-    while start < len(text):
-        end = start + _RECORD_PIECE_CHARS
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end], end >= len(text)
-        start = end
+def _cut(document: TextIO, n_chars: int, line_chars: int) -> Iterator[tuple[str, bool]]:
+    """Yield pieces that end with a line, unless more than `line_chars` are left of it."""
+    text = document.read(n_chars) + document.readline(line_chars)
+    while text:
+        following = document.read(n_chars) + document.readline(line_chars)
+        yield text, not following
+        text = following
 
 
 def _is_val(number: int, fraction: float) -> bool:
@@ -245,25 +222,24 @@ def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
     """
     number = 0
     try:
-        is_gzip = file.suffix.lower() == ".gz"
-        if kind == "jsonl" and (is_gzip or file.suffix.lower() not in _COMPRESSED):
-            with gzip.open(file) if is_gzip else file.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield json.loads(line), f"{file}: line {number}"
-            return
-        for number, record in enumerate(_read_with_datasets(file, kind), 1):
+        for number, record in enumerate(_read(file, kind), 1):
             yield record, f"{file}: record {number}"
-    except DataError:
-        raise
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{file}: damaged after record {number}: {error}") from None
+    except Exception as error:  # the package datasets raises any class
+        if isinstance(error, ModuleNotFoundError) or getattr(error, "errno", None):
+            raise
+        message = f"damaged after record {number}: {first_line(error)}"
+        raise DataError(f"{file}: {message}") from error
 
 
-def _read_with_datasets(file: Path, kind: str) -> Iterator[dict[str, Any]]:
+def _read(file: Path, kind: str) -> Iterator[Any]:
+    """Yield each record of a file."""
+    suffix = file.suffix.lower()
+    if kind == "jsonl" and suffix not in _COMPRESSED[1:]:
+        with gzip.open(file) if suffix == ".gz" else file.open("rb") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+        return
     try:
         datasets = import_module("datasets")
-        datasets_error = import_module("datasets.exceptions").DatasetsError
     except ModuleNotFoundError:
         hint = "pip install 'gptrain[datasets]', or data.format=text"
         raise ModuleNotFoundError(f"{file}: needs the package datasets: {hint}") from None
@@ -272,12 +248,9 @@ def _read_with_datasets(file: Path, kind: str) -> Iterator[dict[str, Any]]:
         options = {"keep_default_na": False, "sep": "\t" if ".tsv" in file.name.lower() else ","}
     kind = "json" if kind == "jsonl" else kind
     path = glob.escape(str(file.absolute()))
-    try:
-        yield from datasets.load_dataset(
-            kind, data_files=path, split="train", streaming=True, **options
-        )
-    except datasets_error as error:
-        raise DataError(f"{file}: {error}") from None
+    yield from datasets.load_dataset(
+        kind, data_files=path, split="train", streaming=True, **options
+    )
 
 
 def _text_of(record: Any, text_key: str, place: str) -> str:
