@@ -6,9 +6,12 @@ import re
 import socket
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
+from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.plan.__main__ import main
 from tests.conftest import ROOT
@@ -48,6 +51,29 @@ class SharedSigns:
     """An optimizer from outside that states half a value per parameter."""
 
     states_per_parameter = 0.5
+
+
+class Measure(Callback):
+    """Measures what a real step holds and computes, as the plan names it."""
+
+    found: ClassVar[dict[str, int]] = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.counter.__exit__(None, None, None)
+        parameters = list(pl_module.net.parameters())
+        self.found["flops"] = self.counter.get_total_flops()
+        self.found["weights"] = sum(p.nbytes for p in parameters)
+        self.found["gradients"] = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        (optimizer,) = trainer.optimizers
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        # The counter of steps, one number for a tensor, is no state of a value.
+        self.found["optimizer"] = sum(value.nbytes for value in values if value.ndim)
 
 
 @pytest.fixture
@@ -204,6 +230,16 @@ def test_of_an_own_net_what_is_exact_is_planned_and_nothing_else(plan):
     assert odd["flops"] is None
     code, out, _ = plan(*own, "+model.is_odd=true")
     assert code == 0 and "trainer.fast_dev_run=true" in out
+
+
+def test_a_real_step_of_an_own_net_holds_and_computes_what_was_planned(plan, train):
+    own = ["model=my_lstm", f"model._target_={__name__}.OwnNet", "model.vocab_size=61"]
+    own += ["~model.d_model", "data.batch_size=3", "data.seq_len=5", "trainer.accelerator=cpu"]
+    planned = answer(plan, *own, "trainer.precision=32-true")["strategies"]["single"]
+    words = (*own, f"+callbacks.measure._target_={__name__}.Measure", "trainer.max_steps=1")
+    run = train(*words, "trainer.limit_val_batches=1", "logger=none", tiny=False)
+    assert run.code == 0, run.err
+    assert planned["bytes_per_device"] | {"flops": planned["flops"]} == Measure.found
 
 
 @pytest.mark.parametrize(

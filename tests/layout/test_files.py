@@ -42,7 +42,7 @@ RECIPES = sorted(path for path in (ROOT / "src" / "recipes").glob("[!_]*.py"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_short_and_has_a_choice_or_command_a_test_and_its_size_in_the_readme(recipe):
     n_lines = count_code_lines(recipe)
-    assert n_lines <= 120
+    assert n_lines <= 135
     yaml = [path for path in FOUND if f"recipes.{recipe.stem}." in path.read_text()]
     is_command = "__main__" in recipe.read_text()
     assert is_command or recipe.stem in [path.stem for path in yaml]
@@ -53,4 +53,4 @@ def test_a_recipe_is_short_and_has_a_choice_or_command_a_test_and_its_size_in_th
 
 
 def test_the_recipes_stay_few():
-    assert sum(map(count_code_lines, RECIPES)) <= 600
+    assert sum(map(count_code_lines, RECIPES)) <= 630

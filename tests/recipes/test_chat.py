@@ -208,7 +208,7 @@ def test_questions_and_answers_have_two_keys_in_every_format(tmp_path, monkeypat
     for is_first in (True, False):  # only the first rank shows it
         ShowExample().on_fit_start(SimpleNamespace(is_global_zero=is_first), None)
     assert len(shown) == 1
-    with pytest.raises(DataError, match="line 1 has no messages; try"):
+    with pytest.raises(DataError, match="record 1 has no messages; try"):
         dataset(tmp_path / files[0])
     with pytest.raises(DataError, match=r"data.keys=.*allowed: messages, or two keys"):
         dataset(tmp_path / files[0], keys=["q", "a", "c"])
