@@ -14,6 +14,9 @@ A dataset may have these attributes and methods in addition:
 - `describe(n_samples) -> str`: Description of the data that a run of `n_samples` samples sees. The
   run prints the description when training starts.
 
+A dataset may draw random numbers from torch, from NumPy's global generator or from `random`, for
+example to augment a sample. A resumed run then draws the same numbers, also in data workers.
+
 A stream, such as an IterableDataset or `datasets` in streaming mode, works as well: see
 `gptrain.data.stream` for what it may have.
 

@@ -7,7 +7,6 @@ the options of the split. Tokenization uses all cores and constant memory.
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import warnings
 from collections import Counter
@@ -269,14 +268,12 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
         target: Final path. Missing parent folders are created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=".draft-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target.parent) as name:
+        draft = Path(name)
         yield draft
-        draft.chmod(0o755)  # mkdtemp makes a folder of this user alone
+        draft.chmod(0o755)  # the folder was made for this user alone
         try:
             draft.rename(target)
         except OSError:
             if not target.exists():
                 raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # does nothing if the folder was renamed

@@ -10,8 +10,8 @@ import gzip
 import io
 import json
 import os
-import stat
 import sysconfig
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
@@ -59,7 +59,7 @@ def find_files(
 
     Of a folder, the files below it at any depth are returned, sorted by name. Links are followed. A
     file to which several paths lead is returned once: one copy could otherwise be part of the
-    validation set while another copy is trained on.
+    validation set while another copy is trained on. Warns about links that lead to no file.
 
     Args:
         path: File, folder, glob pattern or a list of these.
@@ -68,12 +68,12 @@ def find_files(
         left_out: Names and real paths of folders that are not entered.
 
     Raises:
-        FileNotFoundError: If a path does not exist, a glob pattern matches nothing, or a link in a
-            folder leads to no file.
+        FileNotFoundError: If a path does not exist, or a glob pattern matches nothing.
         OSError: If a folder cannot be read.
         DataError: If no regular file is left.
     """
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
+    broken = []
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
         names = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
@@ -83,10 +83,14 @@ def find_files(
             found = [Path(name)]
             if os.path.isdir(name):
                 below = sorted(_walk(name, left_out), key=str)
-                found = [file for file in below if keep(file.relative_to(name).as_posix())]
+                found = [f for f in below if not f.is_file() or keep(str(f.relative_to(name)))]
             for file in found:
-                if stat.S_ISREG(file.stat().st_mode):
+                if file.is_file():
                     files.setdefault(os.path.realpath(file), file)
+                else:
+                    broken.append(file)
+    if broken:
+        warnings.warn(f"{len(broken)} paths lead to no file, such as {broken[0]}", stacklevel=2)
     if not files:
         raise DataError(f"{path}: no such file in it")
     return list(files.values())

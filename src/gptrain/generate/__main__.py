@@ -8,8 +8,8 @@ r"""Generate text with a trained net and print each prompt with its continuation
     ckpt_path    best or last checkpoint of the run (best)
     prompt       text, or a list of texts
     interactive  true: read prompts from the terminal, one per line (false)
-    chat         true: a prompt is a message of a conversation, which the run's chat template
-                 renders; by default only if interactive, and if the run has a chat template
+    chat         true: a prompt is a message of a conversation, which the run's chat template, or
+                 ChatML, renders; by default only if interactive, and if the run has a template
     n_tokens     largest number of tokens to generate (256); the run's end token ends it earlier
     stop         text, or a list of texts, before which the continuation ends
     temperature  divisor of the logits; 0 takes the most probable token (0.7)

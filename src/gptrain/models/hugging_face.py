@@ -60,7 +60,7 @@ class HuggingFace(nn.Module):
             is_meta = torch.get_default_device().type == "meta"
             if is_meta and isinstance(error, (RuntimeError, TypeError)):
                 raise  # the constructor may read values, which tensors on the meta device lack
-            reason = " ".join(str(error).split())[:300]  # some errors list all types
+            reason = " ".join(str(error).split())[:174]  # some errors list all types
             raise ValueError(f"transformers cannot build {keys['model_type']}: {reason}") from error
         self.vocab_size = vocab_size
         tables = [part for part in self.model.modules() if isinstance(part, nn.Embedding)]
