@@ -74,6 +74,7 @@ def test_options_that_the_user_did_not_give_are_not_changed(fit):
     assert "before" not in run.out and groups(run, 6) == groups(full, 6)
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_is_used_on_two_ranks(fit):
     words = (*CONSTANT, "trainer.devices=2", "strategy=fsdp")
     fit(*words, "trainer.max_steps=2")

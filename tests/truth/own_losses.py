@@ -215,13 +215,6 @@ class Unreturned(Recorded):
         return loss
 
 
-class Head(Recorded):
-    """Uses a layer of the net, which one stage of a pipeline has."""
-
-    def loss_of(self, batch, tokens, targets):
-        return self.loss(tokens, targets) + 0.1 * self.net.head.weight.square().sum()
-
-
 class ClipsInHook(Recorded):
     """Clips in a hook that sees the gradients before the optimizer does."""
 

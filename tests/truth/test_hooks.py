@@ -7,10 +7,8 @@ import pytest
 from tests.truth.own_losses import see
 from tests.truth.test_own_losses import PLACES
 
-FULL = ("ddp",)
 
-
-@pytest.mark.parametrize("place", ["ddp", "fsdp"])
+@pytest.mark.parametrize("place", ["single", "fsdp"])
 def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
     own = see(train, "ClipsInHook", *PLACES[place])
     trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
@@ -23,10 +21,9 @@ def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
 
 @pytest.mark.parametrize(
     "place",
-    ["ddp", "pipeline", pytest.param("tensor_parallel", marks=pytest.mark.slow)],
+    ["single", "pipeline", pytest.param("tensor_parallel", marks=pytest.mark.slow)],
 )
 def test_clipping_in_configure_gradient_clipping_is_clipping_by_the_trainer(place, train):
-    is_full = place in FULL
-    own = see(train, "ClipsInOverride" if is_full else "ClipsByTrainer", *PLACES[place])
+    own = see(train, "ClipsInOverride" if place == "single" else "ClipsByTrainer", *PLACES[place])
     trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
     assert own.column("train/loss") == pytest.approx(trainers.column("train/loss"), rel=2e-6)
