@@ -35,13 +35,12 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
-    "test_refused", "test_golden",
+    "test_refused", "test_interruption", "test_table", "test_golden",
     "test_nodes", "test_slurm_cluster", "test_launchers",  # mark slow
-    "test_table", "test_faults", "test_readme", "test_bench", "test_collectives", "test_sweeps",
-    "test_fitting", "test_signals_run", "test_project",
-    "test_run_partitioned", "test_run_options", "test_generate",
-    "test_lightning_features", "test_run_nets", "test_resume_changes",
-    "test_train", "test_learning_rate", "test_mirror", "test_own_modules", "test_watchdog",
+    "test_faults", "test_readme", "test_fitting", "test_project", "test_sweeps",
+    "test_own_losses", "test_own_training", "test_run_partitioned", "test_lightning_features",
+    "test_sums_and_sets", "test_own_data", "test_train", "test_own_nets", "test_export",
+    "test_finite", "test_own_modules", "test_run_options", "test_resume_changes", "test_watchdog",
 ]  # fmt: skip
 
 forbid_network()

@@ -90,17 +90,16 @@ def test_a_schedule_is_stepped_after_each_step_unless_its_dict_has_another_inter
         assert entry["lr_scheduler"]["interval"] == interval
 
 
-@pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])
-def test_resuming_to_another_length_reports_where_the_schedule_changes(train, length, bends):
+def test_resuming_to_another_length_reports_where_the_schedule_changes(train):
     """The optimizer has groups with different learning rates, of which the first is named."""
-    options = ("scheduler=warmup_linear", f"scheduler.total_steps={length}", "logger=none",
+    options = ("scheduler=warmup_linear", "logger=none",
                "optimizer=muon", "optimizer.embedding_lr=1e-3")  # fmt: skip
     run = train("trainer.max_steps=4", *options)
     assert run.code == 0, run.err
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)
     assert again.code == 0, again.err
     message = "resumed with another schedule: the learning rate after step 4 is "
-    assert (message in again.out + again.err) == bends
+    assert message in again.out + again.err
 
 
 def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from gptrain.checkpoints.store import CheckpointStore
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.messages import is_for_users, quiet_lightning
 from tests.lit.conftest import OWN, differences, tensors
@@ -75,12 +74,6 @@ def test_callbacks_see_the_gradients_before_the_optimizer_step(fit):
 
 
 # training_step
-
-
-def test_training_step_may_return_a_dict(fit):
-    run, plain = fit(f"{MODULES}.Returns", "+module.kind=dict"), fit(name=None)
-    assert not differences(run.state(6)["state_dict"], plain.state(6)["state_dict"])
-    assert run.column("train/loss") == plain.column("train/loss")
 
 
 def test_training_step_may_return_none(fit):
@@ -235,11 +228,6 @@ def test_a_resumed_learning_rate_monitor_logs_the_same_steps_as_an_uninterrupted
     resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3,))
 
 
-def test_a_callback_may_forward_to_another(fit):
-    run = fit(f"+callbacks.mine._target_={CALLBACKS}.Forwards")
-    assert [seen["step"] for seen in run.seen] == [1, 2, 3, 4, 5, 6]
-
-
 def test_a_timer_ends_the_run(fit):
     run = fit(f"+callbacks.timer={{_target_: {LIGHTNING}.Timer, duration: {{microseconds: 1}}}}")
     assert run.steps() == [1] and len(run.rows) == 1
@@ -304,35 +292,6 @@ def test_loggers_of_lightning_work(fit):
     with open(file, newline="") as table:
         steps = [int(float(row["step"])) for row in csv.DictReader(table) if row["train/loss"]]
     assert steps == [1, 2, 3, 4, 5, 6]
-
-
-# Low-rank adapters
-
-
-def test_lora_starts_from_a_base_model_with_other_parameter_names(fit, resumes, monkeypatch):
-    base, sizes = fit("model.n_layers=2", name="base"), []
-    monkeypatch.setattr(CheckpointStore, "check_space", lambda store, n: sizes.append(n))
-    lora = (f"model._target_={OWN}.nets.LoRA", "+model.rank=2", "model.n_layers=2")
-    line = fit(*lora, f"init_from={base.folder}", name="strict", code=65).errors[0]
-    assert "init_strict=false" in line
-    start = (f"init_from={base.folder}", "init_strict=false")
-    run = resumes(*lora, f"+callbacks.saves._target_={CALLBACKS}.Saves", start=start, stops=(3,))
-    (line,) = (line for line in run.out.splitlines() if "init_strict=false" in line)
-    fresh, unused = line.split("; and 4 more; ")
-    assert "init_strict=false: left as initialized: " in fresh
-    assert "blocks.0.mlp.up_proj.down.weight only in the net" in fresh
-    assert "not used: blocks.0.mlp.up_proj.weight only in the checkpoint" in unused
-    states = run.state(6)["optimizer_states"][0]["state"].values()
-    n_trained = sum(state["exp_avg"].numel() for state in states)
-    assert f"{n_trained:,} of " in run.out
-    n_bytes = 4 * 3 * n_trained  # a save of weights and two optimizer states
-    assert set(sizes) == {2 * n_bytes, n_bytes}  # at the start, and before each save
-    weights = run.state(6)["state_dict"]
-    assert "token_embedding.weight" not in weights  # frozen: its values are those of init_from
-    file = torch.load(run.folder / "x.ckpt", weights_only=True)
-    assert "token_embedding.weight" in file["state_dict"]  # a file of Lightning has all weights
-    assert "blocks.0.mlp.up_proj.base.weight" in weights  # frozen, but not in init_from
-    assert weights["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained
 
 
 def test_of_lightnings_messages_warnings_are_printed():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from gptrain.checkpoints.manifest import read_manifest, seal
 from gptrain.lit.callbacks.options import OptionTracker
 from tests.lit.conftest import OWN, differences
 
@@ -145,40 +141,21 @@ def test_an_early_stopped_run_continues_with_another_patience(fit):
         assert f"resumed with callbacks.stop.{line}" in run.out
 
 
-@pytest.mark.parametrize("is_old", [False, True], ids=["today", "a checkpoint without options"])
-def test_new_options_of_a_user_callback_win_and_its_counters_continue(fit, is_old):
-    start = "" if is_old else ", start: 7"  # a counter that is also an argument
-    target = f"_target_: {OWN}.callbacks.Counts{start}"
-    first = fit(*CONSTANT, f"+callbacks.mine={{{target}, every: 2}}", "trainer.max_steps=3")
-    if is_old:
-        remove_options(first.folder / "checkpoints" / "step-00000003")
+def test_new_options_of_a_user_callback_win_and_its_counters_continue(fit):
+    target = f"_target_: {OWN}.callbacks.Counts, start: 7"  # a counter that is also an argument
+    fit(*CONSTANT, f"+callbacks.mine={{{target}, every: 2}}", "trainer.max_steps=3")
     again = f"+callbacks.mine={{{target}, every: 5, scale: 0.5, limit: 4}}"
     run = fit(*CONSTANT, again, "trainer.max_steps=4", "ckpt_path=last")
-    started = 4 if is_old else 11
-    limit = 3 if is_old else 4
-    expected = {"every": 5, "scale": 0.5, "limit": limit, "count": 4, "start": started}
+    expected = {"every": 5, "scale": 0.5, "limit": 4, "count": 4, "start": 11}
     assert run.seen[-1] == expected
     lines = [line for line in run.out.splitlines() if "resumed with" in line]
-    every, *limits, scale = sorted(lines)
+    every, limit, scale = sorted(lines)
     assert "callbacks.mine.every: 2 before, 5 now" in every
     assert "callbacks.mine.scale: 1.0 before, 0.5 now" in scale
-    assert is_old or "callbacks.mine.limit: 3 before, 4 now" in limits[0]
-    assert len(limits) == (not is_old)
+    assert "callbacks.mine.limit: 3 before, 4 now" in limit
     same = fit(*CONSTANT, again, "trainer.max_steps=5", "ckpt_path=last")
     assert "resumed with" not in same.out
-    assert same.seen[-1] == expected | {"count": 5, "start": started + 1}
-
-
-def remove_options(checkpoint: Path) -> None:
-    """Rewrite a checkpoint in the old format, which does not contain the options."""
-    path = checkpoint / "state.ckpt"
-    state = torch.load(path, weights_only=True)
-    del state["options"]
-    torch.save(state, path)
-    content = path.read_bytes()
-    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest = read_manifest(checkpoint) | {"files": {"state.ckpt": entry}}
-    (checkpoint / "manifest.json").write_bytes(seal(manifest))
+    assert same.seen[-1] == expected | {"count": 5, "start": 12}
 
 
 def test_a_new_option_of_a_metric_overrides_the_value_in_its_state(fit):

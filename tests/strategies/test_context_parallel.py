@@ -44,6 +44,7 @@ def make_llama(n_heads, n_kv_heads):
     )
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_llama_on_four_ranks_equals_one_process_also_with_repeated_heads_of_k_and_v():
     # Two heads of k and v are fewer than the ranks, six are more, but four does not divide them.

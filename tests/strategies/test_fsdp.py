@@ -27,6 +27,7 @@ from gptrain.parallel.mesh import (
 )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_blocks_equal_one_process():
     """The blocks and their backward passes are traced only: code generation takes ten seconds."""

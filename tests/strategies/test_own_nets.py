@@ -231,6 +231,7 @@ def test_fsdp_and_activation_checkpointing_accept_any_forward():
         assert record.getMessage().startswith(expected), record.getMessage()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_combined_strategies_compare_the_net_too():
     for name in ("fsdp_tensor_parallel", "ddp_pipeline"):

@@ -36,6 +36,7 @@ def check_bytes(name, **options):
     assert abs(counted.total / sent - 1) < 0.05, (name, counted.n_bytes, sent)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_sent_and_kept_bytes_equal_the_plan():
     check_bytes("ddp")

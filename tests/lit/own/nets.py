@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gptrain.models import SimpleGPT
-
 
 class LowRank(nn.Module):
     """A frozen linear layer and a trained low-rank update. Its parameter names are new."""
@@ -20,16 +18,6 @@ class LowRank(nn.Module):
 
     def forward(self, hidden):
         return self.base(hidden) + self.up(self.down(hidden))
-
-
-class LoRA(SimpleGPT):
-    """A frozen GPT with one wrapped layer per block; all other parameters keep their names."""
-
-    def __init__(self, rank=2, **options):
-        super().__init__(**options)
-        self.requires_grad_(False)
-        for block in self.blocks:
-            block.mlp.up_proj = LowRank(block.mlp.up_proj, rank)
 
 
 class Tied(nn.Module):

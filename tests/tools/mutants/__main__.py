@@ -55,6 +55,7 @@ class Records:
             run(checkout, *RECORD, *paths, limit_s=7200)
             run(checkout, "coverage", "combine", "-q")
         self.seconds = json.loads((folder / "seconds.json").read_text())
+        assert self.seconds, f"no test has passed in {checkout}"
         self.places = defaultdict[tuple[str, int], int](count().__next__)  # place of a line's bit
         self.lines = defaultdict[str, int](int)  # test -> its lines, as the bits of an integer
         data = CoverageData(str(folder / "data"))
