@@ -71,6 +71,11 @@ class JsonLinesLogger(Logger):
         self._file: JsonLines | None = None  # opened by the first write, on rank 0 only
         self._last_row: Row = {}
 
+    @property
+    def save_dir(self) -> str:
+        """Folder of the file, which Lightning's profilers and callbacks read."""
+        return str(self.path.parent)
+
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: .hydra/config.yaml in the run folder holds the hyperparameters."""
 
