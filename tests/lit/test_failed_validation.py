@@ -273,7 +273,7 @@ def test_what_the_end_of_an_epoch_draws_is_drawn_once_if_the_next_step_fails(fit
 def make_monitor(guard) -> TrainingMonitor:
     nothing = cast(Any, None)
     return TrainingMonitor(
-        1, nothing, {}, nothing, guard, nothing, checkpoints=None, compiles=False, typed={}
+        1, nothing, {}, nothing, guard, nothing, checkpoints=None, compiles=False
     )
 
 
