@@ -62,65 +62,6 @@ def test_recomputed_activations_are_the_same_also_under_dropout(mode):
         assert torch.equal(gradient, expected)
 
 
-class Normalized(torch.nn.Module):
-    """Blocks with batch normalization, whose forward pass changes buffers."""
-
-    def __init__(self):
-        super().__init__()
-        blocks = (
-            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
-            for _ in range(2)
-        )
-        self.blocks = torch.nn.Sequential(*blocks)
-
-
-class Products(TorchDispatchMode):
-    """Count the matrix multiplications with a bias, as in a forward pass."""
-
-    n = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.n += op is torch.ops.aten.addmm.default
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode, n_runs", [("selective", 1), ("full", 2)])
-def test_recomputation_updates_running_averages_once(mode, n_runs):
-    states, counts = [], []
-    for each in (mode, "none"):
-        torch.manual_seed(0)
-        net = Normalized()
-        apply_activation_checkpointing(net, each)
-        batches = torch.randn(3, 8, 4)
-        with Products() as products:
-            sum(net.blocks(batch).square().sum() for batch in batches).backward()
-        counts.append(products.n)
-        gradients = {name: p.grad for name, p in net.named_parameters()}
-        states.append({**net.state_dict(), **{f"{name}.grad": g for name, g in gradients.items()}})
-    for name, value in states[1].items():
-        assert torch.equal(states[0][name], value), name
-    assert counts == [n_runs * counts[1], 3 * 2]
-
-
-def test_only_blocks_that_are_not_compiled_recompute_with_copies_of_their_buffers():
-    """The recomputation of compiled code changes no buffers. These blocks are not compiled."""
-    for compile, n_updates in (("none", 1), ("blocks", 2)):
-        net = Normalized()
-        apply_activation_checkpointing(net, "full", compile)
-        net.blocks(torch.randn(8, 4)).square().sum().backward()
-        assert [block[1].num_batches_tracked.item() for block in net.blocks] == 2 * [n_updates]
-
-
-@pytest.mark.slow
-def test_a_compiled_recomputation_updates_running_averages_once():
-    net = Normalized()
-    apply_activation_checkpointing(net, "full", compile="blocks")
-    for block in net.blocks:
-        block.forward = torch.compile(block.forward, backend="aot_eager")
-    net.blocks(torch.randn(8, 4)).square().sum().backward()
-    assert [block[1].num_batches_tracked.item() for block in net.blocks] == [1, 1]
-
-
 def test_names_of_parameters_stay():
     net = make_net("full")
     apply_compile(net, "blocks")

@@ -156,6 +156,21 @@ class RunningScale(Counts):
         return x + torch.sin(Block.forward(self, x) / (self.seen + 0.1))
 
 
+class Normalized(Block):
+    """The block normalizes over the batch, which changes running averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.batch_norm(super().forward(x).mT).mT
+
+
+class BatchNormNet(Chain):
+    block = Normalized
+
+
 class CountsNet(Chain):
     block = Counts
 

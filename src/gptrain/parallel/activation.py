@@ -1,12 +1,14 @@
 """Apply activation checkpointing and torch.compile to a net. Its parameters keep their names."""
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from gptrain.parallel.requirements import IncompatibleModelError
 
 _aten = torch.ops.aten
 # Matrix multiplications and attention are nearly all of a block's FLOPs. Norms, GELU, dropout and
@@ -19,14 +21,12 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 ]  # fmt: skip
 
 
-_SMALL = 2**16  # values of a buffer
-_Buffer = tuple[nn.Module, str, torch.Tensor]  # owner, name, values
-
-
-def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "none") -> None:
+def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
 
-    The losses and the gradients stay the same, also with dropout. Does nothing if mode is "none".
+    The losses and the gradients stay the same, also with dropout. A block that changes buffers, for
+    example a counter, would change them twice: `compare.Comparison` refuses such a net of a user.
+    Does nothing if mode is "none".
 
     Args:
         net: Net with an attribute `blocks`. The blocks are changed in place.
@@ -34,89 +34,23 @@ def apply_activation_checkpointing(net: nn.Module, mode: str, compile: str = "no
             block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
             multiplications and attention and recomputes the cheap operations between them: hardly
             any additional FLOPs.
-        compile: "none", "blocks" or "model". Without torch.compile the recomputation would read
-            the buffers that the forward pass has changed, such as a counter, and change them a
-            second time. It therefore works on copies from before the forward pass. The
-            recomputation of compiled code neither reads nor changes the new values.
+
+    Raises:
+        IncompatibleModelError: If a block has running averages of batch normalization.
     """
     if mode == "none":
         return
-    for block in net.get_submodule("blocks").children():
-        options = {"use_reentrant": False}
-        if compile == "none" and any(True for _ in block.buffers()):
-            options["context_fn"] = partial(_contexts_with_buffers, block, mode)
-        elif mode == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
+    blocks = net.get_submodule("blocks")
+    if any(isinstance(part, _NormBase) and part.track_running_stats for part in blocks.modules()):
+        message = "running averages of batch normalization would change twice in a step"
+        raise IncompatibleModelError("model.activation_checkpointing", f"{message}; allowed: none")
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
+    for block in blocks.children():
         # Wrapping `forward` instead of the module adds no prefix to parameter names, and module
         # hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
-
-
-def _contexts_with_buffers(
-    block: nn.Module, mode: str
-) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return two contexts for a block with buffers: of its forward pass and of its recomputation.
-
-    torch calls this function, as the argument `context_fn` of `checkpoint`, before each forward
-    pass. The recomputation reads the buffers as they were before that forward pass.
-
-    Args:
-        block: Block of the net.
-        mode: "full" or "selective", as in `apply_activation_checkpointing`.
-    """
-    contexts = nullcontext(), nullcontext()
-    if mode == "selective":
-        contexts = create_selective_checkpoint_contexts(_EXPENSIVE)
-    forward, recomputation = contexts
-    changed: list[_Buffer] = []
-    return _keeping_changed(block, changed, forward), _restoring(changed, recomputation)
-
-
-@contextmanager
-def _keeping_changed(
-    block: nn.Module, changed: list[_Buffer], context: AbstractContextManager
-) -> Generator[None, None, None]:
-    """Run a block's forward pass, and put copies of the buffers that it changes into `changed`.
-
-    Copies of small buffers are always kept: F.batch_norm changes its averages without a new
-    version.
-    """
-    buffers = [
-        (module, name, buffer, _version(buffer), buffer.clone())
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    with context:
-        yield
-    for module, name, buffer, version, before in buffers:
-        is_changed = getattr(module, name) is not buffer or _version(buffer) != version
-        if is_changed or buffer.numel() <= _SMALL:
-            changed.append((module, name, before))
-
-
-@contextmanager
-def _restoring(
-    changed: list[_Buffer], context: AbstractContextManager
-) -> Generator[None, None, None]:
-    """Run a block's recomputation with the buffers of `changed`, and then put its own back.
-
-    Writing the values into the block's own buffers would not work: autograd refuses a saved tensor
-    that has changed.
-    """
-    own = [(module, name, getattr(module, name)) for module, name, _ in changed]
-    for module, name, before in changed:
-        setattr(module, name, before)
-    try:
-        with context:
-            yield
-    finally:
-        for module, name, buffer in own:
-            setattr(module, name, buffer)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the number of changes in place. A tensor of torch.inference_mode allows none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:

@@ -17,9 +17,9 @@ from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, s
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import LightningStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.comparison import Comparison, is_of_library, needs_comparison
+from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.placement import build_on_meta_device, make_net_on
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss
 
 __all__ = ["LightningStrategy", "build_strategy"]
 
@@ -78,12 +78,16 @@ def build_strategy(
         Activation checkpointing and torch.compile are applied to it, if the config asks for them.
         """
         parallel.split(net)
-        apply_activation_checkpointing(net, activation_checkpointing, compile)
+        apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
         parallel.shard(net)
 
     weights_device = "cpu" if options.keeps_weights_on_cpu else device
-    if sample is not None and needs_comparison(full_net, parallel, activation_checkpointing):
+    checkpoint = None
+    if activation_checkpointing != "none":
+        checkpoint = partial(apply_activation_checkpointing, mode=activation_checkpointing)
+    changes = parallel.is_partitioned or supports_chunked_loss(full_net) or checkpoint is not None
+    if sample is not None and changes and not is_of_library(full_net):
         rng_state = rng.capture()
 
         def make_same_net() -> nn.Module:
@@ -91,16 +95,17 @@ def build_strategy(
             rng.restore(rng_state)
             return make_net()
 
-        key, contract = contract_of(name, full_net)
-        partition_eager = partial(partition, compile="none")
-        checkpoint = None
-        if activation_checkpointing != "none":
-            checkpoint = partial(apply_activation_checkpointing, mode=activation_checkpointing)
-        comparison = Comparison(
-            make_same_net, partition_eager, parallel, weights_device, key, contract, checkpoint
-        )
         try:
-            comparison.check(sample)
+            Comparison(
+                full_net,
+                make_same_net,
+                partial(partition, compile="none"),
+                parallel,
+                weights_device,
+                key="strategy.name" if row.check else "model._target_",
+                contract=f"{row.contract} (see gptrain.models)",
+                checkpoint=checkpoint,
+            ).check(sample)
         finally:
             rng.restore(rng_state)
     net = make_net_on(weights_device, make_net, partition)
@@ -110,27 +115,3 @@ def build_strategy(
     sizes = n_parameters, count_matrix_weights(full_net), n_trained
     strategy.info = StrategyInfo(name, type(full_net).__name__, *sizes)
     return net, strategy
-
-
-def contract_of(name: str, net: nn.Module) -> tuple[str, str]:
-    """Return the key and the advice of an error about a net that a strategy cannot train correctly.
-
-    Args:
-        name: Strategy of the run.
-        net: Net, partitioned or not.
-
-    Returns:
-        The config key that the error names, `strategy.name` or, if the strategy takes any net,
-        `model._target_`; and the end of the message: the requirements of the strategy and, if it
-        has any, the strategies that can train this net without them.
-    """
-    row = STRATEGIES[name]
-    contract = f"{row.contract} (see gptrain.models)"
-    if not row.check:  # the strategy takes any net, so the fault is in the net itself
-        return "model._target_", contract
-    alternatives = [
-        other
-        for other, other_row in STRATEGIES.items()
-        if not other_row.check and all(hasattr(net, need) for need in other_row.needs)
-    ]
-    return "strategy.name", f"{contract}; strategies that work without: {', '.join(alternatives)}"

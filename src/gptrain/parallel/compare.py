@@ -1,0 +1,361 @@
+"""Compare a partitioned net with the plain net, once, before the first step of a run.
+
+A strategy partitions a net under the assumptions of `gptrain.models`: the number of heads follows
+from the width of q, k and v, `forward` is the chain of the net's parts, and so on. A net that
+violates an assumption would silently train another function. Therefore the logits and the gradients
+of both nets are compared, with the same weights, on one small batch:
+
+- The partitioned net is compared with `forward` of the plain net in evaluation mode, because in
+  training its ranks draw other random numbers than one process.
+- What happens in training only, for example a dropout that `forward` alone applies, is found in the
+  plain net: the parts of it that the strategy calls, and blocks that recompute their activations,
+  must give what `forward` gives from the same state of the random generators.
+
+Both nets are built on the device of the rank in float64, in which rounding errors are far smaller
+than real differences, or in float32 if the net fails in float64. Noise is added to the weights,
+because a head of zeros would hide differences. Of a net with more than `MAX_PARAMETERS` parameters
+only the first blocks are compared. `model.compile` is not applied.
+"""
+
+# B batch, T time
+
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptrain.loss import PLAIN_CROSS_ENTROPY
+from gptrain.parallel.mesh import from_rank_0, gather
+from gptrain.parallel.placement import local_shard, make_net_on, shard_like
+from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
+from gptrain.parallel.strategy import ParallelStrategy, net_logits, supports_chunked_loss
+
+log = logging.getLogger(__name__)
+
+MAX_PARAMETERS = 2**27  # GPT-2 with 124 M parameters is compared with all of its blocks
+N_TOKENS = 32  # positions of a sample; `make_batch` adds up to world_size - 1 positions
+# Largest difference, as a fraction of the largest value. Under float64, parts of a net that always
+# compute in float32 cause differences of about 1e-6.
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
+LIBRARIES = ("gptrain.models.", "torch.nn.modules.")
+LOGITS, GRADIENT = "the output", "the gradient of "
+
+
+def is_of_library(net: nn.Module) -> bool:
+    """Return whether a net consists of unchanged layers of gptrain.models and torch.nn only.
+
+    gptrain's tests compare such a net with a single process. A net of transformers is not one.
+    """
+    return all(
+        type(part).__module__.startswith(LIBRARIES)
+        and not {"forward", "embed", "hidden"} & vars(part).keys()
+        and not (part._forward_hooks or part._forward_pre_hooks or part._buffers)
+        for part in net.modules()
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of a net under a strategy with the plain net, the same net without partitioning.
+
+    Attributes:
+        full_net: Net before it is partitioned, for example on the meta device.
+        make_net: Function that builds it, with the same initial weights in every call.
+        partition: Function that changes a full net in place into the part that this rank runs.
+        parallel: Strategy of the run.
+        weights_device: Device of the weights of the partitioned net.
+        key: Config key that an error names.
+        contract: Requirements of the strategy, for the error message.
+        checkpoint: Function that applies the activation checkpointing of the run to a full net, or
+            None.
+    """
+
+    full_net: nn.Module
+    make_net: Callable[[], nn.Module]
+    partition: Callable[[nn.Module, ParallelStrategy], None]
+    parallel: ParallelStrategy
+    weights_device: torch.device | str
+    key: str
+    contract: str
+    checkpoint: Callable[[nn.Module], None] | None = None
+
+    def check(self, sample: Tensor) -> None:
+        """Check that the strategy trains the function that the net computes.
+
+        All ranks must call this method, before the net of the run is built. It changes the state of
+        the random generators. If the plain net cannot be run, nothing is compared, and a
+        partitioning strategy logs a warning with the reason. Sets `parallel.forward_only` if the
+        loss must be computed from `forward`, and `parallel.may_pad` to False if padding changes the
+        outputs of the net.
+
+        Args:
+            sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
+
+        Raises:
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
+                torch about memory or communication are passed on.
+        """
+        tokens, targets = make_batch(from_rank_0(sample), self.parallel)
+        reason = ""
+        for dtype in TOLERANCES:
+            with default_dtype(dtype):
+                self._compare_in_training(tokens, targets)
+                reason = self._compare_partitioned(tokens, targets)
+                group = self.parallel.activation_group
+                if group is not None and not reason and tokens.shape[1] % group.size() == 0:
+                    try:
+                        reason = self._compare_partitioned(tokens[:, 1:], targets[:, 1:])
+                        self.parallel.may_pad = not reason
+                    except IncompatibleModelError:
+                        self.parallel.may_pad = False
+                    return
+            if not reason:
+                return
+        if self.parallel.is_partitioned:
+            message = "warning: the partitioned net was not compared with the plain net"
+            log.warning("%s: %s", message, reason)
+
+    def _compare_in_training(self, tokens: Tensor, targets: Tensor) -> None:
+        """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
+        parallel = self.parallel
+        calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
+        parts = recomputed = ""
+        with suppress(Exception):  # _compare_partitioned reports what is wrong with `forward`
+            expected = self._run(tokens, targets, training=True)
+
+            def difference(*arguments: Any) -> str:
+                try:
+                    found = self._run(tokens, targets, *arguments, training=True)
+                    return first_difference(expected, found)
+                except Exception as error:  # a user's net can raise anything
+                    return first_cause(error)
+
+            parts = difference(parallel.logits_of_parts) if calls_parts else ""
+            recomputed = difference(net_logits, self.checkpoint) if self.checkpoint else ""
+        parts, recomputed = map(_first, zip(*gather((parts, recomputed)), strict=True))
+        if parts and parallel.is_pipeline:
+            raise self._error(f"in training {parts}")
+        if recomputed:
+            message = f"in training {recomputed} if blocks run twice; allowed: none"
+            raise IncompatibleModelError("model.activation_checkpointing", message)
+        if parts and not parallel.forward_only:
+            parallel.forward_only = True
+            message = "warning: the loss is computed from the logits of forward"
+            log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
+
+    def _compare_partitioned(self, tokens: Tensor, targets: Tensor) -> str:
+        """Compare the partitioned net, and return why the plain net cannot be run, or "".
+
+        An exception of the partitioned net is raised at once, because the other ranks may be
+        waiting in a collective.
+        """
+        expected, reason = {}, ""
+        try:
+            expected = self._run(tokens, targets)
+        except Exception as error:  # a user's net can raise anything
+            reason = first_cause(error)
+        if reason := _first(gather(reason)):
+            return reason
+        parallel = copy(self.parallel)
+        parallel.precision = "32-true"  # FSDP then keeps the dtype of the comparison
+
+        def prepare_and_partition(net: nn.Module) -> None:
+            prepare_net(net, parallel)
+            self.partition(net, parallel)
+
+        try:
+            net = cast(Net, make_net_on(self.weights_device, self.make_net, prepare_and_partition))
+            self._set_values(net)
+            _seed()
+            chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
+            if any(parameter.requires_grad for parameter in self.full_net.parameters()):
+                _seed()
+                parallel.mean_loss(net, tokens, targets, PLAIN_CROSS_ENTROPY).backward()
+                parallel.finish_gradients()
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise
+        except Exception as error:  # a user's net can raise anything
+            raise self._error(first_cause(error)) from error
+        found = {LOGITS: torch.cat(chunks)} if chunks else {}
+        text = first_difference(expected, found | self._gradients(net), self._parameters(net))
+        if text := _first(reversed(gather(text))):  # the last stage of a pipeline has the logits
+            raise self._error(text)
+        return ""
+
+    def _run(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        compute_logits: Callable[..., Tensor] = net_logits,
+        change: Callable[[nn.Module], None] = lambda _: None,
+        training: bool = False,
+    ) -> dict[str, Tensor]:
+        """Run a plain net, and return logits, gradients, buffers, and the next random numbers."""
+        device = self.parallel.device
+        net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
+        change(net.train(training))
+        self._set_values(net)
+        _seed()
+        logits = compute_logits(net, tokens, targets).flatten(0, -2)
+        if logits.requires_grad:
+            F.cross_entropy(logits, targets.flatten()).backward()
+        draws = [
+            *torch.rand(1),
+            *torch.rand(1, device=device),
+            random.random(),
+            numpy.random.rand(),
+        ]
+        return {
+            LOGITS: logits.detach(),
+            **self._gradients(net),
+            **{f"the buffer {name}": buffer for name, buffer in net.named_buffers()},
+            "the use of random numbers": torch.tensor([float(draw) for draw in draws]),
+        }
+
+    @torch.no_grad()
+    def _set_values(self, net: nn.Module) -> None:
+        """Add noise to all parameters of a net.
+
+        The noise depends only on the name of a parameter. Its standard deviation is
+        1 / sqrt(columns) for matrices, which keeps activations near 1 and attention far from
+        uniform, and 0.1 for vectors.
+        """
+        device = self.parallel.device
+        for name, parameter in self._parameters(net).items():
+            if parameter.is_floating_point():
+                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+                generator = torch.Generator(device).manual_seed(seed)
+                noise = torch.randn(parameter.shape, generator=generator, device=device)
+                noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
+                noise = shard_like(noise.to(parameter.device, parameter.dtype), parameter)
+                local_shard(parameter).add_(local_shard(noise))
+
+    def _parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of a net by their first names in the full net, the last first.
+
+        Errors propagate backwards, so the first gradient that differs is the cause.
+        """
+        first_names = tied_names(self.full_net)
+        return {first_names.get(n, n): p for n, p in reversed([*net.named_parameters()])}
+
+    def _gradients(self, net: nn.Module) -> dict[str, Tensor]:
+        """Return this rank's shards of the gradients by name. A missing one counts as zeros."""
+        return {
+            GRADIENT + name: local_shard(torch.zeros_like(p) if p.grad is None else p.grad)
+            for name, p in self._parameters(net).items()
+            if p.requires_grad
+        }
+
+    def _error(self, difference: str) -> IncompatibleModelError:
+        """Return the error of a net that the strategy would not train as it is."""
+        message = f"would train another function than this net: {difference}; {self.contract}"
+        return IncompatibleModelError(self.key, message)
+
+
+def first_difference(
+    expected: dict[str, Tensor], found: dict[str, Tensor], parameters: Any = None
+) -> str:
+    """Return "<name> differs" for the first tensor that differs from the expected one, or "".
+
+    Gradients that are zero except for rounding are compared with the largest gradient.
+
+    Args:
+        expected: Name -> tensor of the plain net.
+        found: Name -> tensor, of which this rank may have a shard.
+        parameters: Name -> parameter of a partitioned net, like which gradients are sharded.
+    """
+    scales = {
+        name: tensor.abs().nan_to_num().max().item() if tensor.numel() else 0.0
+        for name, tensor in expected.items()
+        if tensor.dtype != torch.bool
+    }
+    largest = max((scales[name] for name in scales if name.startswith(GRADIENT)), default=0.0)
+    for name, tensor in found.items():
+        full, scale = expected[name], scales.get(name, 0.0)
+        if name.startswith(GRADIENT):
+            scale = max(scale, 1e-2 * largest)
+            if parameters is not None:
+                parameter = parameters[name.removeprefix(GRADIENT)]
+                full = local_shard(shard_like(full.to(parameter.device), parameter))
+        bound = TOLERANCES[torch.get_default_dtype()] * scale
+        # MPS has no float64.
+        a, b = (part.detach().cpu().to(torch.complex128) for part in (tensor, full))
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True):
+            return f"{name} differs"
+    return ""
+
+
+def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets (B, T) for a comparison, made from one sample.
+
+    The rows of the batch are the beginnings of rotated copies of the sample, because reading a
+    second sample may advance the random generators of a dataset. T is at most N_TOKENS + world
+    size, and leaves the same remainder as the sample when divided by the world size, so that the
+    strategy pads this batch if it would pad the sample.
+
+    Args:
+        sample: Tokens of one sample, (T,).
+        parallel: Strategy of the run.
+    """
+    n_tokens, world_size = len(sample), parallel.dims.world_size
+    if n_tokens > N_TOKENS + world_size:
+        n_tokens = N_TOKENS + (n_tokens - N_TOKENS) % world_size
+    n_rows = max(2, parallel.microbatches)
+    rows = [sample.roll(-row * n_tokens - row)[:n_tokens] for row in range(n_rows)]
+    tokens = torch.stack(rows).to(parallel.device, torch.int64)
+    return tokens, tokens.roll(-1, 1)
+
+
+def prepare_net(net: nn.Module, parallel: ParallelStrategy) -> None:
+    """Set evaluation mode and the default dtype of a full net in place, before it is partitioned.
+
+    A net with more than MAX_PARAMETERS parameters keeps only as many blocks as a pipeline has
+    stages, and at least 2.
+    """
+    blocks = net._modules.get("blocks")
+    n_parameters = sum(parameter.numel() for parameter in net.parameters())
+    if n_parameters > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
+        net.blocks = blocks[: max(2, parallel.n_stages)]
+    net.eval()
+    if torch.get_default_dtype() == torch.float64:
+        net.double()  # unlike .to(), double() keeps complex buffers
+
+
+def first_cause(error: BaseException) -> str:
+    """Return "type: message" of the first exception in a chain of causes, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Set torch's default dtype inside the block."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _seed() -> None:
+    """Let a net that draws random numbers in evaluation mode draw the same numbers again."""
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(0)
+
+
+def _first(texts: Iterable[str]) -> str:
+    """Return the first text that is not empty, or an empty string."""
+    return next(filter(None, texts), "")
