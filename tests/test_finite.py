@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from gptrain.data import SampleOrder
 from gptrain.lit import LanguageModel
 from gptrain.lit.guard import Spikes, skips_on_device
-from gptrain.lit.strategies.replicated import LightningSingleDevice
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.lit.strategies.base import OneDevice
+from gptrain.parallel.base import Parallel
 
 BAD_STEP = 2
 
@@ -196,7 +196,7 @@ def test_a_loss_scale_that_no_gradient_bears_is_named_after_max_skips_steps(trai
 def test_scaled_gradients_are_unscaled_before_they_are_clipped(monkeypatch):
     """Lightning leaves the loss scale in the gradients of an optimizer that removes it itself."""
     calls: list[Any] = []
-    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy = OneDevice(Parallel())
     monkeypatch.setattr(strategy, "clip", lambda _, max_norm: calls.append(max_norm))
     module = LanguageModel(net := torch.nn.Linear(2, 2), AdamW)
     scaler = SimpleNamespace(unscale_=lambda _: calls.append("unscaled"))

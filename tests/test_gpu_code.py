@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -18,15 +19,16 @@ from torch._subclasses import FakeTensorMode
 from gptrain.assemble.planned import plan_run
 from gptrain.assemble.provenance import describe_run
 from gptrain.checkpoints import rng
+from gptrain.core.strategies import default_options
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import machine_of
-from gptrain.lit.strategies import replicated
-from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
+from gptrain.lit.strategies import base
+from gptrain.lit.strategies.base import ManyRanks, OneDevice
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import attend
 from gptrain.parallel import mesh
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.parallel.strategy import ParallelStrategy
 from gptrain.runtime import measure
 from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
 from gptrain.runtime.measure import Peak, measure_matmul, wait_for
@@ -65,7 +67,7 @@ def test_the_compiled_loss_is_one_graph_equal_to_the_eager_one_and_in_place(dtyp
 
 def test_the_loss_is_compiled_on_a_gpu_and_not_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: (function, options))
-    on_gpu, on_cpu = (ParallelStrategy(device=torch.device(name)) for name in ("cuda", "cpu"))
+    on_gpu, on_cpu = (Parallel(device=torch.device(name)) for name in ("cuda", "cpu"))
     for parallel in (on_gpu, on_cpu):
         parallel.compile_loss()
     assert on_cpu.chunked_loss is chunked_next_token_loss
@@ -124,20 +126,25 @@ def test_ddp_is_built_on_the_current_stream_of_its_gpu(monkeypatch):
     built = []
     monkeypatch.setattr(torch.cuda, "Stream", refuse)
     monkeypatch.setattr(
-        replicated, "DistributedDataParallel", lambda *args, **kwargs: built.append((args, kwargs))
+        base, "DistributedDataParallel", lambda *args, **kwargs: built.append((args, kwargs))
     )
-    strategy = LightningMultiRank(ParallelStrategy(ddp_arguments={"bucket_cap_mb": 7}))
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        strategy = ManyRanks(Parallel(default_options("ddp")))
+    finally:
+        dist.destroy_process_group()
     strategy._model = net = nn.Linear(1, 1)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [3])
     strategy.configure_ddp()
-    assert built == [((net,), {"device_ids": [3], "bucket_cap_mb": 7})]
+    ((arguments, keywords),) = built
+    assert (arguments, keywords["device_ids"]) == ((net,), [3])
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_end_of_a_run_copies_no_state_from_a_gpu_to_the_host(monkeypatch, device):
     calls = []
     monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda _: calls.append("copied"))
-    strategy = LightningSingleDevice(ParallelStrategy(device=torch.device(device)))
+    strategy = OneDevice(Parallel(device=torch.device(device)))
     strategy._accelerator = SimpleNamespace(teardown=lambda: calls.append("accelerator"))
     strategy.teardown()
     assert calls == [{"cpu": "copied", "cuda": "accelerator"}[device]]

@@ -15,7 +15,7 @@ from gptrain.loss import (
 )
 from gptrain.models import SimpleGPT
 from gptrain.models.attention import layout_argument
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.base import Parallel
 
 B, T, D, V = 3, 7, 16, 53
 
@@ -240,7 +240,7 @@ def test_a_loss_through_full_logits_gets_the_options_and_the_documents_of_the_ch
     tokens, (_, _, targets) = torch.randint(V, (B, T)), problem()
     documents = torch.tensor([[0] * 3 + [1] * 4] * B)
     options = LossOptions(label_smoothing=0.2, z_loss=1e-2)
-    parallel = ParallelStrategy()
+    parallel = Parallel()
     expected = parallel.loss_sum(net, tokens, targets, options, documents)
     through_logits = parallel.loss_sum(OnlyForward(net), tokens, targets, options, documents)
     torch.testing.assert_close(through_logits, expected)

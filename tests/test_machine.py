@@ -18,8 +18,8 @@ from gptrain.assemble.trainer import assign_devices
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.replicated import LightningMultiRank, LightningSingleDevice
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.lit.strategies.base import ManyRanks, OneDevice
+from gptrain.parallel.base import Parallel
 from gptrain.runtime import rank as rank_module
 from gptrain.runtime import supervisor
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
@@ -79,7 +79,7 @@ def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(LightningMultiRank(ParallelStrategy()), machine, rank)
+        trainer = make_trainer(ManyRanks(Parallel()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
     places = [RankEnvironment(Process("srun", rank, rank % 2, 6), 2) for rank in range(6)]
@@ -149,9 +149,7 @@ def test_a_checkpoint_is_found_for_the_ranks_of_all_nodes_at_each_start(tmp_path
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = RunDevices("cuda", 1, 1, (3,))
-    trainer = make_trainer(
-        LightningSingleDevice(ParallelStrategy(device=machine.device(0))), machine, rank=0
-    )
+    trainer = make_trainer(OneDevice(Parallel(device=machine.device(0))), machine, rank=0)
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 

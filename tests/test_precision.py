@@ -76,15 +76,15 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
-    from gptrain.lit.strategies.replicated import LightningSingleDevice
+    from gptrain.lit.strategies.base import OneDevice
     from gptrain.models import SimpleGPT
-    from gptrain.parallel.strategy import ParallelStrategy
+    from gptrain.parallel.base import Parallel
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
     module = LanguageModel(net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused))
     data = torch.utils.data.DataLoader(DummyTextDataset(8, 9, 31), 8, collate_fn=collate)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy = OneDevice(Parallel())
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, gradient_clip_val=0.5, logger=False, strategy=strategy,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

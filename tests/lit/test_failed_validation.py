@@ -21,8 +21,8 @@ from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.salvage import allow_amendment
 from gptrain.lit.datamodule import Loader
-from gptrain.lit.strategies.replicated import LightningSingleDevice
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.lit.strategies.base import OneDevice
+from gptrain.parallel.base import Parallel
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"
@@ -147,7 +147,7 @@ def test_a_background_save_is_completed_when_all_ranks_have_voted_that_it_is_wri
     for name, value in (("ends_step", True), ("ends_epoch", False), ("is_validated", False)):
         monkeypatch.setattr(checkpoints, name, lambda *_, value=value: value)
     part = make_callback(tmp_path)
-    strategy = SimpleNamespace(parallel=ParallelStrategy())
+    strategy = SimpleNamespace(parallel=Parallel())
     trainer: Any = SimpleNamespace(
         global_step=3, strategy=strategy, is_global_zero=False, should_stop=False
     )
@@ -167,7 +167,7 @@ def test_the_end_of_a_fit_waits_for_the_mirror_also_after_a_stop_or_an_error(mon
     for name, value in (("may_save", True), ("ends_epoch", False), ("is_validated", True)):
         monkeypatch.setattr(checkpoints, name, lambda *_, value=value: value)
     monkeypatch.setattr(part, "save", lambda _, *, validated: calls.append(validated))
-    strategy = SimpleNamespace(parallel=ParallelStrategy())
+    strategy = SimpleNamespace(parallel=Parallel())
     trainer: Any = SimpleNamespace(global_rank=0, global_step=3, strategy=strategy)
     copied = [part.store, "wait"]
     for end, expected in (
@@ -216,7 +216,7 @@ def test_only_a_checkpoint_of_the_kind_that_the_strategy_writes_is_amended(tmp_p
         torch.save(weight, file)
     trainer = SimpleNamespace(is_global_zero=True)
     for step, is_partitioned, is_allowed in ((1, False, True), (1, True, False), (3, False, False)):
-        trainer.strategy = strategy = LightningSingleDevice(ParallelStrategy())
+        trainer.strategy = strategy = OneDevice(Parallel())
         strategy.own_state = dict  # the files of this rank alone have no tensors
         strategy.parallel.is_partitioned = is_partitioned
         allow_amendment(trainer, tmp_path / f"step-{step:08d}")

@@ -21,7 +21,7 @@ from gptrain.core.errors import ConfigError, DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.base import Parallel
 from gptrain.runtime.watchdog import Heartbeat
 from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN
@@ -188,7 +188,7 @@ class OnMPS(torch.Tensor):
 def test_an_evaluation_accumulates_in_a_dtype_that_the_device_supports(kind, dtype):
     module = LanguageModel(nn.Identity(), make_optimizer=torch.optim.AdamW)
     tokens = torch.zeros(1, 2, dtype=torch.long)
-    with patch.object(ParallelStrategy, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
+    with patch.object(Parallel, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
         module.evaluate(tokens, tokens)
     assert module.eval_sums.dtype == dtype and module.eval_sums.tolist() == [1, 2]
 

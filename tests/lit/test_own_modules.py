@@ -15,12 +15,12 @@ from torch import nn
 
 from gptrain.assemble.base import load_start
 from gptrain.lit.strategies import saving
-from gptrain.lit.strategies.base import StrategyInfo
-from gptrain.lit.strategies.replicated import LightningSingleDevice
+from gptrain.lit.strategies.base import OneDevice, StrategyInfo
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.lit.strategies.saving import BaseWeights
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.state import NO_STAGES, Stages
-from gptrain.parallel.strategy import ParallelStrategy, StepMean
+from gptrain.parallel.step_mean import StepMean
 from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
@@ -62,7 +62,7 @@ def test_extra_parameters_outside_the_net_are_saved_and_trained(fit):
 
 
 def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the_net(tmp_path):
-    net, strategy = nn.Linear(2, 2), LightningSingleDevice(ParallelStrategy())
+    net, strategy = nn.Linear(2, 2), OneDevice(Parallel())
     strategy.parallel.is_partitioned = True
     strategy.connect(WithExtraParameters(net, torch.optim.AdamW))
     state = {"weight": torch.ones(2, 2), "bias": torch.ones(2), "module.steps_seen": torch.ones(())}
@@ -102,7 +102,7 @@ def test_frozen_weights_of_a_base_are_in_no_save_and_none_is_missed(tmp_path):
     for is_partitioned, of_state_file, of_shards in (
         (False, ["gain", "net.bias"], []), (True, ["gain"], ["bias"])
     ):  # fmt: skip
-        strategy = LightningSingleDevice(ParallelStrategy())
+        strategy = OneDevice(Parallel())
         strategy.connect(module)
         strategy.info = StrategyInfo("single", "Linear", 8, 6, n_trained=2)
         assert (strategy.n_saved, strategy.base_entries) == (8, {})
@@ -130,7 +130,7 @@ def test_frozen_weights_of_a_base_are_in_no_save_and_none_is_missed(tmp_path):
 def test_schedules_get_the_rates_of_the_groups_that_a_pipeline_stage_has(monkeypatch):
     """A checkpoint has all groups of the net. The options of the config are kept for a resume."""
     monkeypatch.setattr(saving.states, "load_optimizer_state", replace_rates)
-    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy = OneDevice(Parallel())
     strategy.connect(nn.Linear(3, 2))
     weight, bias = strategy.lightning_module.parameters()
     groups = [{"params": [weight], "lr": 0.1}, {"params": [bias], "lr": 0.2, "momentum": 0.9}]
@@ -172,7 +172,7 @@ class AsksForDivisor(LightningModule):
 
 def test_only_a_loss_in_training_step_is_divided_by_the_targets_of_the_step():
     """A loss that a callback computes between two steps is the mean of its own batch."""
-    strategy = LightningSingleDevice(ParallelStrategy())
+    strategy = OneDevice(Parallel())
     strategy.connect(module := AsksForDivisor(strategy.parallel))
     module.trainer = trainer = SimpleNamespace(accumulate_grad_batches=2)
     strategy.optimizers = [torch.optim.SGD(module.parameters())]
@@ -197,7 +197,7 @@ def test_only_a_full_net_on_the_cpu_is_torn_down_as_lightning_does(
     """Lightning would copy weights and optimizer states from the GPU into the host memory."""
     moved, torn_down = [], []
     monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda _: moved.append(1))
-    strategy = LightningSingleDevice(ParallelStrategy(device=torch.device(device)))
+    strategy = OneDevice(Parallel(device=torch.device(device)))
     strategy.parallel.is_partitioned = is_partitioned
     part = SimpleNamespace(teardown=lambda: torn_down.append(part))
     strategy.accelerator = strategy.precision_plugin = part

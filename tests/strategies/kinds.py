@@ -24,7 +24,7 @@ from gptrain.parallel.state import (
     load_optimizer_state,
     named_parameters,
 )
-from gptrain.parallel.strategy import StepMean
+from gptrain.parallel.step_mean import StepMean
 
 CPU = torch.device("cpu")
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5

@@ -272,7 +272,29 @@ class UnplannedEmbedding(OwnNet):
 
 
 class UnknownRole(OwnNet):
-    tensor_plan: ClassVar[dict] = {**OwnNet.tensor_plan, "blocks.*.mlp": "diagonal"}
+    tensor_plan: ClassVar[dict] = {**OwnNet.tensor_plan, "blocks.*.up": "diagonal"}
+
+
+class BiasedHead(OwnNet):
+    """A net whose head has a bias."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.head = nn.Linear(self.norm.normalized_shape[0], self.head.out_features)
+
+
+class DoublingLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ScalesInLayer(OwnNet):
+    """A net with a layer whose own forward the role of the layer would replace."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        width = self.norm.normalized_shape[0]
+        self.blocks[1].down = DoublingLinear(4 * width, width)
 
 
 class StrictBlock(Block):

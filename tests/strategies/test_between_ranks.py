@@ -15,17 +15,16 @@ from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.lit.callbacks import salvage
 from gptrain.lit.callbacks.salvage import may_save
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.strategies.base import find_saved_buffers
-from gptrain.lit.strategies.partitioned import LightningPartitioned
+from gptrain.lit.strategies.base import ManyRanks, find_saved_buffers
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.mesh import gather
-from gptrain.parallel.strategy import ParallelStrategy
 
 
 @on_ranks(2)
 def test_two_ranks_agree_on_votes_saves_and_sums():
     rank = dist.get_rank()
     own_group = [dist.new_group([other]) for other in (0, 1)][rank]
-    strategy = LightningPartitioned(ParallelStrategy())
+    strategy = ManyRanks(Parallel())
     strategy.parallel_devices = [torch.device("cpu")]
     check_votes(rank)
     check_saves_after_an_error(rank, strategy)
@@ -121,7 +120,7 @@ def test_metrics_count_data_ranks_once_and_keep_the_buffers_of_their_rank():
     module.net = nn.BatchNorm1d(3)
     inner = [MeanMetric(), Counts()]
     module.metrics = nn.ModuleDict({"alone": SumMetric(), "both": MetricCollection(inner)})
-    strategy = LightningPartitioned(ParallelStrategy())
+    strategy = ManyRanks(Parallel())
     strategy.parallel.data_group = group = object()
     strategy.accelerator, strategy.model = CPUAccelerator(), module
     strategy.parallel_devices = [torch.device("cpu")]

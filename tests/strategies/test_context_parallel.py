@@ -25,7 +25,7 @@ from torch import nn
 
 from gptrain.loss import LossOptions
 from gptrain.models import Llama
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel import base
 
 
 @on_ranks(2)
@@ -79,7 +79,7 @@ def test_forward_returns_full_logits_with_the_gradients_of_plain_cross_entropy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP warns about views
         loss = kind.parallel.loss_sum(kind.net, *words)
-    close(loss, ParallelStrategy().loss_sum(truth.net, *words), LOSS_RTOL)
+    close(loss, base.Parallel().loss_sum(truth.net, *words), LOSS_RTOL)
 
 
 @on_ranks(2)

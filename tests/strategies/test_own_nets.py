@@ -16,11 +16,11 @@ from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import Llama, SimpleGPT
 from gptrain.parallel import compare
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.compare import first_cause, is_of_library
 from gptrain.parallel.pipeline import keep_stage
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
-from gptrain.parallel.strategy import ParallelStrategy
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
@@ -50,7 +50,12 @@ OF_FORWARD = {own_nets.SoftCapped: LOGITS, own_nets.ExtraBias: LOGITS}
 
 @on_ranks(2)
 def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_others():
-    for net_class in (own_nets.OwnNet, own_nets.OnlyChain, own_nets.HalfLogits):
+    for net_class in (
+        own_nets.OwnNet,
+        own_nets.OnlyChain,
+        own_nets.HalfLogits,
+        own_nets.BiasedHead,
+    ):
         sample = SAMPLE.roll(dist.get_rank())  # data of its own
         net, strategy = build("tensor_parallel", net_class, sample)
         assert {*strategy.parallel.partial_parameters} < {*net.parameters()}
@@ -61,44 +66,22 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
             own_nets.Fused: LOGITS,
             own_nets.CountsWidth: "RuntimeError: shape",
             own_nets.UnplannedScale: "the gradient of blocks.1.gain differs",
+            own_nets.UnplannedEmbedding: "Error: ",
+            own_nets.UnknownRole: "KeyError: 'diagonal'",
+            own_nets.ScalesInLayer: LOGITS,
         },
     )
 
 
-@pytest.mark.parametrize(
-    "net_class, message",
-    [
-        (
-            own_nets.UnplannedEmbedding,
-            "UnplannedEmbedding.tensor_plan gives no layer the role vocab_embedding; "
-            "needed: vocab_embedding, sequence, vocab_head (see gptrain.models)",
-        ),
-        (own_nets.UnknownRole, "UnknownRole.tensor_plan has roles diagonal; allowed: "),
-    ],
-)
-def test_a_tensor_plan_that_is_wrong_is_refused_before_any_rank_starts(net_class, message):
+def test_ranks_that_do_not_divide_the_heads_are_refused_before_any_rank_starts():
     options = default_options("tensor_parallel")
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
-    with pytest.raises(IncompatibleModelError) as error:
-        check_fit(net_class(), options, parallel_dims(options, 2), **modes)
-    assert str(error.value).startswith(message) and error.value.key == "strategy.name"
     llama = Llama(61, 32, 4, 2, n_layers=1, d_ff=40, max_seq_len=16)
-    with pytest.raises(
-        IncompatibleModelError, match=r"4 ranks do not divide n_kv_heads=2; .* 1, 2"
-    ) as error:
+    message = r"4 ranks do not divide n_kv_heads=2: .* 1, 2$"
+    with pytest.raises(IncompatibleModelError, match=message) as error:
         check_fit(llama, options, parallel_dims(options, 4), **modes)
     assert error.value.key == "strategy.tensor_parallel_size"
-    llama.head = torch.nn.Linear(32, 61)
-    message = r"head is a Linear; allowed: Linear without bias$"
-    with pytest.raises(IncompatibleModelError, match=message) as error:
-        check_fit(llama, options, parallel_dims(options, 2), **modes)
-    assert error.value.key == "strategy.name"
-    llama.head = torch.nn.Linear(32, 61, bias=False)
     check_fit(llama, options, parallel_dims(options, 2), **modes)
-    own_linear = type("OwnLinear", (torch.nn.Linear,), {})(32, 32, bias=False)
-    llama.blocks[0].attention.out_proj = own_linear  # its own forward would be replaced
-    with pytest.raises(IncompatibleModelError, match=r"out_proj is a OwnLinear; allowed: Linear$"):
-        check_fit(llama, options, parallel_dims(options, 2), **modes)
 
 
 def test_stages_have_blocks_of_their_own_and_share_only_a_weight_of_embedding_and_head():
@@ -139,17 +122,17 @@ def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
     net = own_nets.DividesSequences()
     net.n_heads = 6
-    for n_ranks, message in ((3, None), (4, "4 ranks do not divide n_heads=6; .*: 1, 2, 3, 6$")):
+    for n_ranks, message in ((3, None), (4, "4 ranks do not divide n_heads=6: .*: 1, 2, 3, 6$")):
         refused = pytest.raises(IncompatibleModelError, match=message) if message else nullcontext()
         with refused as error:
             check_fit(net, options, parallel_dims(options, n_ranks), **modes)
         assert not message or error.value.key == "strategy.context_parallel_size"
     for plan, reason in (
-        (("blocks.*.norm_2",), r"blocks\.0\.norm_2, which has no attribute exchange \(see"),
-        (("layers.*",), r"\('layers.\*',\) names no module of the net \(see"),
+        (("blocks.*.norm_2",), "must name modules with an attribute exchange"),
+        (("layers.*",), "must name modules with an attribute exchange"),
     ):
         net.context_plan = plan
-        message = rf"\.context_plan=.*{reason}"
+        message = rf"context_plan=.*{reason}"
         with pytest.raises(IncompatibleModelError, match=message) as error:
             check_fit(net, options, parallel_dims(options, 2), **modes)
         assert error.value.key == "strategy.name"
@@ -159,10 +142,8 @@ def test_sequences_are_divided_over_ranks_that_divide_the_heads_of_a_net_with_a_
 def test_a_net_without_blocks_is_refused_for_what_works_block_by_block(mode):
     options, net = default_options("single"), torch.nn.Linear(2, 2)
     modes = {"compile": "none", "activation_checkpointing": "none", "documents": False}
-    for key, value, others in (
-        ("activation_checkpointing", mode, "none"), ("compile", "blocks", "none, model")
-    ):  # fmt: skip
-        message = f"needs `blocks` of Linear.*; without: {others}$"
+    for key, value in (("activation_checkpointing", mode), ("compile", "blocks")):
+        message = "needs `blocks` of Linear"
         with pytest.raises(IncompatibleModelError, match=message) as error:
             check_fit(net, options, parallel_dims(options, 1), **modes | {key: value})
         assert error.value.key == f"model.{key}"
@@ -297,7 +278,7 @@ def test_a_batch_for_the_comparison_is_short_and_of_a_length_that_ranks_divide_a
     for world_size, n_tokens, n_compared in (
         (4, 1023, 32 + 3), (4, 1024, 32), (3, 36, 32 + 1), (4, 35, 35), (4, 9, 9),
     ):  # fmt: skip
-        parallel = ParallelStrategy(dims=ParallelDims(data=world_size))
+        parallel = Parallel(dims=ParallelDims(data=world_size))
         parallel.microbatches = world_size
         sample = torch.arange(n_tokens)
         tokens, targets = compare.make_batch(sample, parallel)

@@ -16,7 +16,7 @@ from gptrain.core.data_schema import DATA, DataModuleConfig, MixtureConfig
 from gptrain.core.errors import ConfigIssue, show
 from gptrain.core.schema import SHIPPED, RunConfig
 from gptrain.core.shell import command
-from gptrain.core.strategies import STRATEGIES, options_type
+from gptrain.core.strategies import STRATEGIES, StrategyOptions, find_strategy
 from gptrain.core.value_types import Section
 
 # Keys of Hydra that any node with a _target_ may have.
@@ -170,7 +170,7 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> ConfigIssue:
     group, _, leaf = key.rpartition(".")
     node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
-    readers = [name for name, row in STRATEGIES.items() if leaf in row.options.model_fields]
+    readers = [name for name, row in STRATEGIES.items() if leaf in row.model_fields]
     if group == "strategy" and readers:
         message = f"no effect under strategy={node.get('name')}"
         return ConfigIssue(key, value, message, f"under strategy={', '.join(readers)}")
@@ -194,7 +194,7 @@ def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
         flat: Value of each dotted key of the config.
     """
     if place == "strategy":
-        return options_type(flat.get("strategy.name"))
+        return find_strategy(flat.get("strategy.name")) or StrategyOptions
     is_part = re.fullmatch(r"data\.parts\.[^.]+", place)
     if place == "data" and "data._target_" in flat:
         return DataModuleConfig

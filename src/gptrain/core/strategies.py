@@ -1,5 +1,7 @@
 """Table of the parallel strategies: options, requirements, and axes of the device mesh.
 
+A strategy is a preset of sizes of the four axes of the mesh, with the options that they need. The
+table STRATEGIES lists the combinations that are tested; its rows are the types of their options.
 Nothing in this file imports torch, so that the command line and the planner can read the table.
 """
 
@@ -7,32 +9,38 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import yaml
 from pydantic import field_validator
 
-from gptrain.core.value_types import (
-    Count,
-    OpenSection,
-    Positive,
-    check_choice,
-)
+from gptrain.core.value_types import Count, OpenSection, Positive, check_choice
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
+_HEADS = ("tensor_plan", "n_heads", "head")
 
 
 class StrategyOptions(OpenSection):
-    """Options that every strategy has: the keys of any `strategy` group.
+    """Options that every strategy has, and facts about a strategy.
 
     Attributes:
+        axes: Axes of the device mesh over which the work is divided.
+        needs: Attributes that a net must have, such as `blocks` and `head`.
+        is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
+            of fp16 works, and the data may be a user's LightningDataModule.
+        contract: Requirement on the code of a net, for the error message if a net violates it.
         name: Key of STRATEGIES, or "auto".
         timeout_s: Seconds that a rank waits for the other ranks before it reports an error: at the
             start, and in a collective. NCCL itself waits for at least an hour, and the watchdog of
             the rank reports earlier.
         backend: Backend of torch.distributed. None stands for nccl on GPUs and gloo on CPUs.
     """
+
+    axes: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
+    is_standard: ClassVar[bool] = False
+    contract: ClassVar[str] = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
 
     name: str
     timeout_s: Positive
@@ -46,8 +54,6 @@ class StrategyOptions(OpenSection):
     def axis_size(self, axis: str) -> int | None:
         """Return the number of ranks that the config sets for an axis of the device mesh.
 
-        The base class returns None for every axis.
-
         Args:
             axis: DATA, CONTEXT, TENSOR or PIPELINE.
 
@@ -55,7 +61,7 @@ class StrategyOptions(OpenSection):
             None if the config leaves the number to the default for the world size, or if the
             strategy does not have this axis.
         """
-        return None
+        return getattr(self, f"{axis}_parallel_size", None)
 
     @property
     def copies(self) -> int:
@@ -64,16 +70,18 @@ class StrategyOptions(OpenSection):
         It is 1 for strategies without this option, even if each rank has a copy of the net, as
         under DDP.
         """
-        return 1
+        return getattr(self, "replicas", None) or 1
 
     @property
     def keeps_weights_on_cpu(self) -> bool:
         """True if weights and optimizer states are in host memory, whatever the device is."""
-        return False
+        return getattr(self, "cpu_offload", False)
 
 
 class SingleOptions(StrategyOptions, extra="forbid"):
     """Options of `single`: only those that every strategy has."""
+
+    is_standard = True
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):
@@ -86,6 +94,9 @@ class DDPOptions(StrategyOptions, extra="forbid"):
         find_unused_parameters: Whether some parameters may get no gradient in a step.
         comm_hook: Compression of the gradients that are sent.
     """
+
+    axes = (DATA,)
+    is_standard = True
 
     bucket_cap_mb: Positive
     gradient_as_bucket_view: bool
@@ -111,11 +122,6 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
     cpu_offload: bool
     find_unused_parameters: bool
 
-    @property
-    def keeps_weights_on_cpu(self) -> bool:
-        """True if FSDP offloads weights and optimizer states to the CPU."""
-        return self.cpu_offload
-
 
 class FSDPOptions(ShardedOptions):
     """Options of `fsdp`.
@@ -125,12 +131,10 @@ class FSDPOptions(ShardedOptions):
             world_size / replicas ranks.
     """
 
-    replicas: Count
+    axes = (DATA,)
+    needs = ("blocks",)
 
-    @property
-    def copies(self) -> int:
-        """Number of copies of the net: `replicas`. A single copy is sharded over all ranks."""
-        return self.replicas or 1
+    replicas: Count
 
 
 class TensorParallelOptions(StrategyOptions, extra="forbid"):
@@ -141,15 +145,22 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
             ranks, and under `fsdp_tensor_parallel` for 2.
     """
 
-    tensor_parallel_size: Count | None
+    axes = (TENSOR,)
+    needs = _HEADS
+    contract = (
+        "tensor parallelism needs q, k and v as separate layers, head counts computed from their "
+        "width, every parameter that works on a shard of the sequence in tensor_plan, and "
+        "forward(tokens) == head(hidden(tokens))"
+    )
 
-    def axis_size(self, axis: str) -> int | None:
-        """Return `tensor_parallel_size` for the tensor axis, and None for any other axis."""
-        return self.tensor_parallel_size if axis == TENSOR else super().axis_size(axis)
+    tensor_parallel_size: Count | None
 
 
 class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
     """Options of `fsdp_tensor_parallel`: those of FSDP2, and `tensor_parallel_size`."""
+
+    axes = (DATA, TENSOR)
+    needs = ("blocks", *_HEADS)
 
 
 class ContextParallelOptions(ShardedOptions):
@@ -160,15 +171,19 @@ class ContextParallelOptions(ShardedOptions):
             node.
     """
 
-    context_parallel_size: Count | None
+    axes = (DATA, CONTEXT)
+    needs = ("blocks", "context_plan", "n_heads")
+    contract = (
+        "context parallelism needs in context_plan every module whose output at a position depends "
+        "on other positions; q, k, v and the output of its attention must pass through its "
+        "exchange, and positions must be those of layout"
+    )
 
-    def axis_size(self, axis: str) -> int | None:
-        """Return `context_parallel_size` for the context axis, and None for any other axis."""
-        return self.context_parallel_size if axis == CONTEXT else super().axis_size(axis)
+    context_parallel_size: Count | None
 
 
 class PipelineOptions(StrategyOptions, extra="forbid"):
-    """Options of `pipeline` and `ddp_pipeline`.
+    """Options of `pipeline`.
 
     Attributes:
         pipeline_parallel_size: Number of ranks over which the layers are divided. None stands for
@@ -178,133 +193,45 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
         schedule: Order of forward and backward passes.
     """
 
+    axes = (PIPELINE,)
+    needs = ("embed", "blocks", "norm", "head")
+    contract = (
+        "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block called "
+        "with the activations alone"
+    )
+
     pipeline_parallel_size: Count | None
     microbatches: Count | None
     schedule: Literal["gpipe", "1f1b"]
 
-    def axis_size(self, axis: str) -> int | None:
-        """Return `pipeline_parallel_size` for the pipeline axis, None for any other axis."""
-        return self.pipeline_parallel_size if axis == PIPELINE else super().axis_size(axis)
+
+class DDPPipelineOptions(PipelineOptions):
+    """Options of `ddp_pipeline`: those of `pipeline`."""
+
+    axes = (DATA, PIPELINE)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One row of the table of strategies.
-
-    Attributes:
-        axes: Axes of the device mesh over which the work is divided.
-        needs: Attributes that a net must have, such as `blocks` and `head`.
-        parallel: `module:class` of the ParallelStrategy that partitions and trains the net.
-        check: `module:function` that raises an error for a net, options and dims that do not fit.
-        is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
-            of fp16 works, and the data may be a user's LightningDataModule.
-        options: Type of the `strategy` group under this strategy.
-        contract: Requirement on the code of a net, for the error message if a net violates it.
-        lightning: `module:class` of the Lightning strategy around the object in `parallel`.
-        defaults: Folder of `<name>.yaml` with the defaults of the options.
-    """
-
-    axes: tuple[str, ...]
-    needs: tuple[str, ...]
-    parallel: str
-    check: str = ""
-    is_standard: bool = False
-    options: type[StrategyOptions] = SingleOptions
-    contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
-    lightning: str = "gptrain.lit.strategies.replicated:LightningMultiRank"
-    defaults: Path = DEFAULTS
-
-
-_PARALLEL = "gptrain.parallel"
-_LIGHTNING = "gptrain.lit.strategies"
-_PIPELINE: dict[str, Any] = {
-    "parallel": f"{_PARALLEL}.pipeline:Pipeline",
-    "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
-    "check": f"{_PARALLEL}.pipeline:check_pipeline",
-    "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
-    "called with the activations alone",
+STRATEGIES: dict[str, type[StrategyOptions]] = {
+    "single": SingleOptions,
+    "ddp": DDPOptions,
+    "fsdp": FSDPOptions,
+    "tensor_parallel": TensorParallelOptions,
+    "fsdp_tensor_parallel": FSDPTensorParallelOptions,
+    "context_parallel": ContextParallelOptions,
+    "pipeline": PipelineOptions,
+    "ddp_pipeline": DDPPipelineOptions,
 }
-_TENSOR: dict[str, Any] = {
-    "parallel": f"{_PARALLEL}.sharded:TensorParallel",
-    "lightning": f"{_LIGHTNING}.partitioned:LightningPartitioned",
-    "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
-    "contract": "tensor parallelism needs q, k and v as separate layers, head counts computed from "
-    "their width, every parameter that works on a shard of the sequence in tensor_plan, and "
-    "forward(tokens) == head(hidden(tokens))",
-}
-_STAGES = ("embed", "blocks", "norm", "head")
-_HEADS = ("tensor_plan", "n_heads", "head")
-# To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
-STRATEGIES: dict[str, Strategy] = {
-    "single": Strategy(
-        (),
-        (),
-        f"{_PARALLEL}.strategy:ParallelStrategy",
-        is_standard=True,
-        lightning=f"{_LIGHTNING}.replicated:LightningSingleDevice",
-    ),
-    "ddp": Strategy(
-        (DATA,),
-        (),
-        f"{_PARALLEL}.ddp:Replicated",
-        is_standard=True,
-        options=DDPOptions,
-    ),
-    "fsdp": Strategy(
-        (DATA,),
-        ("blocks",),
-        f"{_PARALLEL}.sharded:Sharded",
-        options=FSDPOptions,
-        lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
-    ),
-    "tensor_parallel": Strategy(
-        (TENSOR,),
-        _HEADS,
-        **_TENSOR,
-        options=TensorParallelOptions,
-    ),
-    "fsdp_tensor_parallel": Strategy(
-        (DATA, TENSOR),
-        ("blocks", *_HEADS),
-        **_TENSOR,
-        options=FSDPTensorParallelOptions,
-    ),
-    "context_parallel": Strategy(
-        (DATA, CONTEXT),
-        ("blocks", "context_plan", "n_heads"),
-        f"{_PARALLEL}.context:ContextParallel",
-        options=ContextParallelOptions,
-        lightning=f"{_LIGHTNING}.partitioned:LightningPartitioned",
-        check=f"{_PARALLEL}.context:check_context_parallel",
-        contract="context parallelism needs in context_plan every module whose output at a "
-        "position depends on other positions; q, k, v and the output of its attention must pass "
-        "through its exchange, and positions must be those of layout",
-    ),
-    "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE, options=PipelineOptions),
-    "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE, options=PipelineOptions),
-}
-ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
+ANY_NET = tuple(name for name, options in STRATEGIES.items() if not options.needs)
 
 
-def find_strategy(name: object) -> Strategy | None:
-    """Return the row of a strategy in the table, or None for an unknown name.
+def find_strategy(name: object) -> type[StrategyOptions] | None:
+    """Return the type of the options of a strategy, or None for an unknown name.
 
     Args:
-        name: Value of `strategy.name`. `auto` gives the row of `ddp`, because everything that `ddp`
+        name: Value of `strategy.name`. `auto` gives that of `ddp`, because everything that `ddp`
             supports is supported by `single`, too.
     """
     return STRATEGIES.get("ddp" if name == "auto" else str(name))
-
-
-def options_type(name: object) -> type[StrategyOptions]:
-    """Return the type of the options of a strategy.
-
-    Args:
-        name: Value of `strategy.name`. `auto` has the options of `ddp`. An unknown value gives the
-            base class, whose options are those that every strategy has.
-    """
-    row = find_strategy(name)
-    return row.options if row else StrategyOptions
 
 
 @cache
@@ -319,9 +246,8 @@ def default_options(name: str) -> StrategyOptions:
     Raises:
         FileNotFoundError: If the name is neither.
     """
-    folder = STRATEGIES[name].defaults if name in STRATEGIES else DEFAULTS
-    content = yaml.safe_load((folder / f"{name}.yaml").read_text())
-    return options_type(name).model_validate(content)
+    content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
+    return (find_strategy(name) or StrategyOptions).model_validate(content)
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
@@ -335,7 +261,7 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
         name: Key of STRATEGIES.
         given: Options of any strategy. They do not change.
     """
-    kind = options_type(name)
+    kind = STRATEGIES[name]
     if type(given) is kind:
         return given.model_copy(update={"name": name})
     shared = kind.model_fields.keys() & given.model_fields_set - {"name"}

@@ -20,9 +20,9 @@ from gptrain.core.errors import DataError
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
-from gptrain.parallel.strategy import ParallelStrategy
 
 
 class LanguageModel(pl.LightningModule):
@@ -368,7 +368,7 @@ class LanguageModel(pl.LightningModule):
             scaler.unscale_(optimizer)
         strategy.clip(optimizer, gradient_clip_val)
 
-    def _parallel(self) -> ParallelStrategy:
+    def _parallel(self) -> Parallel:
         """Return the object that computes losses and logits under the run's strategy.
 
         Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, the object
@@ -377,7 +377,7 @@ class LanguageModel(pl.LightningModule):
         with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
-        return ParallelStrategy()
+        return Parallel()
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:

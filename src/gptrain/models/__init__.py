@@ -49,9 +49,10 @@ of each block
 
 Nets of other classes than those of this package, and subclasses of them, are compared with the
 unmodified net before the first step if the strategy partitions the net, if the loss is chunked or
-if activation checkpointing is on (see gptrain/parallel/comparison.py). If the logits or gradients
-of a small batch differ, the run ends with an error. If only `hidden` and `head` differ from
-`forward`, also in training alone, the loss is computed from the logits of `forward`.
+if activation checkpointing is on (see gptrain/parallel/compare.py). If the logits or gradients
+of a small batch differ, the run ends with an error, also if the cause is activation checkpointing
+of blocks that change buffers. If only `hidden` and `head` differ from `forward`, also in training
+alone, the loss is computed from the logits of `forward`.
 
 Buffers that change in training, such as the running averages of BatchNorm, are updated by each rank
 with its own samples. After each step all data-parallel ranks take the buffers of the first of them.

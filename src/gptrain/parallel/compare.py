@@ -36,10 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
+from gptrain.parallel.base import Parallel, net_logits, supports_chunked_loss
 from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
-from gptrain.parallel.strategy import ParallelStrategy, net_logits, supports_chunked_loss
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class Comparison:
 
     full_net: nn.Module
     make_net: Callable[[], nn.Module]
-    partition: Callable[[nn.Module, ParallelStrategy], None]
-    parallel: ParallelStrategy
+    partition: Callable[[nn.Module, Parallel], None]
+    parallel: Parallel
     weights_device: torch.device | str
     key: str
     contract: str
@@ -111,17 +111,9 @@ class Comparison:
         for dtype in TOLERANCES:
             with default_dtype(dtype):
                 self._compare_in_training(tokens, targets)
-                reason = self._compare_partitioned(tokens, targets)
-                group = self.parallel.activation_group
-                if group is not None and not reason and tokens.shape[1] % group.size() == 0:
-                    try:
-                        reason = self._compare_partitioned(tokens[:, 1:], targets[:, 1:])
-                        self.parallel.may_pad = not reason
-                    except IncompatibleModelError:
-                        self.parallel.may_pad = False
+                if not (reason := self._compare_partitioned(tokens, targets)):
+                    self.parallel.may_pad = self._is_same_with_padding(tokens, targets)
                     return
-            if not reason:
-                return
         if self.parallel.is_partitioned:
             message = "warning: the partitioned net was not compared with the plain net"
             log.warning("%s: %s", message, reason)
@@ -153,6 +145,16 @@ class Comparison:
             parallel.forward_only = True
             message = "warning: the loss is computed from the logits of forward"
             log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
+
+    def _is_same_with_padding(self, tokens: Tensor, targets: Tensor) -> bool:
+        """Return whether the partitioned net is also right for sequences that it has to pad."""
+        n_ranks = self.parallel.dims.tensor * self.parallel.dims.context
+        if n_ranks == 1 or tokens.shape[1] % n_ranks:  # pads nothing, or has padded these tokens
+            return True
+        try:
+            return not self._compare_partitioned(tokens[:, 1:], targets[:, 1:])
+        except IncompatibleModelError:
+            return False
 
     def _compare_partitioned(self, tokens: Tensor, targets: Tensor) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or "".
@@ -187,8 +189,12 @@ class Comparison:
             raise
         except Exception as error:  # a user's net can raise anything
             raise self._error(first_cause(error)) from error
-        found = {LOGITS: torch.cat(chunks)} if chunks else {}
-        text = first_difference(expected, found | self._gradients(net), self._parameters(net))
+        found = ({LOGITS: torch.cat(chunks)} if chunks else {}) | self._gradients(net)
+        for name, parameter in self._parameters(net).items():
+            if (full := expected.get(GRADIENT + name)) is not None:
+                shard = shard_like(full.to(parameter.device), parameter)
+                expected[GRADIENT + name] = local_shard(shard)
+        text = first_difference(expected, found)
         if text := _first(reversed(gather(text))):  # the last stage of a pipeline has the logits
             raise self._error(text)
         return ""
@@ -210,17 +216,13 @@ class Comparison:
         logits = compute_logits(net, tokens, targets).flatten(0, -2)
         if logits.requires_grad:
             F.cross_entropy(logits, targets.flatten()).backward()
-        draws = [
-            *torch.rand(1),
-            *torch.rand(1, device=device),
-            random.random(),
-            numpy.random.rand(),
-        ]
         return {
             LOGITS: logits.detach(),
             **self._gradients(net),
             **{f"the buffer {name}": buffer for name, buffer in net.named_buffers()},
-            "the use of random numbers": torch.tensor([float(draw) for draw in draws]),
+            "the use of random numbers": torch.tensor(
+                [float(torch.rand(())), random.random(), numpy.random.rand()]
+            ),
         }
 
     @torch.no_grad()
@@ -263,40 +265,25 @@ class Comparison:
         return IncompatibleModelError(self.key, message)
 
 
-def first_difference(
-    expected: dict[str, Tensor], found: dict[str, Tensor], parameters: Any = None
-) -> str:
+def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
     """Return "<name> differs" for the first tensor that differs from the expected one, or "".
 
     Gradients that are zero except for rounding are compared with the largest gradient.
-
-    Args:
-        expected: Name -> tensor of the plain net.
-        found: Name -> tensor, of which this rank may have a shard.
-        parameters: Name -> parameter of a partitioned net, like which gradients are sharded.
     """
+    tolerance = TOLERANCES[torch.get_default_dtype()]
+    pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
     scales = {
-        name: tensor.abs().nan_to_num().max().item() if tensor.numel() else 0.0
-        for name, tensor in expected.items()
-        if tensor.dtype != torch.bool
+        n: float(a.abs().nan_to_num().max()) if a.numel() else 0.0 for n, (a, _) in pairs.items()
     }
-    largest = max((scales[name] for name in scales if name.startswith(GRADIENT)), default=0.0)
-    for name, tensor in found.items():
-        full, scale = expected[name], scales.get(name, 0.0)
-        if name.startswith(GRADIENT):
-            scale = max(scale, 1e-2 * largest)
-            if parameters is not None:
-                parameter = parameters[name.removeprefix(GRADIENT)]
-                full = local_shard(shard_like(full.to(parameter.device), parameter))
-        bound = TOLERANCES[torch.get_default_dtype()] * scale
-        # MPS has no float64.
-        a, b = (part.detach().cpu().to(torch.complex128) for part in (tensor, full))
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True):
+    least = 1e-2 * max((scales[n] for n in scales if n.startswith(GRADIENT)), default=0.0)
+    for name, (a, b) in pairs.items():
+        bound = tolerance * max(scales[name], least if name.startswith(GRADIENT) else 0.0)
+        if a.shape != b.shape or not torch.allclose(b, a, rtol=0.0, atol=bound, equal_nan=True):
             return f"{name} differs"
     return ""
 
 
-def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tensor]:
+def make_batch(sample: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) for a comparison, made from one sample.
 
     The rows of the batch are the beginnings of rotated copies of the sample, because reading a
@@ -317,7 +304,7 @@ def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tens
     return tokens, tokens.roll(-1, 1)
 
 
-def prepare_net(net: nn.Module, parallel: ParallelStrategy) -> None:
+def prepare_net(net: nn.Module, parallel: Parallel) -> None:
     """Set evaluation mode and the default dtype of a full net in place, before it is partitioned.
 
     A net with more than MAX_PARAMETERS parameters keeps only as many blocks as a pipeline has
@@ -348,6 +335,11 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, because MPS has no float64, in a type for all numbers."""
+    return tensor.detach().cpu().to(torch.complex128)
 
 
 def _seed() -> None:

@@ -18,167 +18,17 @@ the context ranks is then the gradient of the mean of the losses, as under DDP.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
-from gptrain.core.strategies import ContextParallelOptions, ParallelDims, divisors
-from gptrain.loss import IGNORED, LossOptions, next_token_loss
-from gptrain.models.attention import SequenceLayout, layout_argument
-from gptrain.parallel.mesh import build_context_mesh, build_shard_mesh
-from gptrain.parallel.requirements import IncompatibleModelError, Net
-from gptrain.parallel.sharded import Sharded
+from gptrain.models.attention import SequenceLayout
+from gptrain.parallel.requirements import Net, planned_layers
 from gptrain.parallel.tensor import gather_sequence
-
-
-class ContextParallel(Sharded[ContextParallelOptions]):
-    """Train on a part of every sequence per rank, with the weights sharded over all ranks.
-
-    Each sequence is divided over the ranks of the context axis. All ranks must call the
-    constructor, which creates the device meshes.
-
-    Attributes:
-        mesh: Device mesh with the axes "data" and "context".
-        group: Ranks that share a sequence.
-    """
-
-    def __post_init__(self):
-        self.mesh = build_context_mesh(self.device.type, self.dims)
-        self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
-        self.data_group = self.mesh["data"].get_group()
-        self.group = self.mesh["context"].get_group()
-
-    @property
-    def activation_group(self) -> dist.ProcessGroup:
-        """Ranks that each hold a shard of a module's output: the context axis."""
-        return self.group
-
-    def split(self, net: Net) -> None:
-        """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place.
-
-        The modules that `net.context_plan` names get an `exchange`, through which attention sees
-        the positions of all ranks. Callers still pass full sequences and get full outputs, but all
-        ranks of the group must now call `forward` and `hidden` together, and without a cache.
-        """
-        exchange = AllToAllHeads(self.group)
-        for _, attention in attention_modules(net):
-            attention.exchange = exchange
-        net.forward = partial(self.run_part, net.forward)
-        if hasattr(net, "hidden"):
-            net.hidden = partial(self.run_part, net.hidden)
-
-    @property
-    def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks that average their gradients: those of the data and the context axes."""
-        return self.shard_mesh.get_group()
-
-    def loss_sum(
-        self,
-        net: Net,
-        tokens: Tensor,
-        targets: Tensor,
-        options: LossOptions,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """Return the sum of the losses in nats of the full sequences, on every rank of the group.
-
-        All ranks of the context group must call this method with the same sequences. Each rank
-        computes the losses of its own positions. The targets were shifted before they are divided,
-        so that the target of a part's last position is the first token of the next part.
-
-        Args:
-            net: Net as `split` and `shard` have left it.
-            tokens: Token ids (B, T) of full sequences.
-            targets: Next tokens (B, T). The loss ignores -100.
-            options: Label smoothing and z-loss.
-            documents: Index of the document of each token, (B, T), if documents are packed that
-                must not see each other; otherwise None.
-        """
-        part = self.part_layout(tokens, **layout_argument(documents))
-        tokens = tokens[:, part.index]
-        targets = targets[:, part.index].masked_fill(part.is_padding, IGNORED)
-        if self.uses_hidden(net):
-            total = self.head_loss(net, net.hidden(tokens, layout=part), targets, options)
-        else:
-            logits = net(tokens, layout=part)
-            total = next_token_loss(logits, targets, reduction="sum", **asdict(options))
-        # The backward pass of the gathering adds the gradients of the losses of all ranks.
-        return gather_sequence(total.reshape(1, 1), self.group).sum()
-
-    def run_part(
-        self,
-        method: Callable[..., Tensor],
-        tokens: Tensor,
-        cache: None = None,
-        layout: SequenceLayout | None = None,
-    ) -> Tensor:
-        """Run a method of the net on this rank's part of the sequences.
-
-        All ranks of the context group must call this method.
-
-        Args:
-            method: Method `forward` or `hidden` of the net.
-            tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
-                `PartLayout`, the t positions of this rank (B, t).
-            cache: Must be None. The argument exists because `forward` of a net has it.
-            layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
-
-        Returns:
-            Outputs (B, T, ...) of the full sequences, or (B, t, ...) of the part.
-
-        Raises:
-            ValueError: If `cache` is not None.
-        """
-        if cache is not None:
-            raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
-        if isinstance(layout, PartLayout):
-            return method(tokens, layout=layout)
-        part = self.part_layout(tokens, layout)
-        output = method(tokens[:, part.index], layout=part)  # (B, t, ...)
-        output = gather_sequence(output, self.group)  # (B, T', ...)
-        n_tokens = tokens.shape[1]
-        # FSDP warns about views.
-        return output if output.shape[1] == n_tokens else output[:, :n_tokens].clone()
-
-    def part_layout(self, tokens: Tensor, layout: SequenceLayout | None = None) -> "PartLayout":
-        """Return the layout of this rank's part of the sequences.
-
-        The sequences are padded at their end with copies of the last token, which does not change
-        the other outputs of a causal net.
-
-        Args:
-            tokens: Full sequences, (B, T).
-            layout: Layout of the full sequences. By default the positions are 0 to T - 1.
-
-        Raises:
-            IncompatibleModelError: If padding is needed, and would change the net's outputs.
-        """
-        n_tokens = tokens.shape[1]
-        self.check_length(n_tokens)
-        part_length = -(-n_tokens // self.group.size())
-        padded = torch.arange(part_length * self.group.size(), device=tokens.device)  # (T',)
-        place = padded[self.group.rank() * part_length :][:part_length]  # (t,)
-        index = place.clamp(max=n_tokens - 1)
-        is_padding = place >= n_tokens
-        if layout is None:
-            return PartLayout(index, index=index, is_padding=is_padding)
-        positions = layout.positions[..., index]
-        if layout.documents is not None and len(padded) > n_tokens:
-            documents = layout.documents[:, padded.clamp(max=n_tokens - 1)]
-            layout = SequenceLayout.of_documents(documents)
-        return PartLayout(
-            positions,
-            layout.documents,
-            layout.block_mask,
-            index=index,
-            is_padding=is_padding,
-        )
 
 
 @dataclass(frozen=True)
@@ -195,6 +45,99 @@ class PartLayout(SequenceLayout):
 
     index: Tensor = field(kw_only=True)
     is_padding: Tensor = field(kw_only=True)
+
+
+def apply_context_parallel(
+    net: Net, group: dist.ProcessGroup, check_length: Callable[[int], None]
+) -> None:
+    """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place.
+
+    The modules that `net.context_plan` names get an `exchange`, through which attention sees the
+    positions of all ranks. Callers still pass full sequences and get full outputs, but all ranks of
+    the group must now call `forward` and `hidden` together, and without a cache.
+
+    Args:
+        net: Net with `context_plan`.
+        group: Ranks that share a sequence.
+        check_length: Function that raises an error for a number of positions that the net must not
+            get.
+    """
+    exchange = AllToAllHeads(group)
+    for _, attention, _ in planned_layers(net, net.context_plan):
+        attention.exchange = exchange
+    for name in ("forward", "hidden"):
+        if hasattr(net, name):
+            setattr(net, name, partial(run_part, getattr(net, name), group, check_length))
+
+
+def run_part(
+    method: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    check_length: Callable[[int], None],
+    tokens: Tensor,
+    cache: None = None,
+    layout: SequenceLayout | None = None,
+) -> Tensor:
+    """Run a method of the net on this rank's part of the sequences.
+
+    All ranks of the context group must call this function.
+
+    Args:
+        method: Method `forward` or `hidden` of the net.
+        group: Ranks that share a sequence.
+        check_length: Function that raises an error for a number of positions that the net must not
+            get.
+        tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
+            `PartLayout`, the t positions of this rank (B, t).
+        cache: Must be None. The argument exists because `forward` of a net has it.
+        layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
+
+    Returns:
+        Outputs (B, T, ...) of the full sequences, or (B, t, ...) of the part.
+
+    Raises:
+        ValueError: If `cache` is not None.
+    """
+    if cache is not None:
+        raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
+    if isinstance(layout, PartLayout):
+        return method(tokens, layout=layout)
+    n_tokens = tokens.shape[1]
+    check_length(n_tokens)
+    part = part_layout(tokens, group, layout)
+    output = method(tokens[:, part.index], layout=part)  # (B, t, ...)
+    output = gather_sequence(output, group)  # (B, T', ...)
+    # FSDP warns about views.
+    return output if output.shape[1] == n_tokens else output[:, :n_tokens].clone()
+
+
+def part_layout(
+    tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
+) -> PartLayout:
+    """Return the layout of this rank's part of the sequences.
+
+    The sequences are padded at their end with copies of the last token, which does not change the
+    other outputs of a causal net.
+
+    Args:
+        tokens: Full sequences, (B, T).
+        group: Ranks that share a sequence.
+        layout: Layout of the full sequences. By default the positions are 0 to T - 1.
+    """
+    n_tokens = tokens.shape[1]
+    part_length = -(-n_tokens // group.size())
+    padded = torch.arange(part_length * group.size(), device=tokens.device)  # (T',)
+    place = padded[group.rank() * part_length :][:part_length]  # (t,)
+    index, is_padding = place.clamp(max=n_tokens - 1), place >= n_tokens
+    if layout is None:
+        return PartLayout(index, index=index, is_padding=is_padding)
+    positions = layout.positions[..., index]
+    if layout.documents is not None and len(padded) > n_tokens:
+        documents = layout.documents[:, padded.clamp(max=n_tokens - 1)]
+        layout = SequenceLayout.of_documents(documents)
+    return PartLayout(
+        positions, layout.documents, layout.block_mask, index=index, is_padding=is_padding
+    )
 
 
 class AllToAllHeads:
@@ -263,45 +206,3 @@ def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     autograd function around `dist.all_to_all_single` into code whose gradients are zero.
     """
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), None, None, group))
-
-
-def attention_modules(net: Net) -> list[tuple[str, Any]]:
-    """Return (name, module) for each module whose name matches a pattern of `net.context_plan`.
-
-    The patterns are those of fnmatch, for example `blocks.*.attention`. The list is empty if no
-    name matches.
-    """
-    return [
-        (name, module)
-        for name, module in net.named_modules()
-        if any(fnmatch(name, pattern) for pattern in net.context_plan)
-    ]
-
-
-def check_context_parallel(net: Net, options: ContextParallelOptions, dims: ParallelDims) -> None:
-    """Check that every sequence can be divided over `dims.context` ranks.
-
-    Args:
-        net: Net with `context_plan` and `n_heads`, for example on the meta device.
-        options: Options of the `strategy` group. This check does not depend on them.
-        dims: Number of ranks along each axis.
-
-    Raises:
-        IncompatibleModelError: If the ranks do not divide the heads, or if `context_plan` names no
-            module or one without `exchange`.
-    """
-    if net.n_heads % dims.context:
-        raise IncompatibleModelError(
-            "strategy.context_parallel_size",
-            f"{dims.context} ranks do not divide n_heads={net.n_heads}; a rank computes attention "
-            f"for whole heads; allowed: {divisors(net.n_heads)}",
-        )
-    modules = attention_modules(net)
-    unfit = [name for name, module in modules if not hasattr(module, "exchange")]
-    if unfit or not modules:
-        names = f"{unfit[0]}, which has no attribute exchange" if unfit else "no module of the net"
-        raise IncompatibleModelError(
-            "strategy.name",
-            f"{type(net).__name__}.context_plan={net.context_plan} names {names} (see "
-            "gptrain.models)",
-        )

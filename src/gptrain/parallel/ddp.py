@@ -1,18 +1,16 @@
-"""Data parallelism by torch's DistributedDataParallel (DDP): a full net on every rank.
+"""Arguments and communication hooks of torch's DistributedDataParallel (DDP).
 
-DDP averages the gradients over the ranks during the backward pass.
+DDP averages the gradients of full nets over the ranks during the backward pass.
 """
 
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gptrain.core.strategies import DDPOptions
-from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.core.strategies import DDPOptions, StrategyOptions
 
 # Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
 # renamed the argument. LightningStrategy.synchronize_buffers does it once per step.
@@ -21,22 +19,12 @@ SYNC_BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-# Options of the strategy that DistributedDataParallel takes as arguments of the same names
-ARGUMENTS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 
 
-class Replicated(ParallelStrategy[DDPOptions]):
-    """Train a copy of the net on every rank; DistributedDataParallel averages the gradients.
-
-    All ranks must call the constructor, which creates the device mesh.
-    """
-
-    def __post_init__(self):
-        self.data_group = dist.group.WORLD
-        self.replicas = build_mesh(self.device.type, self.dims)["data"]
-        self.comm_hook = build_comm_hook(self.options.comm_hook)
-        self.ddp_arguments = {key: getattr(self.options, key) for key in ARGUMENTS}
-        self.ddp_arguments[SYNC_BUFFERS] = False
+def arguments(options: DDPOptions) -> dict[str, Any]:
+    """Return the keyword arguments of DistributedDataParallel for the options of a strategy."""
+    keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
+    return {key: getattr(options, key) for key in keys} | {SYNC_BUFFERS: False}
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
@@ -50,9 +38,6 @@ def build_comm_hook(name: str) -> tuple[object, Callable] | None:
 
     Returns:
         State and hook, or None for "none".
-
-    Raises:
-        KeyError: If the name is none of these.
     """
     if name == "none":
         return None

@@ -17,37 +17,22 @@ T = TypeVar("T")
 LONG_PHASE_S = 3600.0  # time that compiling or writing a checkpoint may take, in seconds
 
 # Axes, the outermost first. Tensor parallelism communicates most, so the ranks of a tensor group
-# are neighbours, which usually share a node and its fast links. Pipeline stages communicate least
-# and may be on different nodes.
-AXES = (PIPELINE, DATA, TENSOR)
+# are neighbours, which usually share a node and its fast links. Ranks that share a sequence come
+# next. Pipeline stages communicate least and may be on different nodes.
+AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Build the device mesh with the axes "pipeline", "data" and "tensor".
+    """Build the device mesh with the four axes, also those of one rank.
 
-    Every rank must call this function, after the process group was created.
-
-    Args:
-        device_type: Type of the ranks' devices, for example "cuda".
-        dims: Number of ranks along each axis. Their product is the world size, without `context`,
-            which this mesh does not have.
-    """
-    sizes = tuple(getattr(dims, axis) for axis in AXES)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-
-
-def build_context_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Build the device mesh of context parallelism, with the axes "data" and "context".
-
-    The ranks that share a sequence are neighbors, which usually share a node and its fast links.
     Every rank must call this function, after the process group was created.
 
     Args:
         device_type: Type of the ranks' devices, for example "cuda".
         dims: Number of ranks along each axis.
     """
-    sizes = (dims.data, dims.context)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=(DATA, CONTEXT))
+    sizes = tuple(getattr(dims, axis) for axis in AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
@@ -59,7 +44,7 @@ def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     all-gather weights; the copies exchange gradients only. Every rank must call this function.
 
     Args:
-        mesh: Mesh of `build_mesh` or of `build_context_mesh`.
+        mesh: Mesh of `build_mesh`.
         dims: Number of ranks along each axis, and number of copies of the net.
     """
     if dims.context > 1:

@@ -16,24 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gptrain.core.strategies import (
-    ParallelDims,
-    PipelineOptions,
-    count_microbatches,
-    stage_blocks,
-)
+from gptrain.core.strategies import PIPELINE, count_microbatches, stage_blocks
 from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.models.attention import layout_argument
+from gptrain.parallel.base import Parallel
 from gptrain.parallel.gradients import sum_gradients
-from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.state import Stages
-from gptrain.parallel.strategy import ParallelStrategy
 
 CHANGED = (
     "a term of the loss or a hook has changed the gradients, but a rank of a pipeline has those of "
@@ -44,7 +39,7 @@ CHANGED = (
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Pipeline(ParallelStrategy[PipelineOptions]):
+class Pipeline(Parallel):
     """Train this rank's stage of the net with a pipeline schedule of torch.
 
     The parameters of this rank keep their names. `net(tokens)` and `net.hidden(tokens)` raise an
@@ -61,36 +56,31 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     All ranks must call the constructor, which creates the process groups.
 
     Attributes:
-        mesh: Device mesh with the axes "pipeline", "data" and "tensor".
         schedule: Name of the schedule, `strategy.schedule`.
         group: Ranks of this rank's pipeline.
-        rank: Rank in `group`, which is the index of its stage.
-        last: Rank in `group` that holds the last stage.
+        rank: Rank in it, which is the index of its stage.
+        last: Rank that holds the last stage.
         ends_group: First and last rank of the pipeline. It exists if the pipeline has several
             ranks, and is used if they share a weight.
         net: This rank's stage of the net, after `split`.
         n_blocks: Number of blocks of the full net, after `split`.
     """
 
-    is_partitioned = True
     is_pipeline = True
 
-    def __post_init__(self):
-        mesh = build_mesh(self.device.type, self.dims)
-        axis = mesh["pipeline"]
-        self.mesh = mesh
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        mesh = cast(DeviceMesh, self.mesh)
         self.schedule = self.options.schedule
-        self.group = axis.get_group()
-        self.data_group = mesh["data"].get_group()
-        self.rank = axis.get_local_rank()
-        self.last = axis.size() - 1
-        self.microbatches = count_microbatches(self.options.microbatches, axis.size())
-        self.replicas = mesh["data"] if self.dims.data > 1 else None
-        self.n_stages = axis.size()
+        self.group = mesh.get_group(PIPELINE)
+        self.rank = mesh.get_local_rank(PIPELINE)
+        self.n_stages = self.dims.pipeline
+        self.last = self.n_stages - 1
+        self.microbatches = count_microbatches(self.options.microbatches, self.n_stages)
         if self.last:
             # new_subgroups_by_enumeration is collective: every rank creates the groups of all
             # pipelines, one pipeline for each rank of the data axis.
-            ends = mesh.mesh[[0, -1], :, 0].T.tolist()
+            ends = mesh.mesh[[0, -1], :, 0, 0].T.tolist()
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         self._loss: Loss  # loss function of the current run of a schedule
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
@@ -477,34 +467,6 @@ def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
         owner = n_stages - 1 if name in ("norm", "head") else 0
         if stage != owner:
             setattr(net, name, None)
-
-
-def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> None:
-    """Check that the net can be divided into the stages of a pipeline.
-
-    Args:
-        net: Net with `embed`, `blocks`, `norm` and `head`, for example on the meta device.
-        options: Options of the `strategy` group.
-        dims: Number of ranks along each axis.
-
-    Raises:
-        IncompatibleModelError: If stages share other weights than one between embedding and head,
-            or if there are more stages than blocks.
-    """
-    tied = tied_names(net)
-    for second, first in tied.items():
-        owners = {name.partition(".")[0] for name in (first, second)}
-        if len(tied) > 1 or "head" not in owners or "blocks" in owners:
-            shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
-            allowed = "a pipeline can share one weight, between embedding and head"
-            raise IncompatibleModelError("strategy.name", f"{allowed}; this net shares {shared}")
-    n_blocks = len(net.blocks)
-    if dims.pipeline > n_blocks:
-        raise IncompatibleModelError(
-            "strategy.pipeline_parallel_size",
-            f"{dims.pipeline} stages, but the net has {n_blocks} blocks: a stage must hold at "
-            "least one",
-        )
 
 
 def _raise_no_full_net(*_) -> NoReturn:

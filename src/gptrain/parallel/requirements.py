@@ -1,12 +1,19 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from inspect import signature
-from pkgutil import resolve_name
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
+from gptrain.core.strategies import (
+    STRATEGIES,
+    ParallelDims,
+    StrategyOptions,
+    divisors,
+    strategy_name,
+)
 
 
 class Net(nn.Module):
@@ -73,30 +80,67 @@ def check_fit(
             ranks. The message names the first problem only.
     """
     row = STRATEGIES[strategy_name(options.name, dims.world_size)]
-    missing = [name for name in row.needs if not hasattr(net, name)]
-    if missing:
-        allowed = [
-            name
-            for name, strategy in STRATEGIES.items()
-            if all(hasattr(net, need) for need in strategy.needs)
-        ]
-        raise IncompatibleModelError(
-            "strategy.name",
-            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); strategies "
-            f"that work without: {', '.join(allowed)}",
-        )
+    if missing := ", ".join(name for name in row.needs if not hasattr(net, name)):
+        message = f"needs {missing} of {type(net).__name__} (see gptrain.models)"
+        allowed = [n for n, r in STRATEGIES.items() if all(hasattr(net, need) for need in r.needs)]
+        message += f"; strategies that work without: {', '.join(allowed)}"
+        raise IncompatibleModelError("strategy.name", message)
     modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
-            allowed = "none, model" if key == "model.compile" else "none"
-            message = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
-            raise IncompatibleModelError(
-                key, f"{message}, an nn.ModuleList (see gptrain.models); without: {allowed}"
-            )
+            message = f"{mode} needs `blocks` of {type(net).__name__} (see gptrain.models)"
+            raise IncompatibleModelError(key, f"{message}; allowed: none")
     if documents:
         check_layout(net)
-    if row.check:
-        resolve_name(row.check)(net, options, dims)
+    check_split(cast(Net, net), dims)
+
+
+def check_split(net: Net, dims: ParallelDims) -> None:
+    """Check that the ranks of a job can divide the heads and the blocks of a net.
+
+    Raises:
+        IncompatibleModelError: If they cannot, if `context_plan` names no module or one without
+            `exchange`, or if stages share other weights than one between embedding and head.
+    """
+    for axis, n_ranks, names in (
+        ("tensor", dims.tensor, ("n_kv_heads", "n_heads")),
+        ("context", dims.context, ("n_heads",)),
+    ):
+        for name in names if n_ranks > 1 else ():
+            heads = getattr(net, name, net.n_heads)
+            if heads % n_ranks:
+                message = f"{n_ranks} ranks do not divide {name}={heads}: a rank has whole heads"
+                key = f"strategy.{axis}_parallel_size"
+                raise IncompatibleModelError(key, f"{message}; allowed: {divisors(heads)}")
+    if dims.context > 1:
+        modules = [module for _, module, _ in planned_layers(net, net.context_plan)]
+        if not modules or not all(hasattr(module, "exchange") for module in modules):
+            message = (
+                f"context_plan={net.context_plan} must name modules with an attribute exchange"
+            )
+            raise IncompatibleModelError("strategy.name", f"{message} (see gptrain.models)")
+    if dims.pipeline > 1:
+        if dims.pipeline > (n_blocks := len(net.blocks)):
+            message = f"{dims.pipeline} stages, but the net has {n_blocks} blocks"
+            raise IncompatibleModelError("strategy.pipeline_parallel_size", message)
+        tied = tied_names(net)
+        owners = [{name.partition(".")[0] for name in names} for names in tied.items()]
+        if len(tied) > 1 or any("head" not in names or "blocks" in names for names in owners):
+            shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
+            message = "a pipeline can share one weight, between embedding and head"
+            raise IncompatibleModelError("strategy.name", f"{message}; this net shares {shared}")
+
+
+def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, layer, pattern) of each layer whose name matches a pattern of fnmatch.
+
+    If several patterns match, the first one counts.
+    """
+    for name, layer in net.named_modules():
+        for pattern in patterns:
+            if fnmatch(name, pattern):
+                yield name, layer, pattern
+                break
 
 
 def check_layout(net: nn.Module, n_positions: int = 0) -> None:

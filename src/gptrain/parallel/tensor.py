@@ -20,8 +20,7 @@ in the same pass. The ranks exchange three numbers per token.
 # B batch, T time, D d_model, V vocab, C tokens of a chunk, n ranks of the tensor axis,
 # v rows of V on this rank, T' = T padded to a multiple of n, t = T' / n
 
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Callable
 from functools import cache, partial
 from typing import cast
 
@@ -33,10 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gptrain.core.strategies import ParallelDims, StrategyOptions, divisors
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
-from gptrain.parallel.requirements import IncompatibleModelError, Net
+from gptrain.parallel.requirements import Net, planned_layers
 
 # Functional collectives return a new tensor. torch 2.11 compiles an autograd function that fills a
 # given tensor by a collective into code whose gradients are zero. torch 2.13 renamed the functions.
@@ -44,10 +42,6 @@ if hasattr(functional, "all_gather_single"):
     all_gather, reduce_scatter = functional.all_gather_single, functional.reduce_scatter_single
 else:
     all_gather, reduce_scatter = functional.all_gather_tensor, functional.reduce_scatter_tensor
-
-# Roles of every net: the token embedding splits the activations into shards of the sequence, a norm
-# gathers them for the layers behind it, and the head returns the full logits.
-NEEDED_ROLES = ("vocab_embedding", "sequence", "vocab_head")
 
 
 def apply_tensor_parallel(
@@ -63,18 +57,20 @@ def apply_tensor_parallel(
     `partial_parameters` over the axis.
 
     Args:
-        net: Net with `tensor_plan` that `check_tensor_parallel` accepts. It is identical on all
-            ranks, or on the meta device.
+        net: Net with `tensor_plan`. It is identical on all ranks, or on the meta device.
         mesh: Device mesh with an axis "tensor".
         check_length: Function that raises an error for a number of positions that the net must not
             get. It is called in each forward pass.
+
+    Raises:
+        KeyError: If `net.tensor_plan` has an unknown role.
     """
     group = mesh["tensor"].get_group()
     net = cast(Net, net)
-    roles = dict(_roles(net))
+    roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role_class, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
+        role_class, split_dims = _ROLES[roles[name]] if name in roles else (None, {})
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
                 sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
@@ -87,58 +83,6 @@ def apply_tensor_parallel(
         net.hidden = partial(_without_padding, net.hidden, group.size(), check_length)
 
 
-def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
-    """Check that the net can be split over `dims.tensor` ranks.
-
-    Args:
-        net: Net with `tensor_plan` and `n_heads`, for example on the meta device.
-        options: Options of the `strategy` group. This check does not depend on them.
-        dims: Number of ranks along each axis.
-
-    Raises:
-        IncompatibleModelError: If the ranks do not divide the heads, if `net.tensor_plan` has an
-            unknown role or gives no layer one of NEEDED_ROLES, or if a layer does not fit its role.
-    """
-    for name in ("n_kv_heads", "n_heads"):  # k and v may have fewer heads than q
-        heads = getattr(net, name, net.n_heads)
-        if heads % dims.tensor:
-            raise IncompatibleModelError(
-                "strategy.tensor_parallel_size",
-                f"{dims.tensor} ranks do not divide {name}={heads}; a rank holds whole heads; "
-                f"allowed: {divisors(heads)}",
-            )
-    unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
-    if unknown:
-        raise IncompatibleModelError(
-            "strategy.name",
-            f"{type(net).__name__}.tensor_plan has roles {', '.join(unknown)}; "
-            f"allowed: {', '.join(_ROLES)}",
-        )
-    roles = dict(_roles(net))
-    for role in NEEDED_ROLES:
-        if role not in roles.values():
-            raise IncompatibleModelError(
-                "strategy.name",
-                f"{type(net).__name__}.tensor_plan gives no layer the role {role}; "
-                f"needed: {', '.join(NEEDED_ROLES)} (see gptrain.models)",
-            )
-    for name, role in roles.items():
-        layer = net.get_submodule(name)
-        allowed_types = _ROLES[role][1]
-        if allowed_types is _NORMS:
-            fits = isinstance(layer, allowed_types)
-        else:
-            fits = type(layer) in allowed_types
-        if not fits or (role == "vocab_head" and layer.bias is not None):
-            type_names = " and ".join(kind.__name__ for kind in allowed_types)
-            condition = " without bias" if role == "vocab_head" else ""
-            raise IncompatibleModelError(
-                "strategy.name",
-                f"tensor_plan gives {name} the role {role}, but {name} is a "
-                f"{type(layer).__name__}; allowed: {type_names}{condition}",
-            )
-
-
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     """Return the replicated parameters whose gradients cover only this rank's positions or heads.
 
@@ -146,25 +90,14 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     the sequence. Their gradients must be summed over the tensor axis once per optimizer step.
     """
     parameters: list[nn.Parameter] = []
-    for name, role in _roles(cast(Net, net)):
-        module = net.get_submodule(name)
+    net = cast(Net, net)
+    for _, module, pattern in planned_layers(net, net.tensor_plan):
+        role = net.tensor_plan[pattern]
         if role in ("sequence", "per_head", "position_embedding"):
             parameters += module.parameters(recurse=False)
-        elif role == "rowwise" and isinstance(module.bias, nn.Parameter):
+        elif role == "rowwise" and module.bias is not None:
             parameters.append(module.bias)
     return parameters
-
-
-def _roles(net: Net) -> Iterator[tuple[str, str]]:
-    """Yield (name, role) of each layer whose name matches a pattern of `net.tensor_plan`.
-
-    If several patterns match, the first one counts.
-    """
-    for name, _ in net.named_modules():
-        for pattern, role in net.tensor_plan.items():
-            if fnmatch(name, pattern):
-                yield name, role
-                break
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
@@ -348,14 +281,14 @@ class _VocabEmbedding(_Role):
         return scatter_sequence(partial_sum, self.tensor_group)
 
 
-class _VocabHead(_Role):
+class _VocabHead(_Colwise):
     """Head whose outputs are split over the ranks, with the full logits (B, T', V) on every rank.
 
     Each rank computes the logits of its own tokens of the vocabulary; an all-gather joins them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.weight.to_local())  # (B, T', v)
+        logits = super().forward(x)  # (B, T', v)
         full = logits.new_empty(*x.shape[:-1], self.out_features, device="meta")
         mesh = self.weight.device_mesh
         # Every rank computes the same function of the full logits, so the backward pass of
@@ -379,16 +312,15 @@ def _mixed_class(role: type, layer: type[nn.Module]) -> type:
     return type(layer.__name__, (role, layer), {"layer_forward": staticmethod(layer.forward)})
 
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # subclasses are allowed, too
-# Role -> (class of the role, allowed types of the layer, {parameter name: split dimension})
-_ROLES = {
-    "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
-    "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
-    "sequence": (_Sequence, _NORMS, {}),
-    "per_head": (_PerHead, _NORMS, {}),
-    "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
-    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
-    "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),
+# Role -> (class of the role, {parameter name: split dimension})
+_ROLES: dict[str, tuple[type, dict[str, int]]] = {
+    "colwise": (_Colwise, {"weight": 0, "bias": 0}),
+    "rowwise": (_Rowwise, {"weight": 1}),
+    "sequence": (_Sequence, {}),
+    "per_head": (_PerHead, {}),
+    "position_embedding": (_PositionEmbedding, {}),
+    "vocab_embedding": (_VocabEmbedding, {"weight": 0}),
+    "vocab_head": (_VocabHead, {"weight": 0, "bias": 0}),
 }
 
 

@@ -6,20 +6,26 @@ Lightning's loop and to checkpoints.
 
 from collections.abc import Callable
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gptrain.checkpoints import rng
-from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
+from gptrain.core.strategies import (
+    PIPELINE,
+    STRATEGIES,
+    ParallelDims,
+    StrategyOptions,
+    strategy_name,
+)
 from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.base import LightningStrategy, StrategyInfo
+from gptrain.lit.strategies.base import LightningStrategy, ManyRanks, OneDevice, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
+from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.placement import build_on_meta_device, make_net_on
-from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss
 
 __all__ = ["LightningStrategy", "build_strategy"]
 
@@ -66,13 +72,13 @@ def build_strategy(
     row = STRATEGIES[name]
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
-    parallel_class: type[ParallelStrategy] = resolve_name(row.parallel)
+    parallel_class = Pipeline if PIPELINE in row.axes else Parallel
     parallel = parallel_class(options, dims, device, precision)
     parallel.may_skip_parameters = not is_of_library(full_net)
     if compile != "none":
         parallel.compile_loss()
 
-    def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
+    def partition(net: Any, parallel: Parallel = parallel, compile: str = compile) -> None:
         """Turn a full net into the part that this rank holds, in place.
 
         Activation checkpointing and torch.compile are applied to it, if the config asks for them.
@@ -102,14 +108,14 @@ def build_strategy(
                 partial(partition, compile="none"),
                 parallel,
                 weights_device,
-                key="strategy.name" if row.check else "model._target_",
+                key="strategy.name" if parallel.is_partitioned else "model._target_",
                 contract=f"{row.contract} (see gptrain.models)",
                 checkpoint=checkpoint,
             ).check(sample)
         finally:
             rng.restore(rng_state)
     net = make_net_on(weights_device, make_net, partition)
-    strategy: LightningStrategy = resolve_name(row.lightning)(parallel)
+    strategy = ManyRanks(parallel) if row.axes else OneDevice(parallel)
     n_parameters = sum(parameter.numel() for parameter in full_net.parameters())
     n_trained = sum(p.numel() for p in full_net.parameters() if p.requires_grad)
     sizes = n_parameters, count_matrix_weights(full_net), n_trained

@@ -1,10 +1,13 @@
-"""LightningStrategy, the mixin that connects Lightning's training loop to `gptrain.parallel`.
+"""GPTStrategy, the one object between Lightning's training loop and `gptrain.parallel`.
 
-`replicated.py` and `partitioned.py` combine the mixin with a strategy class of Lightning.
+It is a mixin. `OneDevice` and `ManyRanks` combine it with the two strategies of Lightning that know
+nothing of how a net is split: Lightning's own loop tells one device from several ranks by them, and
+allows nothing but the first on an Apple GPU.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,17 +15,23 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from gptrain.core.errors import first_line
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
+from gptrain.loss import sum_dtype
+from gptrain.parallel.base import Parallel
+from gptrain.parallel.ddp import build_comm_hook
 from gptrain.parallel.requirements import IncompatibleModelError
-from gptrain.parallel.strategy import StepMean
+from gptrain.parallel.step_mean import StepMean
 
 ONE_OPTIMIZER = (
     "a run counts, schedules and saves the steps of one optimizer in Lightning's loop; "
@@ -137,17 +146,9 @@ class LightningStrategy(SavingStrategy):
         group = self.parallel.data_group
         if group is None or group.size() == 1:
             return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for owner, name in self._buffer_places:
-            buffer = getattr(owner, name)
-            if isinstance(buffer, Tensor):
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers]).to(self.root_device)
-            dist.broadcast(flat, group=group, group_src=0)
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+            if isinstance(buffer := getattr(owner, name), Tensor):
+                dist.broadcast(buffer, group=group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch to the device, and note its targets if gptrain's loader has counted them.
@@ -244,7 +245,12 @@ class LightningStrategy(SavingStrategy):
         the gradients.
         """
         self.parallel.finish_gradients()
-        self.step_mean.reduce(self._local_loss())
+        loss = torch.tensor(math.nan, device=self.root_device)
+        if self.micro_losses:
+            # Lightning has divided each loss by the number of accumulated micro-steps.
+            accumulated = self.module.trainer.accumulate_grad_batches
+            loss = torch.stack(self.micro_losses).mean() * accumulated
+        self.step_mean.reduce(loss)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
         """Clip the finished gradients of a step, and decide whether the step is taken.
@@ -280,13 +286,114 @@ class LightningStrategy(SavingStrategy):
         for part in (self.precision_plugin, self.accelerator):
             cast(Accelerator, part).teardown()
 
-    def _local_loss(self) -> Tensor:
-        """Return the mean loss of this rank's micro-steps, or NaN if none of them had a loss."""
-        if not self.micro_losses:
-            return torch.tensor(math.nan, device=self.root_device)
-        # Lightning has divided each loss by the number of accumulated micro-steps.
-        n_accumulated = self.module.trainer.accumulate_grad_batches
-        return torch.stack(self.micro_losses).mean() * n_accumulated
+
+class OneDevice(LightningStrategy, SingleDeviceStrategy):
+    """Trains on one device, without a process group.
+
+    Args:
+        parallel: Object that trains the net on its attribute `device`.
+    """
+
+    def __init__(self, parallel: Parallel):
+        super().__init__(parallel, parallel.device)
+
+
+class ManyRanks(LightningStrategy, DDPStrategy):
+    """Trains on the ranks of a process group that exists already.
+
+    The module is wrapped in DistributedDataParallel if the ranks hold copies of the net only.
+
+    Args:
+        parallel: Object that partitions and trains the net.
+    """
+
+    def __init__(self, parallel: Parallel):
+        super().__init__(parallel, **(parallel.ddp_arguments or {}))
+
+    def setup_distributed(self) -> None:
+        """Pass the global rank and the world size to Lightning, and do nothing else.
+
+        Lightning would also seed all ranks with the same number, so that their dropout masks would
+        be identical.
+        """
+        self.set_world_ranks()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the accelerator, the precision and, in a fit, the optimizer.
+
+        A partitioned net is neither broadcast nor moved nor wrapped. The metrics of the module and
+        of the callbacks are reduced over the data ranks, unless they have a process group: ranks
+        that read the same samples update the metrics with the same values, which must count once.
+
+        Args:
+            trainer: Trainer of the run.
+        """
+        if not self.parallel.is_partitioned:
+            super().setup(trainer)
+            return
+        cast(Accelerator, self.accelerator).setup(trainer)
+        self.model = self.precision_plugin.convert_module(cast(nn.Module, self.model))
+        module: Any = self.model
+        net, module.net = module.net, None  # the net is on its device, or offloaded to the CPU
+        module.to(self.root_device)
+        module.net = net
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        callbacks: list[pl.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
+        owned = (value for callback in callbacks for value in vars(callback).values())
+        for owner in (module, *owned):
+            for metric in owner.modules() if isinstance(owner, nn.Module) else ():
+                if isinstance(metric, Metric) and metric.process_group is None:
+                    metric.process_group = self.parallel.data_group
+
+    def configure_ddp(self) -> None:
+        """Wrap the module in DistributedDataParallel, with the communication hook of the options.
+
+        Lightning's method is replaced for two reasons: it registers a communication hook on GPUs
+        only, and it wraps the module on a side stream, so that each gradient waits for events of
+        two streams, and the buckets that DDP replaces in the second step take 4 bytes per parameter
+        more (Lightning 2.6).
+        """
+        model = DistributedDataParallel(
+            cast(nn.Module, self.model),
+            device_ids=self.determine_ddp_device_ids(),
+            **(self.parallel.ddp_arguments or {}),
+        )
+        if (hook := build_comm_hook(self.parallel.options.comm_hook)) is not None:
+            model.register_comm_hook(*hook)
+        self.model = model
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks, a sum over the data ranks only.
+
+        The ranks that read the same samples have the same values, which must count once in
+        `self.log(name, value, reduce_fx="sum", sync_dist=True)`. Lightning 2.6 rounds the mean of
+        an integer tensor; here it is a float tensor: with evaluation batches of 18 samples on one
+        rank and 19 on another, `self.log(name, value, sync_dist=True)` would otherwise divide the
+        sum by 18 instead of 18.5. All ranks must call this method.
+
+        Args:
+            tensor: Tensor of this rank. Any other value is returned unchanged.
+            group: Ranks that are reduced over. None for the data ranks if `reduce_op` is "sum",
+                else for all ranks. Lightning's votes of all ranks pass `ReduceOp.SUM`.
+            reduce_op: "mean", "avg", or another operation that Lightning knows, such as "sum".
+        """
+        if group is None and reduce_op == "sum":
+            group = self.parallel.data_group
+        is_mean = str(reduce_op).lower() in ("mean", "avg")
+        if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(sum_dtype(tensor.device))
+        return super().reduce(tensor, group, reduce_op)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients inside the block without communication between ranks.
+
+        Lightning runs all micro-steps of an optimizer step except the last one in such a block.
+        """
+        with super().block_backward_sync(), self.parallel.without_gradient_sync():
+            yield
 
 
 def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:

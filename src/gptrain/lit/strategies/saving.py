@@ -22,7 +22,7 @@ from gptrain.checkpoints.manifest import BASE, STATE_NAME
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
 from gptrain.parallel import state as states
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.base import Parallel
 
 INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in sharded checkpoints only
 
@@ -74,7 +74,7 @@ class SavingStrategy(Strategy):
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
 
-    def __init__(self, parallel: ParallelStrategy, *arguments: Any, **keywords: Any):
+    def __init__(self, parallel: Parallel, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self.parallel = parallel
 

@@ -1,0 +1,497 @@
+"""Parallel: how one rank's part of a net is made, and how losses and gradients are computed.
+
+The sizes of the four axes of a device mesh (pipeline, data, context, tensor) and the options of the
+strategy decide what a `Parallel` does. `pipeline.Pipeline` is its only subclass, because a pipeline
+schedule also runs the backward pass. Every rank has one such object, which is built before the net.
+It does not depend on Lightning.
+
+The loss of a training step is computed by these functions, in this order. Each indented function is
+called by the one above it:
+
+    StepMean.begin_step            before the step: compute the divisor from the number of targets
+    Parallel.mean_loss             for each micro-batch: divide the sum of its losses by the divisor
+        count_and_get_divisor      count the targets of the micro-batch, and return the divisor
+        Parallel.loss_sum          run the net and sum the losses over the targets, by
+                                   `loss.chunked_next_token_loss` or `loss.next_token_loss`
+    StepMean.reduce                after the last micro-step: average the losses, for the log
+
+Nothing multiplies gradients after the backward pass. So whatever training_step adds to the loss
+counts as it was written, and hooks see the gradients of a step as the optimizer gets them.
+"""
+
+# B batch, T time, C tokens of a chunk, D d_model, V vocab
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import SGD, Adagrad, Optimizer
+
+from gptrain.core.strategies import (
+    CONTEXT,
+    DATA,
+    PIPELINE,
+    STRATEGIES,
+    TENSOR,
+    ParallelDims,
+    ShardedOptions,
+    StrategyOptions,
+    default_options,
+    strategy_name,
+)
+from gptrain.loss import (
+    IGNORED,
+    LossOptions,
+    chunked_next_token_loss,
+    count_targets,
+    cross_entropy_in_place,
+    logits_in_chunks,
+    next_token_loss,
+)
+from gptrain.models.attention import layout_argument
+from gptrain.parallel import ddp, state
+from gptrain.parallel.context import apply_context_parallel, part_layout
+from gptrain.parallel.fsdp import apply_fsdp, watch_use
+from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
+from gptrain.parallel.mesh import build_mesh, build_shard_mesh
+from gptrain.parallel.requirements import IncompatibleModelError, Net
+from gptrain.parallel.step_mean import StepMean
+from gptrain.parallel.tensor import (
+    apply_tensor_parallel,
+    gather_sequence,
+    partial_parameters,
+    vocab_parallel_loss,
+)
+
+
+class Parallel:
+    """Partition a net over the ranks, and compute its loss, logits and gradients on this rank.
+
+    All ranks must build the object, which creates the device mesh. The process group must exist,
+    except under `single`.
+
+    Args:
+        options: Options of the `strategy` group. Defaults to those of `single`.
+        dims: Number of ranks along each axis.
+        device: Device of this rank.
+        precision: Precision as Lightning names it, for example `bf16-mixed`.
+
+    Attributes:
+        axes: Axes over which the strategy divides the work, also those of one rank.
+        shards: True if FSDP2 shards the parameters over the data and the context axis.
+        is_partitioned: True if ranks hold different parts of the net, or compute different parts of
+            a sequence. Saves can then be sharded.
+        mesh: Device mesh with four axes. None under `single`.
+        shard_mesh: Mesh over which FSDP2 shards the parameters. None without FSDP2.
+        data_group: Ranks that read different samples of the same step. None under `single`.
+        net: Net that `split` was called with.
+        step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
+        extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
+            object averages.
+        counted_on_other_stage: Parameters that another pipeline stage counts in the gradient norm.
+        forward_only: True if the loss must be computed from `forward`, although the net has
+            `hidden` and `head`.
+        may_pad: False if padding at the end of a sequence would change the outputs of the net.
+        may_skip_parameters: True if a rank's backward pass may leave out parameters that another
+            rank uses, as in a net of the user.
+        used: Names of the parameters of the net that have got a gradient in this step. None if
+            they are not recorded.
+        is_pipeline: True if a schedule runs the stages of a pipeline. No rank can then call the
+            net, and `mean_loss` also computes the gradients.
+        n_stages: Number of pipeline stages.
+        microbatches: Number of equal parts into which a pipeline divides a training batch.
+        stages: Ranks that hold the pipeline stages, and the parameter names of a checkpoint.
+        chunked_loss: Function that computes the loss of hidden states (B, T, D) under a head
+            weight (V, D).
+    """
+
+    net: Any = None
+    step_mean: StepMean | None = None
+    extra_parameters: Sequence[nn.Parameter] = ()
+    counted_on_other_stage: Set[nn.Parameter] = frozenset()
+    forward_only = False
+    may_pad = True
+    may_skip_parameters = False
+    used: set[str] | None = None
+    is_pipeline = False
+    n_stages = 1
+    microbatches = 1
+    stages = state.NO_STAGES
+
+    def __init__(
+        self,
+        options: StrategyOptions | None = None,
+        dims: ParallelDims | None = None,
+        device: torch.device | str = "cpu",
+        precision: str = "32-true",
+    ):
+        self.options: Any = options or default_options("single")
+        self.dims = dims or ParallelDims()
+        self.device = torch.device(device)
+        self.precision = precision
+        self.axes = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)].axes
+        self.shards = isinstance(self.options, ShardedOptions)
+        self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
+        self.mesh = build_mesh(self.device.type, self.dims) if self.axes else None
+        self.shard_mesh = None
+        if self.shards and self.mesh is not None:
+            self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
+        self.data_group = self.group_along(DATA)
+        if self.ddp_arguments is not None:  # DDP's own group, without another communicator
+            self.data_group = dist.group.WORLD
+        self.chunked_loss: Any = chunked_next_token_loss
+        if TENSOR in self.axes:
+            self.chunked_loss = vocab_parallel_loss
+
+    def group_along(self, axis: str) -> dist.ProcessGroup | None:
+        """Return the ranks along an axis of the mesh, or None under `single`."""
+        return None if self.mesh is None else self.mesh.get_group(axis)
+
+    @property
+    def activation_group(self) -> dist.ProcessGroup | None:
+        """Ranks that each hold a shard of a module's output. None if every rank holds all of it."""
+        return next(
+            (self.group_along(axis) for axis in (TENSOR, CONTEXT) if axis in self.axes), None
+        )
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """Ranks that average their gradients: those of the data and the context axes."""
+        if CONTEXT in self.axes and self.shard_mesh is not None:
+            return self.shard_mesh.get_group()
+        return self.data_group
+
+    @property
+    def replicas(self) -> DeviceMesh | None:
+        """Ranks that hold the same weights and gradients, and so can divide the work of Muon."""
+        if self.mesh is None or self.shards or DATA not in self.axes:
+            return None
+        return self.mesh[DATA]
+
+    @property
+    def ddp_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments of DistributedDataParallel. None if it is not used."""
+        if self.axes != (DATA,) or self.shards:
+            return None
+        return ddp.arguments(self.options)
+
+    def compile_loss(self) -> None:
+        """Compile the loss of a chunk of logits, if this device is a GPU.
+
+        On a GPU the uncompiled loss takes a quarter of a step of GPT-2. On a CPU the compiled loss
+        is slower. The loss of a vocabulary that is split over ranks is never compiled.
+        """
+        if self.device.type == "cuda" and TENSOR not in self.axes:
+            compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
+            self.chunked_loss = partial(chunked_next_token_loss, cross_entropy=compiled)
+
+    # Partitioning, while the net is built
+
+    def split(self, net: Net) -> None:
+        """Split layers and sequences in place, before activation checkpointing and compile."""
+        self.net = net
+        if TENSOR in self.axes:
+            apply_tensor_parallel(net, cast(DeviceMesh, self.mesh), self.check_length)
+        if CONTEXT in self.axes:
+            apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)), self.check_length)
+
+    def shard(self, net: Net) -> None:
+        """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
+
+        Does nothing under a strategy without FSDP2.
+        """
+        if self.shard_mesh is not None:
+            apply_fsdp(net, self.shard_mesh, self.options, self.precision)
+
+    def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Connect with the module and its optimizer, once both are built.
+
+        Under a partitioning strategy, `extra_parameters` become the parameters of the module
+        outside `net`, and kernels of the optimizer that cannot take sharded parameters are
+        disabled: a multi-tensor kernel takes DTensors or plain tensors, but not both, and SGD and
+        Adagrad have no fused kernel for DTensors.
+
+        Args:
+            module: LightningModule, or any module with an attribute `net`.
+            optimizer: Optimizer of the module. Its `param_groups` are changed in place. If it has
+                an attribute `replicas`, as Muon has, it divides its updates among these ranks.
+        """
+        if hasattr(optimizer, "replicas"):
+            cast(Any, optimizer).replicas = self.replicas
+        if not self.is_partitioned:
+            return
+        self.extra_parameters = [*state.named_extra_parameters(module).values()]
+        if self.may_skip_parameters and isinstance(self.net, FSDPModule):
+            self.used = watch_use(self.net)
+        if self.is_pipeline:
+            return
+        plain_parameters = set(self.extra_parameters)
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, SGD | Adagrad) and group["fused"]:
+                group["fused"] = None  # torch chooses the implementation
+            n_plain = sum(parameter in plain_parameters for parameter in group["params"])
+            if 0 < n_plain < len(group["params"]):
+                group |= {key: False for key in ("foreach", "fused") if key in group}
+
+    # Loss and logits
+
+    def mean_loss(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean loss in nats per target of this rank's samples.
+
+        In training the sum of the losses of a batch's own targets is divided by
+        `StepMean.divisor`. The mean of the returned values over the micro-steps and the data ranks
+        of a step is then the mean over all targets of the step. For other targets, under
+        torch.no_grad, and outside of a training_step, the divisor is the number of these targets;
+        the mean of no target is 0. All ranks between which the net or a sequence is divided must
+        call this method.
+
+        Args:
+            net: Net as `split` and `shard` have left it.
+            tokens: Token ids (B, T), int64.
+            targets: Next tokens (B, T), int64. The loss ignores -100.
+            options: Label smoothing and z-loss.
+            documents: Index of the document of each token, (B, T), int64, if documents are packed
+                that must not see each other.
+
+        Raises:
+            IncompatibleModelError: If the net is called for its logits, and does not return logits
+                (B, T, V).
+        """
+        divisor = self.count_and_get_divisor(targets)
+        total = self.loss_sum(net, tokens, targets, options, documents)
+        return total / divisor.to(total.dtype)
+
+    def count_and_get_divisor(self, targets: Tensor) -> Tensor:
+        """Return the number by which the sum of the losses of targets (B, T) is divided.
+
+        In a training_step with gradients it is that of `StepMean.count_and_get_divisor`. Otherwise
+        it is the number of targets that are not -100, at least 1.
+        """
+        if self.step_mean is not None and torch.is_grad_enabled():
+            return self.step_mean.count_and_get_divisor(targets)
+        return count_targets(targets)
+
+    def loss_sum(
+        self,
+        net: Net,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Run the net on this rank's samples and return the sum of the losses in nats.
+
+        The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
+        bias. Under context parallelism each rank computes the losses of its own positions, and all
+        get the sum. The arguments are those of `mean_loss`.
+        """
+        layout: dict[str, Any] = layout_argument(documents)
+        group = self.group_along(CONTEXT) if CONTEXT in self.axes else None
+        if group is not None:
+            self.check_length(tokens.shape[1])
+            part = part_layout(tokens, group, **layout)
+            # The targets were shifted before they are divided, so the target of a part's last
+            # position is the first token of the next part.
+            tokens = tokens[:, part.index]
+            targets = targets[:, part.index].masked_fill(part.is_padding, IGNORED)
+            layout = {"layout": part}
+        if self.uses_hidden(net):
+            total = self.head_loss(net, net.hidden(tokens, **layout), targets, options)
+        else:
+            logits = net_logits(net, tokens, targets, **layout)
+            total = next_token_loss(logits, targets, reduction="sum", **asdict(options))
+        if group is not None:
+            # The backward pass of the gathering adds the gradients of the losses of all ranks.
+            total = gather_sequence(total.reshape(1, 1), group).sum()
+        return total
+
+    def uses_hidden(self, net: nn.Module) -> bool:
+        """Return whether the loss is computed from `hidden` and `head` of the net."""
+        return not self.forward_only and supports_chunked_loss(net)
+
+    def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+        """Return the sum of the losses in nats of hidden states, through `net.head`.
+
+        The logits are computed in chunks, unless the head has a bias.
+
+        Args:
+            net: Net with `head`, an nn.Linear.
+            hidden: Hidden states (..., D) after the final norm.
+            targets: Next tokens (...). The loss ignores -100.
+            options: Label smoothing and z-loss.
+        """
+        arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
+        if net.head.bias is not None:
+            return next_token_loss(net.head(hidden), targets, **arguments)
+        return self.chunked_loss(hidden, net.head.weight, targets, **arguments)
+
+    def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return logits (B, T, V) by those parts of a full net from which the loss is computed."""
+        return F.linear(net.hidden(tokens), net.head.weight)
+
+    def check_length(self, n_positions: int) -> None:
+        """Check that sequences of a length need no padding that would change the net's outputs.
+
+        Raises:
+            IncompatibleModelError: If they do.
+        """
+        n_ranks = self.dims.tensor * self.dims.context
+        if not self.may_pad and n_positions % n_ranks:
+            raise IncompatibleModelError(
+                "strategy.name",
+                f"a sample has {n_positions} positions, which {n_ranks} ranks do not divide, and "
+                f"padding would change this net's outputs; try: {n_positions // n_ranks * n_ranks}",
+            )
+
+    @torch.no_grad()
+    def logits(
+        self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics.
+
+        Positions whose target is -100 are left out. No gradients are computed. The arguments are
+        those of `mean_loss`.
+        """
+        layout = layout_argument(documents)
+        if self.uses_hidden(net):
+            return logits_in_chunks(net.hidden(tokens, **layout), net.head, targets)
+        return logits_in_chunks(net_logits(net, tokens, targets, **layout), nn.Identity(), targets)
+
+    def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
+        """Compute a metric on a rank that has logits, and return the value on every rank.
+
+        All ranks must call this method.
+
+        Args:
+            compute: Function without arguments that returns the metric's value.
+        """
+        return compute()
+
+    # Gradients of a step
+
+    @contextmanager
+    def without_gradient_sync(self) -> Generator[None, None, None]:
+        """Accumulate unsharded gradients inside the block, without communication.
+
+        The block surrounds all micro-steps of a step except the last one, whose backward pass
+        reduce-scatters the sums. Without FSDP, and with `strategy.accumulate_shards`, the block
+        changes nothing. With this option the gradients are reduce-scattered in every micro-step,
+        and each of N ranks accumulates 1/N of them. That saves memory, but takes as many
+        reduce-scatters as the step has micro-steps.
+        """
+        defers_sync = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
+        if defers_sync:
+            self.net.set_requires_gradient_sync(False)
+        yield
+        if defers_sync:
+            self.net.set_requires_gradient_sync(True)
+
+    @cached_property
+    def partial_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose full gradient is the sum of the gradients of all tensor ranks."""
+        return partial_parameters(self.net) if TENSOR in self.axes else []
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients once per step, after the last backward pass.
+
+        Averages the gradients of `extra_parameters` over the data ranks, and sums those of
+        `partial_parameters` over the tensor axis. All ranks must call this method.
+
+        Raises:
+            IncompatibleModelError: If the ranks use different parameters, without
+                `strategy.find_unused_parameters`.
+        """
+        self.average(self.extra_parameters)
+        group = self.gradient_group
+        if self.used is not None and group is not None:
+            named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+            is_used = [name in self.used for name, _ in named]
+            self.used.clear()
+            check_use([parameter for _, parameter in named], is_used, group, self.finds_unused)
+        if TENSOR in self.axes:
+            sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average gradients over the ranks that read other samples, or other parts of them.
+
+        A rank without the gradient of a parameter adds zeros, unless
+        `strategy.find_unused_parameters` is false.
+        """
+        if (group := self.gradient_group) is not None:
+            sum_gradients(parameters, group, group.size(), finds_unused=self.finds_unused)
+
+    @property
+    def finds_unused(self) -> bool:
+        """Value of `strategy.find_unused_parameters`. True if the strategy has no such key."""
+        return getattr(self.options, "find_unused_parameters", True)
+
+    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Clip all gradients to `max_norm`, and return their norm before clipping.
+
+        All ranks that take the step together must call this method, because the norm is summed over
+        them.
+
+        Args:
+            parameters: Parameters that this rank trains.
+            max_norm: Largest norm after clipping. None or 0 does not clip.
+
+        Returns:
+            Norm of the gradients of the entire net. The value is identical on all ranks that take
+            the step together.
+        """
+        groups = () if self.stages.group is None else (self.stages.group,)
+        counted = self.counted_on_other_stage
+        return clip_grad_norm(parameters, max_norm, groups=groups, counted_on_other_stage=counted)
+
+    def check_gradients(self) -> None:
+        """Check that no hook has changed gradients of which this rank has only a part."""
+
+
+def supports_chunked_loss(net: nn.Module) -> bool:
+    """Return whether the loss can be computed in chunks: the net has `hidden` and `head`.
+
+    `head` must be an nn.Linear without bias.
+    """
+    head = getattr(net, "head", None)
+    return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
+
+
+def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
+    """Run the net on tokens (B, T) and return its logits (B, T, V).
+
+    Args:
+        net: Net, which is called with the tokens and, if it is given, with `layout`.
+        tokens: Token ids (B, T).
+        targets: Next tokens (B, T), only to check the shape of the logits.
+        layout: Argument `layout` of the net, if documents must not see each other.
+
+    Raises:
+        IncompatibleModelError: If the net returns no tensor, for example a tuple, or a tensor whose
+            shape is not that of `targets` and one more dimension.
+    """
+    logits = net(tokens, **layout)
+    is_tensor = isinstance(logits, Tensor)
+    if not is_tensor or logits.shape[:-1] != targets.shape:
+        name = type(net).__name__.removeprefix("FSDP")  # FSDP2 adds it to the class of a net
+        result = f"shape {tuple(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
+        raise IncompatibleModelError(
+            "model._target_",
+            f"{name}.forward returns {result} for tokens of shape "
+            f"{tuple(tokens.shape)}; allowed: logits (B, T, V)",
+        )
+    return logits

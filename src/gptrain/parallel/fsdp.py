@@ -1,0 +1,103 @@
+"""Sharded parameters by FSDP2 of torch.
+
+Each of N ranks stores 1/N of every parameter, gradient and optimizer moment. The parameters of a
+block are gathered before its forward and its backward pass, and its gradients are reduce-scattered
+after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao
+et al. 2023, arXiv:2304.11277.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from gptrain.core.precision import find_precision
+from gptrain.core.strategies import ShardedOptions
+from gptrain.parallel.requirements import Net
+
+
+def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: str) -> None:
+    """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
+
+    Args:
+        net: Net after tensor parallelism, activation checkpointing and compile.
+        mesh: Mesh over which the parameters are sharded.
+        options: Options of the strategy.
+        precision: Precision as Lightning names it.
+    """
+    # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
+    # in fp32. Under any other precision both keep the type of the parameters.
+    autocast = find_precision(precision).autocast
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, autocast) if autocast else None,
+        reduce_dtype=torch.float32 if autocast else None,
+        cast_forward_inputs=False,
+    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": offload if options.cpu_offload else OffloadPolicy(),
+        "shard_placement_fn": lambda parameter: _shard_placement(parameter, mesh),
+    }
+    reshard = options.reshard_after_forward
+    for block in net.blocks.children():
+        # False keeps the gathered parameters until the backward pass (ZeRO-2), which saves one
+        # all-gather per block.
+        fully_shard(block, reshard_after_forward=reshard, **arguments)
+    # The backward pass begins with the parameters that the forward pass used last.
+    fully_shard(net, reshard_after_forward=False, **arguments)
+    if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
+        register_fsdp_forward_method(net, "hidden")
+
+
+def watch_use(net: Any) -> set[str]:
+    """Return a set that records the names of the parameters that get a gradient on this rank.
+
+    FSDP2 reduces only the gradients that a rank has. If the ranks had gradients of different
+    parameters, it would sum these.
+    """
+    # torch 2.11 has no such method
+    if reduce_unused := getattr(net, "set_reduce_scatter_unused_params", None):
+        reduce_unused(True)
+    used = set[str]()
+    sharded = {*net.parameters()}
+    watched: set[nn.Parameter] = set()
+
+    def watch(*_: Any) -> None:
+        """Watch the gathered parameters of a block, and those outside of the blocks."""
+        for name, parameter in net.named_parameters():
+            is_new = parameter not in sharded and parameter not in watched
+            if is_new and parameter.requires_grad and torch.is_grad_enabled():
+                watched.add(parameter)
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.add(name))
+
+    for block in net.blocks.children():
+        block.register_forward_pre_hook(watch)  # runs after FSDP's hook
+    return used
+
+
+def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
+    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows.
+
+    If tensor parallelism shards the rows, FSDP shards the columns, provided that they divide
+    evenly. Two shardings of one dimension would interleave, which DTensor cannot represent for a
+    vocabulary of odd size.
+
+    Args:
+        parameter: Parameter after tensor parallelism, if any.
+        mesh: Mesh over which FSDP2 shards.
+    """
+    if not isinstance(parameter, DTensor) or parameter.ndim == 1:
+        return None
+    rows_are_sharded = parameter.placements[0].is_shard(0)
+    return Shard(1) if rows_are_sharded and parameter.shape[1] % mesh.size() == 0 else None

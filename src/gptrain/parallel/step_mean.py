@@ -1,0 +1,106 @@
+"""StepMean: the divisor that makes the loss of a step the mean over all targets of the step."""
+
+# B batch, T time
+
+import logging
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gptrain.core import labels
+from gptrain.loss import IGNORED, sum_dtype
+
+log = logging.getLogger(__name__)
+OWN_TARGETS = (
+    "the mean over the targets that self.loss was given, then over micro-steps and ranks: they are "
+    "not those of a batch of data.train as it was loaded"
+)
+
+
+class StepMean:
+    """Gives each loss of a step its divisor, before the backward pass, and averages the losses.
+
+    Lightning and DDP average losses and gradients over micro-steps and data ranks. If each
+    micro-batch divided by its own number of targets, the result would be a mean of means: with
+    unevenly distributed targets it would depend on how the global batch is divided. The losses of
+    batches whose targets gptrain's loader has counted are therefore divided by the same number:
+
+        divisor = max(1, targets of the step on all data ranks) / (data ranks * micro-steps)
+
+    Any other loss is the mean over the targets that it was given: if training_step or a hook
+    changes the targets, or if the batch is of another form, the number of targets of the step is
+    not known before its last micro-step.
+
+    Args:
+        group: Data ranks. None if there is only one.
+        device: Device of the counts.
+
+    Attributes:
+        divisor: Divisor of the current step for targets that were counted, a scalar tensor.
+        counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
+            version: torch increases it when a tensor is changed in place. None for other batches.
+        n_targets: Number of targets, over all data ranks, that the losses of the last step have
+            counted, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
+        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN if
+            `LanguageModel.loss` was called, but with no target that counts.
+    """
+
+    n_targets: Tensor
+    loss: Tensor
+    counted: tuple[Tensor, int] | None = None
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        self.group = group if group is not None and group.size() > 1 else None
+        self.n_ranks = 1 if self.group is None else self.group.size()
+        self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
+        self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
+        self._has_explained = False
+
+    def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
+        """Set `divisor` for the next step. All data ranks must call this before the step.
+
+        Args:
+            n_targets: Number of targets in this rank's micro-batches of the step.
+            n_micro_batches: Number of micro-batches in which `n_targets` were counted.
+        """
+        total = self._all_reduce(torch.full_like(self.divisor, n_targets))
+        self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
+        self._n_targets = None
+
+    def count_and_get_divisor(self, targets: Tensor) -> Tensor:
+        """Count the targets of a loss, and return the number by which its sum is divided.
+
+        The first loss of a run that does not get the targets of its batch is explained in one line.
+
+        Args:
+            targets: Next tokens (B, T) that are passed to the loss. -100 is not counted.
+        """
+        n_targets = (targets != IGNORED).sum()
+        self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
+        if self.counted is not None:
+            known, version = self.counted
+            if targets is known and targets._version == version:
+                return self.divisor
+        if not self._has_explained:
+            self._has_explained = True
+            log.info(labels.line("loss", OWN_TARGETS))
+        return n_targets.clamp(min=1)
+
+    def reduce(self, loss: Tensor) -> None:
+        """Set `n_targets` and `loss` after the last micro-step. All data ranks must call this.
+
+        Args:
+            loss: Mean loss of this rank's micro-steps.
+        """
+        unknown = torch.full_like(self.divisor, math.nan)
+        n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
+        self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))
+        self.loss = (losses / self.n_ranks).where(self.n_targets != 0, math.nan)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the data ranks. The tensor is changed in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
