@@ -293,7 +293,7 @@ class Loader(DataLoader):
         positions: Record of the positions in a stream, which come with its batches. None for other
             data.
         step_targets: Number of targets of each group that was loaded in this epoch, None for a
-            group that has a batch without known targets. `LightningStrategy` removes the number of
+            group that has a batch without known targets. `GPTStrategy` removes the number of
             a training step when the step begins.
     """
 

@@ -145,7 +145,7 @@ class StepGuard:
         """
         strategy = strategy_of(self.trainer)
         norm = strategy.grad_norm
-        assert norm is not None  # `LightningStrategy.clip` has measured it
+        assert norm is not None  # `GPTStrategy.clip` has measured it
         step = self.trainer.global_step
         if step != self._step:
             self._step = step

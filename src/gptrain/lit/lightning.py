@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.lit.user_data import USER_DATA
 from gptrain.runtime.process import Process
 
@@ -75,9 +75,9 @@ def data_of(trainer: pl.Trainer) -> TextDataModule:
     return getattr(datamodule, USER_DATA, datamodule)
 
 
-def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
-    """Return the strategy of the run, which is always a LightningStrategy. This is not checked."""
-    return cast(LightningStrategy, trainer.strategy)
+def strategy_of(trainer: pl.Trainer) -> GPTStrategy:
+    """Return the strategy of the run, which is always a GPTStrategy. This is not checked."""
+    return cast(GPTStrategy, trainer.strategy)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gptrain.core.errors import DataError
-from gptrain.lit.strategies.base import LightningStrategy
+from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
 from gptrain.parallel.base import Parallel
@@ -360,7 +360,7 @@ class LanguageModel(pl.LightningModule):
         strategy = self.trainer.strategy
         self._parallel().check_gradients()
         is_by_norm = gradient_clip_algorithm in (None, "norm")
-        if not isinstance(strategy, LightningStrategy) or not is_by_norm:
+        if not isinstance(strategy, GPTStrategy) or not is_by_norm:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -375,7 +375,7 @@ class LanguageModel(pl.LightningModule):
         runs the full net on one device.
         """
         with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
-            if isinstance(strategy := self.trainer.strategy, LightningStrategy):
+            if isinstance(strategy := self.trainer.strategy, GPTStrategy):
                 return strategy.parallel
         return Parallel()
 

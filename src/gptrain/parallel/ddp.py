@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gptrain.core.strategies import DDPOptions, StrategyOptions
 
 # Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
-# renamed the argument. LightningStrategy.synchronize_buffers does it once per step.
+# renamed the argument. GPTStrategy.synchronize_buffers does it once per step.
 SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters

@@ -167,7 +167,7 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Complete the gradients before other hooks see them, and record the learning rate.
 
-        Also calls `LightningStrategy.clip`, which measures the gradient norm and decides whether
+        Also calls `GPTStrategy.clip`, which measures the gradient norm and decides whether
         the step is taken, unless Lightning will do it. For a `LanguageModel` Lightning calls `clip`
         after this hook, also without clipping. It does not for clipping by value, for a plain
         LightningModule, or if the module overrides configure_gradient_clipping. In these cases
@@ -456,7 +456,7 @@ class TrainingMonitor(Callback):
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return whether Lightning will clip the gradients of a module by `LightningStrategy.clip`.
+    """Return whether Lightning will clip the gradients of a module by `GPTStrategy.clip`.
 
     This method also measures the gradient norm. It is not called for clipping by value, for a plain
     LightningModule, or if the module overrides configure_gradient_clipping.

@@ -20,14 +20,14 @@ from gptrain.core.strategies import (
     strategy_name,
 )
 from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.base import LightningStrategy, ManyRanks, OneDevice, StrategyInfo
+from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.placement import build_on_meta_device, make_net_on
 
-__all__ = ["LightningStrategy", "build_strategy"]
+__all__ = ["GPTStrategy", "build_strategy"]
 
 
 def build_strategy(
@@ -40,7 +40,7 @@ def build_strategy(
     activation_checkpointing: str = "none",
     precision: str = "32-true",
     sample: Tensor | None = None,
-) -> tuple[nn.Module, LightningStrategy]:
+) -> tuple[nn.Module, GPTStrategy]:
     """Build the part of the net that this rank holds, and the Lightning strategy that trains it.
 
     The weights are those that a single process would get from the same seed. All ranks must call

@@ -65,7 +65,7 @@ class StrategyInfo:
     n_trained: int
 
 
-class LightningStrategy(SavingStrategy):
+class GPTStrategy(SavingStrategy):
     """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
     Lightning calls the hooks of this class in each training step. They free the gradients of the
@@ -287,7 +287,7 @@ class LightningStrategy(SavingStrategy):
             cast(Accelerator, part).teardown()
 
 
-class OneDevice(LightningStrategy, SingleDeviceStrategy):
+class OneDevice(GPTStrategy, SingleDeviceStrategy):
     """Trains on one device, without a process group.
 
     Args:
@@ -298,7 +298,7 @@ class OneDevice(LightningStrategy, SingleDeviceStrategy):
         super().__init__(parallel, parallel.device)
 
 
-class ManyRanks(LightningStrategy, DDPStrategy):
+class ManyRanks(GPTStrategy, DDPStrategy):
     """Trains on the ranks of a process group that exists already.
 
     The module is wrapped in DistributedDataParallel if the ranks hold copies of the net only.
