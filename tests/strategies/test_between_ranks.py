@@ -121,7 +121,7 @@ def test_metrics_count_data_ranks_once_and_keep_the_buffers_of_their_rank():
     inner = [MeanMetric(), Counts()]
     module.metrics = nn.ModuleDict({"alone": SumMetric(), "both": MetricCollection(inner)})
     strategy = ManyRanks(Parallel())
-    strategy.parallel.data_group = group = object()
+    strategy.parallel.is_partitioned, strategy.parallel.data_group = True, (group := object())
     strategy.accelerator, strategy.model = CPUAccelerator(), module
     strategy.parallel_devices = [torch.device("cpu")]
     strategy.setup(SimpleNamespace(state=SimpleNamespace(fn="validate"), callbacks=[]))
