@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from hydra._internal import config_loader_impl, config_repository, defaults_list
 
-_made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
+made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
 
 
 @cache
@@ -45,14 +45,14 @@ def _find_once(find: Callable) -> Callable:
         typed = (overrides.override_choices, overrides.append_group_defaults, overrides.deletions)
         key = (config_name, repr(typed), prepend_hydra, _files(repo))
         if (
-            skip_missing and key not in _made
+            skip_missing and key not in made
         ):  # a cached list without `skip_missing` has no missing entry
             key = (*key, skip_missing)
-        if key not in _made:
+        if key not in made:
             listed = find(repo, config_name, overrides, prepend_hydra, skip_missing)
             notes = {k: v for k, v in vars(overrides).items() if k != "config_overrides"}
-            _made[key] = pickle.dumps((listed, notes))
-        listed, notes = pickle.loads(_made[key])
+            made[key] = pickle.dumps((listed, notes))
+        listed, notes = pickle.loads(made[key])
         vars(overrides).update(notes)
         return listed
 
@@ -63,14 +63,14 @@ def _make_once(make: Callable) -> Callable:
     """Cache one yaml file, or the merged files of a list of defaults."""
 
     @wraps(make)
-    def made(self, **given):
+    def make_or_find(self, **given):
         what = {name: value for name, value in given.items() if name != "repo"}
         key = (repr(what), _files(given.get("repo", self)))
-        if key not in _made:
-            _made[key] = pickle.dumps(make(self, **given))
-        return pickle.loads(_made[key])
+        if key not in made:
+            made[key] = pickle.dumps(make(self, **given))
+        return pickle.loads(made[key])
 
-    return made
+    return make_or_find
 
 
 def _files(repo: object) -> tuple:

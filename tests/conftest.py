@@ -29,8 +29,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-from composed_once import compose_once
 from no_network import forbid_network
+
+from tests.fast import make_fast
 
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
@@ -44,7 +45,7 @@ LONGEST = [
 ]  # fmt: skip
 
 forbid_network()
-compose_once()
+make_fast()
 with suppress(ImportError):  # hypothesis belongs to the extra `dev`
     import hypothesis
 

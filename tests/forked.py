@@ -48,11 +48,12 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
 
 def rank_process(out: Path, err: Path, *args: object) -> None:
     """Run the supervisor's entry point of a rank, with its output in these files."""
-    from no_network import forbid_network
-
     from gptrain.runtime.rank import rank_process as enter
+    from tests.fast import make_fast
+    from tests.no_network import forbid_network
 
     forbid_network()
+    make_fast()
     measure.measure_matmul = some_flops_per_s
     sys.stdout.flush()
     for path, fd in ((out, 1), (err, 2)):

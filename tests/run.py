@@ -34,6 +34,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+from tests import composed_once
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train.py")
 PEERS_S = 15.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
@@ -206,7 +208,8 @@ class Made:
         processes = []
         for rank in range(self.ranks):
             of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else env
-            arguments = (rank, words, {**os.environ, **of_rank}, place, self.stop)
+            env_of_rank = {**os.environ, **of_rank}
+            arguments = (rank, words, env_of_rank, place, self.stop, composed_once.made)
             processes.append(context.Process(target=run_rank, args=arguments))
         for process in processes:
             process.start()
@@ -229,11 +232,20 @@ def run_script(words: list[str], module: str = "") -> int:
     return 0
 
 
-def run_rank(rank: int, words: list[str], env: dict[str, str], place: Path, stop: Stop) -> None:
+def run_rank(
+    rank: int,
+    words: list[str],
+    env: dict[str, str],
+    place: Path,
+    stop: Stop,
+    composed: dict[tuple, bytes],
+) -> None:
     """Run train.py as the main program of this new process."""
+    from tests.fast import make_fast
     from tests.no_network import forbid_network
 
     forbid_network()
+    make_fast(composed)
     os.environ.clear()
     os.environ.update(env)
     with redirected(place):

@@ -62,7 +62,8 @@ def unchanged_process() -> Generator[None, None, None]:
                     part.close()
         for log, of_log, filters, level, propagate in logs:
             log.handlers, log.filters, log.propagate = of_log, filters, propagate
-            log.setLevel(level)  # clears what the logger remembers of its level, too
+            if log.level != level:  # the call clears what every logger remembers of its level
+                log.setLevel(level)
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
