@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -219,8 +220,7 @@ def write_tokens(
         for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        while batch := list(islice(pieces, _BATCH_PIECES)):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        for batch, encoded in encode_ahead(tokenizer, pieces):
             if sum(n_tokens) == 2 * len(context):
                 warn_of_lost_characters(tokenizer, batch, encoded)
             for piece, ids in zip(batch, encoded, strict=True):
@@ -234,6 +234,20 @@ def write_tokens(
     for n, name in zip(n_tokens, SPLITS, strict=True):
         if n == len(context):
             raise DataError(f"data.path: {n_bytes} bytes, too few to take a part for data.{name}")
+
+
+def encode_ahead(
+    tokenizer: Tokenizer, pieces: Iterator[Piece]
+) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
+    """Yield pieces with their tokens, while the following pieces are read and tokenized."""
+    waiting: list[tuple[list[Piece], Future[list[np.ndarray]]]] = []
+    with ThreadPoolExecutor(1) as pool:
+        while batch := list(islice(pieces, _BATCH_PIECES)):
+            waiting.append((batch, pool.submit(tokenizer.encode_batch, [p.text for p in batch])))
+            if len(waiting) > 2:
+                batch, tokens = waiting.pop(0)
+                yield batch, tokens.result()
+        yield from ((batch, tokens.result()) for batch, tokens in waiting)
 
 
 def warn_of_lost_characters(
