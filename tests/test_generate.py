@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +142,7 @@ def test_a_moved_run_generates_text_without_its_data(write, speaker):
     for words in ([zero], no_effect, ["top_k=1"], ["top_p=1e-6", "temperature=3"]):
         code, out, err = write(speaker, "prompt=é x", *words)
         assert (code, out) == (0, tokenizer.decode(tokens) + "\n")
-        assert re.fullmatch(r"12 tokens in [\d.]+ s, \d+ tokens/s\n", err)
+        assert not err
     checkpoint = next((speaker / "checkpoints").glob("step-*"))
     for source in (checkpoint, checkpoint / "state.ckpt"):
         assert write(source, "prompt=é x", "temperature=0")[1] == out
@@ -181,9 +180,8 @@ def test_a_run_of_token_files_needs_a_tokenizer_in_its_folder(write, typed, save
 
 def test_prompts_stop_texts_and_seeds(write, speaker):
     _, alone, _ = write(speaker, "prompt=ab", "temperature=0")
-    code, out, err = write(speaker, 'prompt=["ab","a longer one"]', "temperature=0")
+    code, out, _ = write(speaker, 'prompt=["ab","a longer one"]', "temperature=0")
     assert code == 0 and out.startswith(alone + "---\na longer one")
-    assert len(re.findall(r"^12 tokens in", err, re.M)) == 2
     made = alone.removeprefix("ab").rstrip("\n")
     stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
     assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
@@ -316,16 +314,15 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     writer.run_interactively()
     assert screen.getvalue() == "·xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n\n"
     lines = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
-    assert lines[1].startswith("error: prompt=") and lines[2] == "error: no token for 'é'"
-    assert len(lines) == 4
+    assert lines[0].startswith("error: prompt=") and lines[1] == "error: no token for 'é'"
+    assert len(lines) == 2
 
 
 def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):
     texts = [write(speaker, f"prompt={prompt}", "temperature=0")[1] for prompt in ("ab", "def ")]
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ndef \n"))
     code, out, err = write(speaker, "interactive=true", "temperature=0")
-    assert (code, out) == (0, "".join(texts)) and err.count("12 tokens in") == 2
+    assert (code, out, err) == (0, "".join(texts), "")
     monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))  # typed after the prompt of the command
     out = write(speaker, "interactive=true", "prompt=ab", "temperature=0")[1]
     assert out == "".join(texts)

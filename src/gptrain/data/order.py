@@ -324,8 +324,6 @@ def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) 
     """
     if limit is None:
         return list(lengths)
-    n_batches = [
-        max(1, int(limit * -(-n // batch_size))) if isinstance(limit, float) else limit
-        for n in lengths
-    ]
-    return [min(n, k * batch_size) for n, k in zip(lengths, n_batches, strict=True)]
+    is_share = isinstance(limit, float)
+    sizes = [max(1, int(limit * -(-n // batch_size))) if is_share else limit for n in lengths]
+    return [min(n, size * batch_size) for n, size in zip(lengths, sizes, strict=True)]

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -239,15 +239,14 @@ def write_tokens(
 def encode_ahead(
     tokenizer: Tokenizer, pieces: Iterator[Piece]
 ) -> Iterator[tuple[list[Piece], list[np.ndarray]]]:
-    """Yield pieces with their tokens, while the following pieces are read and tokenized."""
-    waiting: list[tuple[list[Piece], Future[list[np.ndarray]]]] = []
+    """Yield pieces with their tokens. The following pieces are read while some are tokenized."""
+    batch = list(islice(pieces, _BATCH_PIECES))
     with ThreadPoolExecutor(1) as pool:
-        while batch := list(islice(pieces, _BATCH_PIECES)):
-            waiting.append((batch, pool.submit(tokenizer.encode_batch, [p.text for p in batch])))
-            if len(waiting) > 2:
-                batch, tokens = waiting.pop(0)
-                yield batch, tokens.result()
-        yield from ((batch, tokens.result()) for batch, tokens in waiting)
+        while batch:
+            tokens = pool.submit(tokenizer.encode_batch, [piece.text for piece in batch])
+            following = list(islice(pieces, _BATCH_PIECES))
+            yield batch, tokens.result()
+            batch = following
 
 
 def warn_of_lost_characters(
@@ -263,7 +262,9 @@ def warn_of_lost_characters(
         batch: Pieces of text.
         encoded: Tokens of each piece.
     """
-    text = tokenizer.normalize("".join(piece.text for piece in batch))
+    text = "".join(piece.text for piece in batch)
+    if normalizer := tokenizer.core.normalizer:
+        text = normalizer.normalize_str(text)
     lost = Counter(text) - Counter(tokenizer.decode(np.concatenate(encoded)))
     chars = [char for char, _ in lost.most_common() if not char.isspace() and char != "▁"]
     if chars:

@@ -179,11 +179,6 @@ class Tokenizer:
         known = [i for i in map(int, ids) if i >= 0]
         return self.core.decode(known, skip_special_tokens=False)
 
-    def normalize(self, text: str) -> str:
-        """Return a text as the tokenizer changes it before it looks for tokens."""
-        normalizer = self.core.normalizer
-        return normalizer.normalize_str(text) if normalizer else text
-
     def save(self, folder: Path) -> None:
         """Copy the tokenizer.json and its companions to a folder.
 

@@ -100,7 +100,7 @@ def quote_text(word: str) -> str:
 
 
 def generate(cfg: GenerateRun) -> None:
-    """Print each prompt with its continuation on stdout, and the speed on stderr.
+    """Print each prompt with its continuation.
 
     If `interactive` is set, prompts are then read from stdin until its end.
 

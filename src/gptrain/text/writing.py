@@ -1,7 +1,6 @@
 """Generation of text from prompts: as strings, or printed token by token."""
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -85,7 +84,7 @@ class Writer:
         self.format = ChatFormat(tokenizer) if is_chat else None
 
     def write(self, prompt: str) -> None:
-        """Print a prompt and its continuation, and then the speed to stderr.
+        """Print a prompt and its continuation.
 
         In a chat the prompt is the user's next message, and only the answer is printed. Prompt and
         answer are then added to the conversation.
@@ -98,7 +97,6 @@ class Writer:
             DataError: If the prompt has a character without a token, or the chat template refuses
                 the conversation.
         """
-        start_s = time.perf_counter()
         question = {"role": "user", "content": prompt}
         stop_ids = [*self.tokenizer.stop_ids]
         if self.format:
@@ -106,9 +104,8 @@ class Writer:
             stop_ids.append(self.format.end_id)
         elif not (tokens := self.tokenizer.encode(prompt).tolist()):
             raise ConfigError.of("prompt", prompt, "has no tokens")
-        n_prompt, n_tokens = len(tokens), self.cfg.n_tokens
         drawn = sampling.generate(
-            self.net, tokens, n_tokens, self.sampling, self.generator, True, stop_ids
+            self.net, tokens, self.cfg.n_tokens, self.sampling, self.generator, True, stop_ids
         )
         pieces = cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, drawn))
         answer = ""
@@ -117,10 +114,6 @@ class Writer:
             answer += piece
         print(flush=True)
         self.messages += [question, {"role": "assistant", "content": answer}]
-        seconds = time.perf_counter() - start_s
-        n_drawn = len(tokens) - n_prompt
-        speed = f"{n_drawn} tokens in {seconds:.2f} s, {n_drawn / seconds:.0f} tokens/s"
-        print(speed, file=sys.stderr, flush=True)
 
     def run_interactively(self) -> None:
         """Print the continuation of each line of stdin until its end or Ctrl-D.
