@@ -170,8 +170,7 @@ def read_pieces(
     for file in files:
         kind = format_of(file, format)
         if kind == "text" and text_key is not None:
-            message = f"a text without keys, but data.text_key={text_key}"
-            raise DataError(f"{file}: {message}; try: data.format=jsonl, or data.pattern='*.jsonl'")
+            raise DataError(f"{file}: text, but data.text_key={text_key}; try: data.format=jsonl")
         for text, is_last in _read_texts(file, kind, text_key or "text", sizes):
             is_val = _is_val(number, val_fraction)
             number += kind == "text" or is_last
