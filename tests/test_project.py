@@ -64,6 +64,7 @@ def test_every_part_goes_through_one_step(run, capsys):
     assert "none: MyLSTM has no `blocks`" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_of_it_trains_on_two_ranks(run):
     steps = ("trainer.max_steps=20", "trainer.log_every_n_steps=5", "logger=none")
     folder = run(*MINE, *steps, "trainer.devices=2", "strategy=ddp", "optimizer.lr=1e-2")
