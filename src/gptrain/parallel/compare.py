@@ -96,8 +96,8 @@ class Comparison:
         All ranks must call this method, before the net of the run is built. It changes the state of
         the random generators. If the plain net cannot be run, nothing is compared, and a
         partitioning strategy logs a warning with the reason. Sets `parallel.forward_only` if the
-        loss must be computed from `forward`, and `parallel.may_pad` to False if padding changes the
-        outputs of the net.
+        loss must be computed from `forward`, or if nothing was compared, and `parallel.may_pad` to
+        False if padding changes the outputs of the net.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
@@ -117,6 +117,14 @@ class Comparison:
         if self.parallel.is_partitioned:
             message = "warning: the partitioned net was not compared with the plain net"
             log.warning("%s: %s", message, reason)
+        if supports_chunked_loss(self.full_net) and not self.parallel.is_pipeline:
+            self._compute_loss_from_forward(f"not compared, {reason}")
+
+    def _compute_loss_from_forward(self, reason: str) -> None:
+        """Let the strategy use `forward`, because `hidden` and `head` may compute other logits."""
+        self.parallel.forward_only = True
+        message = "warning: the loss is computed from the logits of forward"
+        log.warning("%s, which takes more memory: for hidden and head, %s", message, reason)
 
     def _compare_in_training(self, tokens: Tensor, targets: Tensor) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
@@ -142,9 +150,7 @@ class Comparison:
             message = f"in training {recomputed} if blocks run twice; allowed: none"
             raise IncompatibleModelError("model.activation_checkpointing", message)
         if parts and not parallel.forward_only:
-            parallel.forward_only = True
-            message = "warning: the loss is computed from the logits of forward"
-            log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
+            self._compute_loss_from_forward(parts)
 
     def _is_same_with_padding(self, tokens: Tensor, targets: Tensor) -> bool:
         """Return whether the partitioned net is also right for sequences that it has to pad."""
