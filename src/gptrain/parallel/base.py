@@ -71,6 +71,8 @@ from gptrain.parallel.tensor import (
     vocab_parallel_loss,
 )
 
+CPU = torch.device("cpu")
+
 
 class Parallel:
     """Partition a net over the ranks, and compute its loss, logits and gradients on this rank.
@@ -85,6 +87,7 @@ class Parallel:
         precision: Precision as Lightning names it, for example `bf16-mixed`.
 
     Attributes:
+        weights_device: Device of this rank's part of the net.
         axes: Axes over which the strategy divides the work, also those of one rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
@@ -130,13 +133,14 @@ class Parallel:
         self,
         options: StrategyOptions | None = None,
         dims: ParallelDims | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device = CPU,
         precision: str = "32-true",
     ):
         self.options: Any = options or default_options("single")
         self.dims = dims or ParallelDims()
-        self.device = torch.device(device)
+        self.device = device
         self.precision = precision
+        self.weights_device = "cpu" if self.options.keeps_weights_on_cpu else self.device
         self.axes = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)].axes
         self.shards = isinstance(self.options, ShardedOptions)
         self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})

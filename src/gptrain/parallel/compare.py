@@ -74,9 +74,6 @@ class Comparison:
         make_net: Function that builds it, with the same initial weights in every call.
         partition: Function that changes a full net in place into the part that this rank runs.
         parallel: Strategy of the run.
-        weights_device: Device of the weights of the partitioned net.
-        key: Config key that an error names.
-        contract: Requirements of the strategy, for the error message.
         checkpoint: Function that applies the activation checkpointing of the run to a full net, or
             None.
     """
@@ -85,9 +82,6 @@ class Comparison:
     make_net: Callable[[], nn.Module]
     partition: Callable[[nn.Module, Parallel], None]
     parallel: Parallel
-    weights_device: torch.device | str
-    key: str
-    contract: str
     checkpoint: Callable[[nn.Module], None] | None = None
 
     def check(self, sample: Tensor) -> None:
@@ -183,7 +177,9 @@ class Comparison:
             self.partition(net, parallel)
 
         try:
-            net = cast(Net, make_net_on(self.weights_device, self.make_net, prepare_and_partition))
+            net = cast(
+                Net, make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
+            )
             self._set_values(net)
             _seed()
             chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
@@ -267,8 +263,10 @@ class Comparison:
 
     def _error(self, difference: str) -> IncompatibleModelError:
         """Return the error of a net that the strategy would not train as it is."""
-        message = f"would train another function than this net: {difference}; {self.contract}"
-        return IncompatibleModelError(self.key, message)
+        key = "strategy.name" if self.parallel.is_partitioned else "model._target_"
+        contract = f"{self.parallel.options.contract} (see gptrain.models)"
+        message = f"would train another function than this net: {difference}; {contract}"
+        return IncompatibleModelError(key, message)
 
 
 def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:

@@ -88,7 +88,6 @@ def build_strategy(
         apply_compile(net, compile)
         parallel.shard(net)
 
-    weights_device = "cpu" if options.keeps_weights_on_cpu else device
     checkpoint = None
     if activation_checkpointing != "none":
         checkpoint = partial(apply_activation_checkpointing, mode=activation_checkpointing)
@@ -107,14 +106,11 @@ def build_strategy(
                 make_same_net,
                 partial(partition, compile="none"),
                 parallel,
-                weights_device,
-                key="strategy.name" if parallel.is_partitioned else "model._target_",
-                contract=f"{row.contract} (see gptrain.models)",
-                checkpoint=checkpoint,
+                checkpoint,
             ).check(sample)
         finally:
             rng.restore(rng_state)
-    net = make_net_on(weights_device, make_net, partition)
+    net = make_net_on(parallel.weights_device, make_net, partition)
     strategy = ManyRanks(parallel) if row.axes else OneDevice(parallel)
     n_parameters = sum(parameter.numel() for parameter in full_net.parameters())
     n_trained = sum(p.numel() for p in full_net.parameters() if p.requires_grad)
