@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command, run_command
-from gptrain.config.compose import resolved
+from gptrain.config.compose import plain
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -50,6 +50,6 @@ def accepted(*words: str) -> list[str]:
 
 def compose_run(*words: str) -> RunConfig:
     """Return the typed config of a command line that is valid by itself."""
-    checked = check_config(resolved(compose_command(list(words))))
+    checked = check_config(plain(compose_command(list(words))))
     assert not checked.errors, checked.errors
     return checked.run

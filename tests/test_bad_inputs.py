@@ -9,7 +9,7 @@ import torch
 
 from gptrain.config.check import check_config, find_world_size
 from gptrain.config.cli import compose_command
-from gptrain.config.compose import resolved
+from gptrain.config.compose import plain
 from gptrain.config.preflight import check_paths
 from gptrain.config.preflight.devices import check_devices, check_memory, check_visible
 from tests.command_line import accepted, compose_run
@@ -19,7 +19,7 @@ NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 
 def test_a_run_that_began_from_other_weights_may_be_evaluated_by_a_path_of_its_checkpoint():
     """`init_from` is then an override of the earlier run, and names no second source of weights."""
-    values = resolved(compose_command([*NANO, "init_from=/weights", "ckpt_path=/a/step-00000005"]))
+    values = plain(compose_command([*NANO, "init_from=/weights", "ckpt_path=/a/step-00000005"]))
     assert [problem.key for problem in check_config(values).errors] == ["init_from"]
     for name in ("last", "best"):  # the checkpoints of a run that began from other weights
         assert check_config(values | {"ckpt_path": name}).errors == []
@@ -36,7 +36,7 @@ def test_the_ranks_of_a_job_are_those_of_all_its_nodes():
 
 @pytest.mark.parametrize("devices", ["8", "[0,2]"])
 def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
-    run = check_config(resolved(compose_command([f"trainer.devices={devices}"])))
+    run = check_config(plain(compose_command([f"trainer.devices={devices}"])))
     (problem,) = check_visible(run, n_visible=2, variable="0,1")
     assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
     assert not list(check_visible(run, n_visible=8, variable=None))
@@ -56,12 +56,12 @@ def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memor
         torch.cuda, "get_device_properties", lambda i: facts(total_memory=memory[i])
     )
     words = ["trainer.devices=2", "trainer.accelerator=gpu", "strategy=ddp"]
-    checked = check_config(resolved(compose_command(words)))
+    checked = check_config(plain(compose_command(words)))
     (line,) = (problem.line for problem in check_devices(checked))
     assert "only 1 GPU visible" in line and line.endswith("; try: trainer.devices=1")
     memory.append(3)
     for other in (["trainer.devices=1"], ["strategy=fsdp", "strategy.cpu_offload=true"]):
-        unlike = check_config(resolved(compose_command([*words, *other])))
+        unlike = check_config(plain(compose_command([*words, *other])))
         assert not [p for p in check_devices(unlike) if "GiB" in p.message]
     del memory[1]
     launched("torchrun", 1, 2, 1, 2)
@@ -86,7 +86,7 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
     assert int(line.removeprefix(needed).split()[0]) == pytest.approx(
         2 * gib[1], rel=0.01
     )  # ranks share a CPU's memory
-    evaluation = resolved(compose_command([*words, "trainer=cpu", "task=test", "ckpt_path=best"]))
+    evaluation = plain(compose_command([*words, "trainer=cpu", "task=test", "ckpt_path=best"]))
     assert list(check_memory(check_config(evaluation), "cpu", n_local=1, world_size=1)) == []
 
 
@@ -100,6 +100,6 @@ def test_a_folder_that_holds_a_finished_run(tmp_path, launched):
     (tmp_path / "result.json").write_text("{}")
     accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
     launched("torchrun", 1, 2, 1, 2)
-    checked = check_config(resolved(compose_command(["trainer.devices=2", *NANO])))
+    checked = check_config(plain(compose_command(["trainer.devices=2", *NANO])))
     # Rank 0 may have written its record before rank 1 checks the config.
     assert not list(check_paths(checked, str(tmp_path)))

@@ -91,7 +91,7 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"# Ours.\n{text}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    return "--config-dir", str(tmp_path / "conf"), "allowed_targets=[lab]"
+    return "--config-dir", str(tmp_path / "conf")
 
 
 def as_if_from_a_yaml(**group) -> RunConfig:
@@ -177,7 +177,7 @@ def test_an_lstm_and_a_user_optimizer_resume_exactly(train, lab):
 
     checked = train(*old, "task=validate", "ckpt_path=last", tiny=False, name="checked")
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
-    net = gptrain.load(again.folder, "last", ["lab"])
+    net = gptrain.load(again.folder, "last")
     assert type(net).__name__ == "LSTM" and not net.training
 
 

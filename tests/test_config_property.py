@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gptrain.config import compose_command
 from gptrain.config.compose import plain
-from gptrain.config.values import walk
+from gptrain.core.small_files import flatten
 from tests.command_line import answer
 
 VALID = [
@@ -43,7 +43,8 @@ def keys() -> list[str]:
     """Return the config keys of all commands in VALID."""
     names = set()
     for command in VALID:
-        names |= {key for key, _ in walk(plain(compose_command(command))) if key}
+        flat = flatten(plain(compose_command(command)))
+        names |= {*flat, *(key.rpartition(".")[0] for key in flat)} - {""}
     return sorted(names)
 
 

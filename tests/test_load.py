@@ -43,7 +43,7 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     trainer = SimpleNamespace(accelerator="cpu")
     for typed, step in ((None, 2), ("last", 4)):  # a command that generates or scores text
         cfg: Any = SimpleNamespace(
-            trainer=trainer, from_run=str(saved_twice.folder), ckpt_path=typed, allowed_targets=[]
+            trainer=trainer, from_run=str(saved_twice.folder), ckpt_path=typed, trust=False
         )
         net, tokenizer, device = load_for_command(cfg)
         assert equal(net, saved_twice.state(step)["state_dict"])
@@ -58,7 +58,8 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     for monitor, mode, step in (("val/loss", "max", 4), *best_by_lr(saved_twice)):
         config.checkpoint.monitor, config.checkpoint.mode = monitor, mode
         OmegaConf.save(config, file)
-        assert equal(gptrain.load(saved_twice.folder), saved_twice.state(step)["state_dict"])
+        net = gptrain.load(saved_twice.folder, trust=True)
+        assert equal(net, saved_twice.state(step)["state_dict"])
 
 
 def test_arguments_of_a_target_are_plain_lists_and_dicts():
@@ -96,8 +97,10 @@ def test_the_end_tokens_are_those_of_the_folder_and_not_of_a_file_outside(tmp_pa
 def test_a_folder_that_is_not_a_run_is_named(tmp_path):
     odd = {"_target_": "gptrain.models.SimpleGPT", "vocab_size": 8, "d_model": 6, "n_heads": 4}
     torch.save({"state_dict": {}, "model": odd}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="cannot be made: ") as e:
+    with pytest.raises(ConfigError, match="trust=true"):
         gptrain.load(tmp_path / "x.ckpt")
+    with pytest.raises(ConfigError, match="cannot be made: ") as e:
+        gptrain.load(tmp_path / "x.ckpt", trust=True)
     assert e.value.code == 65
     (tmp_path / "x.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match="no run in this folder"):

@@ -219,7 +219,7 @@ def test_a_module_may_override_the_loss_and_use_label_smoothing(fit):
     words = ("module.loss.label_smoothing=0.1",)
     smooth, own = fit(*words, name="smooth"), fit(*words, f"{MODULES}.OwnLoss", name="own")
     assert own.column("train/loss")[0] == pytest.approx(2 * smooth.column("train/loss")[0])
-    fit(f"from_run={own.folder}", "allowed_targets=[tests]", "task=validate", name="checked")
+    fit(f"from_run={own.folder}", "task=validate", name="checked")
 
 
 # Two ranks

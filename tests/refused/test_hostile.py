@@ -55,10 +55,10 @@ def refuses(line: str, folder: Path) -> None:
     assert not [name for name in ended.written if name.endswith("result.json")]
 
 
-def refuses_to_load(path: Path) -> None:
+def refuses_to_load(path: Path, trust: bool = True) -> None:
     """Check that `gptrain.load` raises one of its documented errors, with a short message."""
     with pytest.raises(REFUSALS) as caught:
-        gptrain.load(path)
+        gptrain.load(path, trust=trust)
     lines = str(caught.value).splitlines()
     assert len(lines) <= 4 and all(len(line) < 1000 for line in lines), lines
 
@@ -84,26 +84,28 @@ def test_the_overrides_of_a_run_are_data(attack, world):
 
 @pytest.mark.parametrize("command", ["export", "generate"])
 def test_the_overrides_of_a_run_are_data_for_a_command(command, world):
-    words = ["allowed_targets=[antigravity]", "model._target_=antigravity.fly"]
+    words = ["trust=true", "model._target_=antigravity.fly"]
     fill(world, {"old/.hydra/overrides.yaml": yaml.safe_dump(words).encode()})
     refuses(f"{command} from_run=old", world)
 
 
 def test_an_intact_folder_loads(world):
     plant(world / "old")
-    assert isinstance(gptrain.load(config(world / "old", {"model": MODEL})), SimpleGPT)
+    net = gptrain.load(config(world / "old", {"model": MODEL}), trust=True)
+    assert isinstance(net, SimpleGPT)
     plant_shards(world / "shards", lambda _: None)
-    assert isinstance(gptrain.load(config(world / "shards", {"model": MODEL})), SimpleGPT)
+    net = gptrain.load(config(world / "shards", {"model": MODEL}), trust=True)
+    assert isinstance(net, SimpleGPT)
 
 
 @pytest.mark.parametrize("attack", TABLE["configs"])
 def test_the_config_of_a_folder_is_data(attack, world):
     plant(world / "old")
-    refuses_to_load(config(world / "old", TABLE["configs"][attack]))
+    refuses_to_load(config(world / "old", TABLE["configs"][attack]), trust=False)
     values = TABLE["configs"][attack]
     if isinstance(values, dict) and "_target_" in values.get("model", ()):
         torch.save({"state_dict": {}, "model": values["model"]}, world / "x.ckpt")
-        refuses_to_load(world / "x.ckpt")
+        refuses_to_load(world / "x.ckpt", trust=False)
 
 
 @pytest.mark.parametrize("attack", STATES)
@@ -113,7 +115,7 @@ def test_a_checkpoint_holds_tensors_or_is_refused(attack, world):
     refuses_to_load(config(world / "old", {"model": MODEL}))
     for source in ("init_from=old", "init_from=x.ckpt", "run_dir=old ckpt_path=last"):
         refuses(f"{SMALL} {source}", world)
-    refuses("export from_run=old", world)
+    refuses("export from_run=old trust=true", world)
 
 
 @pytest.mark.parametrize("attack", MANIFESTS)

@@ -39,9 +39,9 @@ def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(run
     truth = runs(*helpers.PLACES["single"], model=GPT2)
     sharded = runs(*helpers.PLACES["fsdp"], model=GPT2)
     helpers.check_losses(sharded, truth)
-    net, folder = gptrain.load(sharded.folder, "last", ["own_parts"]), tmp_path / "export"
+    net, folder = gptrain.load(sharded.folder, "last"), tmp_path / "export"
     words = (f"run_dir={folder}", f"from_run={sharded.folder}", "ckpt_path=last", "format=hf")
-    assert run_command(export, [*words, "allowed_targets=[own_parts]"], ExportRun, DEFAULTS) == 0
+    assert run_command(export, [*words], ExportRun, DEFAULTS) == 0
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.arange(30).view(2, 15)
     torch.testing.assert_close(reference(tokens).logits, net(tokens))

@@ -1,10 +1,11 @@
 """Load a trained net, for a notebook: `gptrain.load("outputs/a")`; and build `_target_` nodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.weights import BestBy, find_weights, load_weights, named_source
 from gptrain.checkpoints.safe_load import load_file
-from gptrain.config.from_run import check_values
+from gptrain.checkpoints.signature import read_signed_record
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
@@ -27,22 +28,22 @@ _MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's f
 def load(
     source: str | Path,
     which: str = "best",
-    allowed_targets: Sequence[str] = (),
     *,
+    trust: bool = False,
     with_tokenizer: bool = False,
 ) -> nn.Module | tuple[nn.Module, Tokenizer | None]:
     """Return the net of a run, a checkpoint or an export, on the CPU and in evaluation mode.
 
-    Only tensors and plain values are read from the folder, and the names of the net's classes.
-    These classes must be named by the project's conf/ or belong to an allowed package. Neither
-    Hydra's global state nor torch's random number generator is changed.
+    The config of the folder must be signed with this user's key, or trusted. Weights are read
+    without running code in them. Neither Hydra's global state nor torch's random number generator
+    is changed.
 
     Args:
         source: Run folder, checkpoint folder, folder of gptrain.export, or file that Lightning
             saved.
         which: For a run, "best" by its checkpoint.monitor (the newest checkpoint if no metric was
             measured), or "last".
-        allowed_targets: Packages from which classes may be imported.
+        trust: Whether to load a folder that another person made. Its config can run any code.
         with_tokenizer: Whether to return the tokenizer, too.
 
     Returns:
@@ -55,16 +56,13 @@ def load(
         UnsafeCheckpointError: If a file would execute code.
         AllDamagedError: If all checkpoints of the run are damaged.
         ModuleNotFoundError: If an optional package that a file needs is missing.
-        ConfigError: If a class may not be imported, or if it cannot be built with the saved keys.
+        ConfigError: If the folder is not trusted, or the net cannot be built with its keys.
         ValueError: If the weights belong to another net, or `which` is unknown.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
     source = expand_home(source)
-    content, run_dir = _read_config(source)
-    model = {"model": content["model"]}
-    if problems := list(check_values(model, allowed_targets)):
-        raise ConfigError(problems)
+    content, run_dir = _read_config(source, trust)
     match content.get("checkpoint"):
         case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
             weights = find_weights(source, which, BestBy(monitor, mode))
@@ -76,7 +74,9 @@ def load(
             net = build_net(section)
     except (TypeError, ValueError, RuntimeError) as error:  # the arguments do not fit the class
         message = f"cannot be made: {str(error).splitlines()[0]}"
-        raise ConfigError.of("model", model["model"]["_target_"], message, code=BAD_DATA) from error
+        raise ConfigError.of(
+            "model", content["model"]["_target_"], message, code=BAD_DATA
+        ) from error
     load_weights(net, weights)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
 
@@ -88,7 +88,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
 
     Args:
         cfg: Configuration of the command, which reads `from_run`, `ckpt_path`,
-            `allowed_targets` and `trainer.accelerator`.
+            `trust` and `trainer.accelerator`.
 
     Returns:
         The net, its tokenizer (None if the run's data had none), and the name of the device, such
@@ -106,7 +106,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     source = cast(str, cfg.from_run)
     with named_source("from_run", source):
         checkpoint = cfg.ckpt_path or "best"
-        loaded = load(source, checkpoint, cfg.allowed_targets, with_tokenizer=True)
+        loaded = load(source, checkpoint, trust=cfg.trust, with_tokenizer=True)
         net, tokenizer = cast(Any, loaded)
     return net, tokenizer, device
 
@@ -172,25 +172,33 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer
 
 
-def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
+def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
     """Return the config of the run around `source` or of the net in a file, and the folder of both.
 
     Args:
         source: Run folder, a folder or a file in it, a folder of an export, or a file that
             Lightning saved with a `model` entry.
+        trust: Whether the config need not be signed with this user's key.
 
     Raises:
         FileNotFoundError: If there is neither a run nor a net with a config.
+        ConfigError: If the folder is not trusted.
         UnreadableFileError: If the config of the run is no YAML.
         DamagedCheckpointError: If the file is damaged, or would execute code.
     """
     folders = (source, *source.absolute().parents[:_MAX_LEVELS])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):
-        content, run_dir = read_yaml(config), config.parent.parent
+        run_dir = config.parent.parent
+        record = read_signed_record(run_dir)
+        content = yaml.safe_load(record[config.name]) if record else read_yaml(config)
     else:
-        content, run_dir = load_file(source, mmap=True) if source.is_file() else {}, source.parent
+        record, run_dir = None, source.parent
+        content = load_file(source, mmap=True) if source.is_file() else {}
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    if record is None and not trust:
+        message = f"{source}: not made by you on this machine; its config can run any code"
+        raise ConfigError.of("", None, message, hint="trust=true")
     return content, run_dir

@@ -130,12 +130,14 @@ def check(cfg: RunConfig) -> None:
     is written, but a `model.compile` that has no effect is logged.
 
     Raises:
-        ConfigError: If a part does not fit.
-        ValueError: If the number of ranks does not fit the strategy. The checks of the config's
-            values report it before.
+        ConfigError: If a part does not fit, or the number of ranks does not fit the strategy or the
+            batch.
     """
     devices = find_devices(cfg)
-    dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
+    with as_config_errors(cfg, "strategy.name"):
+        dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
+    with as_config_errors(cfg, "data.global_batch_size"):
+        cfg.batch_plan(dims.data)
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)

@@ -13,7 +13,7 @@ from gptrain.assemble.module import takes_net
 from gptrain.assemble.optimizer import peak_lr
 from gptrain.assemble.planned import plan_run
 from gptrain.assemble.provenance import describe_run
-from gptrain.config.from_run import NOT_TAKEN, words_to_repeat
+from gptrain.config.from_run import NOT_TAKEN
 from gptrain.core import labels
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
@@ -93,11 +93,7 @@ def build_report(
         with suppress(ValueError):  # the planner does not know this net or these devices
             lines["plan"] = plan_run(precise, info.name, lengths.sample_tokens, devices)
     lines["run"] = cfg.run_dir
-    repeated_overrides = []
-    if trainer.is_global_zero and HydraConfig.initialized():  # the benchmark has no Hydra
-        typed = HydraConfig.get().overrides
-        repeated_overrides = words_to_repeat([*typed.hydra, *typed.task], cfg.run_dir)
-    return Report(lines, options, facts, repeated_overrides)
+    return Report(lines, options, facts)
 
 
 def parameters_text(n_parameters: int, n_trained: int) -> str:

@@ -1,9 +1,8 @@
 """Rules about values of a config that must fit together.
 
 The rules need neither torch nor the machine that will run the job. A rule is a generator with one
-`if ...: yield checked.error(...)` per mistake. A key with an invalid value is None in
-`checked.run`, so that no mistake is reported twice. Rules about the sizes of a net apply only to
-the decoders that ship with gptrain.
+`if ...: yield checked.error(...)` per mistake. The types of all values were validated before. Rules
+about the sizes of a net apply only to the decoders that ship with gptrain.
 
 A function `check_...` is a rule: `check_config` applies the rules in order, and `preflight` applies
 two of them again when it knows the devices. A function `_check_...` is a part of a rule.
@@ -14,12 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gptrain.config.values import read_config, walk
+from gptrain.config.compose import typed
 from gptrain.core.data_schema import DATA, DataModuleConfig, DummyTextConfig
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
 from gptrain.core.lengths import effective_max_epochs, run_steps
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import DecayConfig, DecoderConfig, RunConfig
+from gptrain.core.small_files import walk
 from gptrain.core.strategies import (
     CONTEXT,
     PIPELINE,
@@ -47,7 +47,7 @@ class CheckedConfig:
     error that the rule has just found.
 
     Attributes:
-        run: Typed config. Invalid and missing values are None in it.
+        run: Typed config.
         values: The same config as nested dicts, with all references resolved.
         schema: Type of the config.
         problems: Errors and warnings, in the order in which they were found.
@@ -103,22 +103,20 @@ def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) ->
 
     Args:
         values: Config as nested dicts, with all references resolved and without Hydra's own node,
-            as `gptrain.config.compose.resolved` returns it.
+            as `gptrain.config.compose.plain` returns it.
         schema: Type of the config.
 
     Returns:
         The typed config together with its problems, both errors and warnings.
 
     Raises:
-        ConfigError: If the environment variables of a launcher contradict each other. Problems of
-            the config itself are not raised.
+        ConfigError: If a value has a wrong type, or the environment variables of a launcher
+            contradict each other. Broken rules are not raised.
     """
-    run, problems = read_config(values, schema)
-    checked = CheckedConfig(run, values, schema)
-    checked.add(problems)
+    checked = CheckedConfig(typed(values, schema), values, schema)
     for rule in (check_sizes, check_data_module, check_length, check_strategy, check_start):
         checked.add(rule(checked))
-    if (world_size := find_world_size(run)) is not None:
+    if (world_size := find_world_size(checked.run)) is not None:
         checked.add(check_world(checked, world_size))
     return checked
 
@@ -130,7 +128,7 @@ def find_world_size(run: RunConfig) -> int | None:
     `trainer.devices` and `trainer.num_nodes`.
 
     Args:
-        run: Config of the run, whose invalid values are None.
+        run: Config of the run.
 
     Raises:
         ConfigError: If the environment variables of a launcher contradict each other.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gptrain.config.values import walk
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
-from gptrain.core.small_files import read_facts
+from gptrain.core.small_files import flatten, read_facts
 
 AUTO = "auto"
 KEY = "model.vocab_size"
@@ -59,7 +58,7 @@ def _find_sizes(path: Any, data: Any) -> Iterator[int]:
             raise ConfigError.of("model.path", path, message, code=INPUT_NOT_FOUND)
         yield size
         return
-    for place, tokenizer in walk(data, "data"):
+    for place, tokenizer in flatten(data, "data").items():
         is_of_part = ".train." in place or ".val." in place
         if place.endswith(".tokenizer") and tokenizer is not None and not is_of_part:
             yield _count_tokens(place, str(tokenizer))

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from gptrain.core.value_types import (
     WORKERS_MAX,
+    Chosen,
     Count,
     KeepsResult,
     LocalPath,
@@ -20,6 +21,18 @@ from gptrain.core.value_types import (
     TargetConfig,
     between,
 )
+
+
+def find_data_kind(node: dict[str, Any]) -> object:
+    """Return the key of DATA for a data group, or a name that is not in DATA for another group.
+
+    Args:
+        node: Values of the group. One with a `_target_` of its own is a LightningDataModule.
+    """
+    if "_target_" in node:
+        return "LightningDataModule"
+    train = node.get("train")
+    return train.get("_target_") if isinstance(train, dict) else None
 
 
 class DataConfig(OpenSection):
@@ -157,6 +170,26 @@ class PartConfig(OpenSection):
     val: TargetConfig
 
 
+class DummyPart(PartConfig, DummyTextConfig):
+    """Part with the keys of `data=dummy_text`."""
+
+
+class TextPart(PartConfig, TextConfig):
+    """Part with the keys of `data=text`."""
+
+
+class TokensPart(PartConfig, TokensConfig):
+    """Part with the keys of `data=tokens`."""
+
+
+# Type of a part by the `_target_` of its `train`.
+PARTS: dict[str, type[PartConfig]] = {
+    "gptrain.data.DummyTextDataset": DummyPart,
+    "gptrain.data.TextDataset": TextPart,
+    "gptrain.data.TokenDataset": TokensPart,
+}
+
+
 class MixtureConfig(DataConfig):
     """Keys of `data=mixture`, which draws samples from several datasets.
 
@@ -166,17 +199,18 @@ class MixtureConfig(DataConfig):
     """
 
     seq_len: Count
-    parts: dict[str, PartConfig]
+    parts: dict[str, Annotated[PartConfig, Chosen(PARTS, find_data_kind)]]
 
     @property
     def masks_documents(self) -> bool:
         """True if a part has documents that do not see each other."""
-        options = [part.model_extra or {} for part in self.parts.values()]
-        return any(part.get("documents") == "masked" for part in options)
+        parts = [part.plain() for part in self.parts.values()]
+        return any(part.get("documents") == "masked" for part in parts)
 
 
-# Type of a data group that ships, by the `_target_` of its `train`.
+# Type of a data group that ships, by the `_target_` of its `train`, and of a LightningDataModule.
 DATA: dict[str, type[DataConfig]] = {
+    "LightningDataModule": DataModuleConfig,
     "gptrain.data.DummyTextDataset": DummyTextConfig,
     "gptrain.data.TextDataset": TextConfig,
     "gptrain.data.TokenDataset": TokensConfig,

@@ -37,5 +37,5 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError with argparse's message, which suggests the command's `--help`."""
-        raise ConfigError.of("", None, message, hint=f"{self.prog} --help")
+        """Raise a ConfigError with argparse's message, which suggests `--help`."""
+        raise ConfigError.of("", None, message, hint="--help")

@@ -9,18 +9,19 @@ to a yaml file in `conf/` and its line here.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field
 from typing_extensions import Self
 
-from gptrain.core.data_schema import DataConfig
+from gptrain.core.data_schema import DATA, DataConfig, find_data_kind
 from gptrain.core.lengths import BatchPlan, plan_batch
-from gptrain.core.strategies import StrategyOptions
+from gptrain.core.strategies import STRATEGIES, DDPOptions, StrategyOptions
 from gptrain.core.value_types import (
     SEED_MAX,
     AtLeastOne,
     Batches,
     BelowOne,
     Betas,
+    Chosen,
     Count,
     Devices,
     Duration,
@@ -436,6 +437,38 @@ class SpikeConfig(Section):
     window: Annotated[int, between(2, 100_000)]
 
 
+# Section type of each class whose keys are all typed, by `_target_`.
+SHIPPED: dict[str, type[TargetConfig]] = {
+    "gptrain.models.SimpleGPT": SimpleGPTConfig,
+    "gptrain.models.Llama": LlamaConfig,
+    "gptrain.models.HuggingFace": HuggingFaceConfig,
+    "gptrain.lit.LanguageModel": LanguageModelConfig,
+    "torch.optim.AdamW": AdamWConfig,
+    "gptrain.optim.Muon": MuonConfig,
+    "gptrain.optim.constant": WarmupConfig,
+    "gptrain.optim.warmup_constant": WarmupConfig,
+    "gptrain.optim.warmup_cosine": DecayConfig,
+    "gptrain.optim.warmup_linear": DecayConfig,
+    "gptrain.optim.warmup_stable_decay": StableDecayConfig,
+    "gptrain.lit.callbacks.SampleText": SampleTextConfig,
+    "lightning.pytorch.Trainer": LightningTrainerConfig,
+}
+
+
+def by_target(base: type[TargetConfig]) -> Chosen:
+    """Return the mark of a group whose `_target_` may be one of the classes in SHIPPED.
+
+    Args:
+        base: Section type of the group, which is also that of any other class.
+    """
+    kinds = {target: kind for target, kind in SHIPPED.items() if issubclass(kind, base)}
+    return Chosen(kinds, lambda node: node.get("_target_"))
+
+
+# Type of the options by `strategy.name`. `auto` has those of `ddp`.
+KINDS = {"auto": DDPOptions, **STRATEGIES}
+
+
 class RunConfig(Section):
     """Configuration of a run, after validation. A command with additional keys has a subclass.
 
@@ -444,7 +477,6 @@ class RunConfig(Section):
             then skip this machine, its folders and its files, and no run folder is created.
         expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
             the overrides of that run are put in front of those on the command line.
-        reads_data: False for a command that needs the net but no dataset.
         name: Name of the run, which is part of the default `run_dir`.
         task: Whether the run trains (`fit`) or evaluates (`validate`, `test`).
         seed: Seed of weights, data order and dropout.
@@ -462,7 +494,7 @@ class RunConfig(Section):
         init_from: Source of the initial weights of a new run: a run, a checkpoint or a folder.
         init_strict: Whether all tensors of `init_from` and of the net must match.
         from_run: Folder of a run whose overrides come before those that were typed.
-        allowed_targets: Packages whose classes an untrusted `from_run` may use.
+        trust: Whether the config of `from_run` is used although another person started that run.
         debug: Whether tracebacks are printed.
         print_config: Whether the composed config is printed at the start.
         model: Net.
@@ -481,7 +513,6 @@ class RunConfig(Section):
 
     runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
-    reads_data: ClassVar[bool] = True
 
     name: RunName
     task: Literal["fit", "validate", "test"]
@@ -499,17 +530,17 @@ class RunConfig(Section):
     init_from: LocalPath | None
     init_strict: bool
     from_run: LocalPath | None
-    allowed_targets: list[str]
+    trust: bool
     debug: bool
     print_config: bool
-    model: SerializeAsAny[ModelConfig]
-    module: SerializeAsAny[ModuleConfig]
-    data: SerializeAsAny[DataConfig]
-    optimizer: SerializeAsAny[OptimizerConfig]
-    scheduler: SerializeAsAny[SchedulerConfig]
-    strategy: SerializeAsAny[StrategyOptions]
-    trainer: SerializeAsAny[TrainerConfig]
-    callbacks: dict[str, SerializeAsAny[TargetConfig] | None]
+    model: Annotated[ModelConfig, by_target(ModelConfig)]
+    module: Annotated[ModuleConfig, by_target(ModuleConfig)]
+    data: Annotated[DataConfig, Chosen(DATA, find_data_kind)]
+    optimizer: Annotated[OptimizerConfig, by_target(OptimizerConfig)]
+    scheduler: Annotated[SchedulerConfig, by_target(SchedulerConfig)]
+    strategy: Annotated[StrategyOptions, Chosen(KINDS, lambda node: node.get("name"))]
+    trainer: Annotated[TrainerConfig, by_target(TrainerConfig)]
+    callbacks: dict[str, Annotated[TargetConfig, by_target(TargetConfig)] | None]
     checkpoint: CheckpointConfig
     logger: dict[str, TargetConfig]
     profiler: Annotated[TargetConfig | None, BeforeValidator(lambda node: node or None)]
@@ -552,21 +583,3 @@ class RunConfig(Section):
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None
         return node
-
-
-# Section type of each class whose keys are all typed, by `_target_`.
-SHIPPED: dict[str, type[TargetConfig]] = {
-    "gptrain.models.SimpleGPT": SimpleGPTConfig,
-    "gptrain.models.Llama": LlamaConfig,
-    "gptrain.models.HuggingFace": HuggingFaceConfig,
-    "gptrain.lit.LanguageModel": LanguageModelConfig,
-    "torch.optim.AdamW": AdamWConfig,
-    "gptrain.optim.Muon": MuonConfig,
-    "gptrain.optim.constant": WarmupConfig,
-    "gptrain.optim.warmup_constant": WarmupConfig,
-    "gptrain.optim.warmup_cosine": DecayConfig,
-    "gptrain.optim.warmup_linear": DecayConfig,
-    "gptrain.optim.warmup_stable_decay": StableDecayConfig,
-    "gptrain.lit.callbacks.SampleText": SampleTextConfig,
-    "lightning.pytorch.Trainer": LightningTrainerConfig,
-}

@@ -3,7 +3,7 @@
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -116,6 +116,23 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
         if isinstance(values := read(path), dict):
             return values
     return {}
+
+
+def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of a node and of everything inside it, in depth-first order.
+
+    Args:
+        node: Nested dicts and lists. An item of a list has its index as the last part of its key.
+        place: Dotted key of the node itself.
+    """
+    yield place, node
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        items = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
+    for key, item in items:
+        yield from walk(item, f"{place}.{key}" if place else str(key))
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,11 +4,20 @@ The validators run inside pydantic. The message of a ValueError is printed after
 """
 
 import re
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from gptrain.core.lengths import warmup_steps
 from gptrain.core.precision import PRECISIONS, SHORT_NAMES
@@ -113,13 +122,24 @@ def check_choice(value: Any, names: Collection[str]) -> Any:
         names: Allowed names, in the order in which an error lists them.
 
     Raises:
-        PydanticCustomError: If the value is none of the names. The printed error suggests the most
-            similar name.
+        ValueError: If the value is none of the names.
     """
     if str(value) not in names:
-        expected = ", ".join(f"'{name}'" for name in names)
-        raise PydanticCustomError("literal_error", "unknown", {"expected": expected})
+        raise ValueError(f"unknown; allowed: {', '.join(names)}")
     return value
+
+
+def check_target(name: str) -> str:
+    """Check that a `_target_` may be imported, and return it.
+
+    Raises:
+        ValueError: If it is no dotted name, or a name of Python's standard library, such as
+            `os.system`.
+    """
+    is_dotted = re.fullmatch(r"[^\W\d]\w*(\.\w+)+", name)
+    if not is_dotted or name.split(".")[0] in sys.stdlib_module_names:
+        raise ValueError("not the dotted name of a class outside of Python's standard library")
+    return name
 
 
 def _precision(value: Any) -> Any:
@@ -223,7 +243,7 @@ class TargetConfig(OpenSection):
 
     OWN_KEYS: ClassVar[frozenset[str]] = frozenset()
 
-    target: str = Field(alias="_target_")
+    target: Annotated[str, AfterValidator(check_target)] = Field(alias="_target_")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -233,3 +253,35 @@ class TargetConfig(OpenSection):
     def node(self) -> dict[str, Any]:
         """Return the node for Hydra's `instantiate`: `_target_` and its keyword arguments."""
         return {"_target_": self.target, **self.arguments}
+
+
+@dataclass(frozen=True, eq=False)  # typing hashes the mark
+class Chosen:
+    """Mark of a group whose section type depends on one of its values.
+
+    It is written as `Annotated[ModelConfig, Chosen(kinds, read_name)]`. The annotated type stands
+    for every name that is not in `kinds`, such as that of a user's class.
+
+    Attributes:
+        kinds: Type of the section by name. Each is a subclass of the annotated type.
+        read_name: Function that returns the name in a group, for example its `_target_`.
+    """
+
+    kinds: Mapping[str, type[Section]]
+    read_name: Callable[[Any], object]
+
+    def __get_pydantic_core_schema__(
+        self, source: type[Section], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return a union of all types, in which the name in the group selects one."""
+        types = {kind.__name__: kind for kind in (source, *self.kinds.values())}
+
+        def select(node: Any) -> str:
+            """Return the name of the type of a group, which may be a section already."""
+            if isinstance(node, Section):
+                return type(node).__name__
+            name = self.read_name(node) if isinstance(node, dict) else None
+            return self.kinds.get(str(name), source).__name__
+
+        choices = {name: handler.generate_schema(kind) for name, kind in types.items()}
+        return core_schema.tagged_union_schema(choices, discriminator=select)

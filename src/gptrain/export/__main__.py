@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from gptrain import config
 from gptrain.checkpoints import fileops
+from gptrain.checkpoints.signature import sign_record
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.locations import expand_home
@@ -39,8 +40,6 @@ class ExportRun(RunConfig):
         format: Form of the export: the net's own names, or those of transformers or of peft.
         dtype: Type of the exported weights.
     """
-
-    reads_data = False
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     format: Literal["safetensors", "hf", "peft"]
@@ -90,6 +89,7 @@ def export(cfg: ExportRun) -> None:
         (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})
         fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
+        sign_record(folder)
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
     log.info(labels.line("folder", folder))
     if cfg.format == "peft":

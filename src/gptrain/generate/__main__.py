@@ -26,7 +26,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
-from gptrain.config.overrides import parse
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
@@ -86,15 +85,14 @@ def main() -> None:
 def quote_text(word: str) -> str:
     """Quote the value of `prompt=` and `stop=`, so that Hydra reads it as this text.
 
-    All other words are returned unchanged, and so is a value that Hydra can parse as a list or as a
-    quoted text.
+    All other words, and a value that begins as a list or a quoted text, are returned unchanged.
 
     Args:
         word: A word of the command line.
     """
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")
-    if not is_text or (value.startswith(("[", "'", '"')) and not parse([word])[1]):
+    if not is_text or value.startswith(("[", "'", '"')):
         return word
     return f"{key}={quoted(value)}"
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,15 +35,12 @@ class Report:
         hyper_parameters: The config as plain values, for the loggers. The additional key `typed`
             holds the overrides, key -> value, that distinguish this run from other runs.
         facts: Further entries of result.json: versions, hardware and the overrides of the run.
-        repeated_overrides: Overrides that a command with `from_run=<this run>` has to repeat,
-            because such a command does not take them from the run.
         start_s: Value of `time.perf_counter()` when the run started.
     """
 
     lines: dict[str, str]
     hyper_parameters: dict[str, Any]
     facts: dict[str, Any]
-    repeated_overrides: Sequence[str]
     start_s: float = 0.0
 
     @property
@@ -172,5 +168,5 @@ class Report:
         if best is None or not tasks:
             return tensorboard
         run = shell.override("from_run", self.run_dir)
-        command = shell.train_command(run, f"task={tasks[0]}", *self.repeated_overrides)
+        command = shell.train_command(run, f"task={tasks[0]}")
         return f"{command}; {tensorboard}"

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
-from gptrain.checkpoints.signature import read_signed_record, remove_signature, sign_record
+from gptrain.checkpoints.signature import sign_record
 from gptrain.core import locations
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import this_process
@@ -104,9 +104,8 @@ def keep_config(cfg: RunConfig) -> None:
 
     The record has the config, Hydra's own config and the typed overrides. Hydra itself would write
     it before the folder is locked, and a start that is refused would overwrite the record of the
-    run in that folder. The signature proves later that this user has typed the overrides. A run
-    that takes overrides from an untrusted run (`from_run`) is not signed. Call it under the run
-    lock.
+    run in that folder. The signature proves later that this user has started the run. Call it under
+    the run lock.
 
     Args:
         cfg: Configuration of the run.
@@ -124,7 +123,4 @@ def keep_config(cfg: RunConfig) -> None:
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
-    if cfg.from_run and read_signed_record(locations.expand_home(cfg.from_run)) is None:
-        remove_signature(cfg.run_dir)
-    else:
-        sign_record(cfg.run_dir)
+    sign_record(cfg.run_dir)

@@ -1,17 +1,20 @@
 """Check that each `_target_` of a config can be imported, fits its group and takes its keys."""
 
 import inspect
+import json
 import logging
 import re
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 from hydra.utils import get_class, get_method
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from gptrain.config.check import CheckedConfig
-from gptrain.config.values import HYDRA_KEYS, targets
 from gptrain.core.data_schema import DATA
-from gptrain.core.errors import ConfigIssue, first_line
+from gptrain.core.errors import ConfigIssue, first_line, show
 from gptrain.core.schema import (
     SHIPPED,
     ModelConfig,
@@ -20,7 +23,11 @@ from gptrain.core.schema import (
     SchedulerConfig,
     TrainerConfig,
 )
+from gptrain.core.small_files import walk
+from gptrain.core.value_types import check_target
 
+# Keys of Hydra that any node with a _target_ may have.
+HYDRA_KEYS = {"_args_", "_recursive_", "_convert_", "_partial_"}
 DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # dotted keys of datasets
 # Number of positional arguments that gptrain passes to the `_target_` in addition to the keys.
 POSITIONAL = {"optimizer": 1, "scheduler": 1, "module": 0}
@@ -62,7 +69,9 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """
     # get_method logs every exception that it raises; the issue below reports the exception itself.
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
-    for place, node in targets(checked.values):
+    for place, node in walk(checked.values):
+        if not isinstance(node, dict) or "_target_" not in node:
+            continue
         target = node["_target_"]
         section = SHIPPED.get(target)
         arguments = {k: v for k, v in node.items() if k not in HYDRA_KEYS and k != "_target_"}
@@ -71,7 +80,7 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         if section is not None and arguments.keys() <= section.model_fields.keys():
             continue
         try:
-            target_object = get_method(target)
+            target_object = get_method(check_target(str(target)))
         except Exception as error:  # the import of a user's module may raise anything
             yield ConfigIssue(f"{place}._target_", target, first_line(error))
             continue
@@ -85,6 +94,7 @@ def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"{place}._target_", target, message)
         else:
             yield from _check_arguments(target_object, place, arguments, node)
+            yield from _check_types(target_object, place, arguments)
 
 
 def _check_arguments(
@@ -119,6 +129,42 @@ def _check_arguments(
             hint = f"{place}=mine, with a file conf/{place}/mine.yaml that has only its keys"
         allowed = ", ".join((*signature.parameters, *group_options))
         yield ConfigIssue(f"{place}._target_", target, str(error), allowed, hint)
+
+
+def _check_types(
+    target_object: Any, place: str, arguments: dict[str, Any]
+) -> Iterator[ConfigIssue]:
+    """Yield a problem for each argument of a user's class that does not fit its annotation.
+
+    A value is never converted, because the class gets it as it stands in the config.
+
+    Args:
+        target_object: Class or function that `_target_` names.
+        place: Dotted key of the node.
+        arguments: Keys of the node, without those of Hydra.
+    """
+    is_class = inspect.isclass(target_object)
+    function = getattr(target_object, "__init__", None) if is_class else target_object
+    module = str(getattr(target_object, "__module__", ""))
+    if module.split(".")[0] in ("gptrain", "transformers", *LIBRARIES):
+        return  # the schema or the library checks its own arguments
+    try:
+        types = typing.get_type_hints(function)
+    except Exception:  # an annotation names something that only a type checker imports
+        return
+    known = GPTRAIN_KEYS.get(place, ())  # gptrain computes their values
+    for key in (types.keys() & arguments.keys()) - set(known):
+        text = json.dumps(arguments[key], default=str)
+        if "_target_" in text:
+            continue  # the value of a nested node is made later
+        try:
+            config = ConfigDict(arbitrary_types_allowed=True, strict=True)
+            TypeAdapter(types[key], config=config).validate_json(text)
+        except PydanticUserError:
+            continue  # a type that pydantic does not know, or one with a config of its own
+        except ValidationError as error:
+            message = error.errors()[0]["msg"].replace("Input should be", "must be")
+            yield ConfigIssue(f"{place}.{key}", show(arguments[key]), message)
 
 
 def _group_options(optimizer_class: Any) -> list[str]:
