@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
-from pathlib import Path
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command, run_command
@@ -16,8 +15,7 @@ from gptrain.runtime.watchdog import Guard
 
 def unwatched(cfg: RunConfig, rank: int = 0) -> Guard:
     """Return a guard for a run that a test builds by itself. It watches nothing until entered."""
-    folder = Path(cfg.run_dir)
-    return Guard(folder, folder / ".beats" / "test", StopFlag(), rank=rank, timeout_s=60.0)
+    return Guard(cfg.run_dir, StopFlag(), rank=rank, timeout_s=60.0)
 
 
 def answer(*words: str) -> tuple[int, list[str]]:

@@ -41,7 +41,7 @@ LONGEST = [
     "test_faults", "test_readme", "test_fitting", "test_project", "test_sweeps",
     "test_own_losses", "test_own_training", "test_run_partitioned", "test_lightning_features",
     "test_sums_and_sets", "test_own_data", "test_train", "test_own_nets", "test_export",
-    "test_finite", "test_own_modules", "test_run_options", "test_resume_changes", "test_watchdog",
+    "test_finite", "test_own_modules", "test_run_options", "test_resume_changes",
 ]  # fmt: skip
 
 forbid_network()
@@ -175,24 +175,17 @@ def typed(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a function that puts this process into the environment of a launcher.
+    """Return a function that puts this process into the environment of torchrun.
 
-    It takes the launcher's name, the rank, the number of ranks, the local rank and the number of
-    ranks of a node.
+    It takes the rank, the number of ranks, the local rank and the number of ranks of a node.
     """
-    from gptrain.runtime.process import LAUNCHERS
+    from gptrain.runtime.process import TORCHRUN
 
-    def place_variables(launcher: str) -> list[str]:
-        names = LAUNCHERS[launcher]
-        places = (names.rank, names.world_size, names.local_rank, names.local_world_size)
-        return [name for name in places if name]
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
 
-    for launcher in LAUNCHERS:
-        for name in place_variables(launcher):
-            monkeypatch.delenv(name, raising=False)
-
-    def put(launcher: str, *numbers: int) -> None:
-        for name, number in zip(place_variables(launcher), numbers, strict=False):
+    def put(*numbers: int) -> None:
+        for name, number in zip(TORCHRUN, numbers, strict=True):
             monkeypatch.setenv(name, str(number))
 
     return put

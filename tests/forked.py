@@ -1,28 +1,36 @@
-"""Fork ranks from a process that has imported everything, so that a rank starts in 0.1 s.
+"""Fork ranks from a process that has imported everything, so that a rank starts in half a second.
 
-The ranks and this process do not measure the speed of the machine, which would take 0.1 s per run.
+The ranks are those of `trainer.devices`: torch's agent starts them, with torchrun's variables, and
+each of them runs train.py. The ranks and this process do not measure the speed of the machine,
+which would take 0.1 s per run.
 
-A child of a fork server inherits the output streams that the server had when it started, and not
-those of this process. Therefore each rank gets the paths of the files for its output.
+A child of a fork server inherits the output streams, the environment and the folder that the server
+had when it started, and not those of this process. Therefore each rank gets them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-from gptrain.runtime import measure, supervisor
+from hydra.core.global_hydra import GlobalHydra
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gptrain.lit import measure
+from gptrain.runtime import launch
 
 PRELOAD = [  # before Python 3.13, a fork server can only import installed packages
     "gptrain.assemble",
     "gptrain.config.cli",
-    "gptrain.runtime.supervisor",
+    "gptrain.runtime.launch",
     "gptrain.lit.loggers",
     "gptrain.lit.perf",
     "gptrain.parallel.pipeline",
@@ -39,16 +47,25 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     """Fork the ranks that start in the block; they append their output to these files."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with (
-        patch.object(supervisor, "START_METHOD", "forkserver"),
-        patch.object(supervisor, "rank_process", partial(rank_process, out, err)),
+        patch.object(launch, "elastic_launch", partial(start_forked, out, err)),
         patch.object(measure, "measure_matmul", some_flops_per_s),
     ):
         yield
 
 
-def rank_process(out: Path, err: Path, *args: object) -> None:
-    """Run the supervisor's entry point of a rank, with its output in these files."""
-    from gptrain.runtime.rank import rank_process as enter
+def start_forked(
+    out: Path, err: Path, config: LaunchConfig, _: str, method: str = "forkserver"
+) -> Callable[..., dict[int, Any]]:
+    """Return the launch of a function in forked processes, in place of a command."""
+    config.start_method = method
+    place = (out, err, dict(os.environ), os.getcwd())
+    return lambda _, *command: elastic_launch(config, run_command)(*place, *command)
+
+
+def run_command(
+    out: Path, err: Path, environment: dict[str, str], folder: str, script: str, *words: str
+) -> None:
+    """Run a Python script as a rank, with its output in these files."""
     from tests.fast import make_fast
     from tests.no_network import forbid_network
 
@@ -60,8 +77,19 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
-    # The parent of this process is the fork server, which ends together with the supervisor.
-    enter(*args[:-1], os.getppid())
+    of_torch = {name: os.environ[name] for name in os.environ if is_of_torchrun(name)}
+    os.environ.clear()
+    os.environ.update(environment | of_torch)
+    os.chdir(folder)
+    GlobalHydra.instance().clear()  # a process that was forked within a run has that of its parent
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
+
+
+def is_of_torchrun(name: str) -> bool:
+    """Return whether torch's agent sets this variable for each rank."""
+    ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return name.endswith(ends) or name.startswith("TORCHELASTIC_")
 
 
 def some_flops_per_s(*_: object) -> float:

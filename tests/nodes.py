@@ -45,7 +45,7 @@ class Node:
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "-u", "sh", "-c", script]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        environment.pop("GLOO_SOCKET_IFNAME", None)
+        environment["GLOO_SOCKET_IFNAME"] = "cable"  # the name of the node is no address
         with open(log, "ab") as file:
             return subprocess.Popen(
                 [*inside, self.name, *command],

@@ -64,7 +64,7 @@ def test_the_gpus_of_a_process_are_enough_for_its_ranks_and_their_smallest_memor
         unlike = check_config(plain(compose_command([*words, *other])))
         assert not [p for p in check_devices(unlike) if "GiB" in p.message]
     del memory[1]
-    launched("torchrun", 1, 2, 1, 2)
+    launched(1, 2, 1, 2)
     assert not list(check_devices(checked))
     memory.append(3)
     (line,) = (problem.line for problem in check_devices(checked))
@@ -99,7 +99,8 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
 def test_a_folder_that_holds_a_finished_run(tmp_path, launched):
     (tmp_path / "result.json").write_text("{}")
     accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
-    launched("torchrun", 1, 2, 1, 2)
-    checked = check_config(plain(compose_command(["trainer.devices=2", *NANO])))
+    launched(1, 2, 1, 2)
+    words = ["trainer.devices=2", *NANO, f"run_dir={tmp_path}"]
+    checked = check_config(plain(compose_command(words)))
     # Rank 0 may have written its record before rank 1 checks the config.
     assert not list(check_paths(checked, str(tmp_path)))

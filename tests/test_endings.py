@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import errno
-import logging
-import multiprocessing
-import os
-from pathlib import Path
 from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
-from omegaconf import OmegaConf
 
 from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
 from gptrain.checkpoints.status import (
     NonFiniteError,
     PreemptedError,
-    read_status,
-    write_status,
 )
 from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import (
@@ -27,8 +20,6 @@ from gptrain.core.errors import (
     UNKNOWN,
     ConfigError,
     ConfigIssue,
-    Ending,
-    JobFailedError,
     code_of,
     ending_of,
     exit_code,
@@ -36,12 +27,6 @@ from gptrain.core.errors import (
     show,
 )
 from gptrain.data import DataError
-from gptrain.runtime import rank
-from gptrain.runtime.process import attempt_folder
-from gptrain.runtime.rank import remove_old_starts
-from gptrain.runtime.signals import StopFlag
-from gptrain.runtime.watchdog import Heartbeat, read_progress
-from tests.command_line import compose_run
 
 
 @pytest.mark.parametrize(
@@ -123,66 +108,6 @@ def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():
     assert ending_of(error).line == f"error: out of memory: {needs} is free"
 
 
-def test_the_status_names_the_rank_whose_error_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
-    cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
-    rank.report_ending(cfg, Ending(70, "error", "error: \x1b[2J\ntry: b"), 1, replace=True)
-    assert capsys.readouterr().err == "error: \\x1b[2J\ntry: b\n"  # cannot clear the terminal
-    errors = [(SaveFailedError(errno.ENOSPC, "a", 10, 5, failed), failed) for failed in (0, 3)]
-    for error, failed in (*errors, (ValueError(), 1)):
-        assert rank.record_ending(cfg, ending_of(error), 1, 5, replace=True)
-        assert read_status(tmp_path).items() >= {"rank": failed, "step": 5}.items()
-    cfg.run_dir = str(tmp_path / "missing")  # each rank would print the same error
-    printing = [(0, False), (1, False), (1, True)]
-    is_printed = [rank.record_ending(cfg, ending_of(error), n, 5, last) for n, last in printing]
-    assert is_printed == [True, False, True]
-
-
-@pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
-def test_a_stop_is_logged_or_printed_by_a_rank_without_a_log(
-    level, tmp_path, monkeypatch, capsys, caplog
-):
-    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
-    monkeypatch.setattr(rank, "resume_command", lambda _: "python train.py ckpt_path=last")
-    caplog.set_level(level, "gptrain.runtime.rank")
-    # Runs of other tests in this process have left handlers of closed files.
-    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
-    cfg = OmegaConf.create({"run_dir": str(tmp_path), "debug": False})
-    rank.report_ending(cfg, ending_of(PreemptedError(5)), 1)
-    lines = ["stopped   asked to stop: saved at step 5", "next      python train.py ckpt_path=last"]
-    out, err = capsys.readouterr()
-    assert (caplog.messages, out.splitlines(), err) == (
-        (lines, [], "") if level == logging.INFO else ([], lines, "")
-    )
-
-
-def test_a_rank_that_has_lost_another_rank_lets_that_rank_report_first(
-    tmp_path, monkeypatch, capsys
-):
-    def lose(*_: object) -> dict[str, float]:
-        raise RuntimeError("Connection closed by peer")
-
-    def wait(_: float) -> None:
-        write_status(tmp_path, cause="data", exit_code=65, rank=1)
-
-    monkeypatch.setattr(rank, "resume_facts", lambda _: {})
-    monkeypatch.setattr(rank.time, "sleep", wait)
-    cfg = compose_run("model=gpt_nano", "trainer=cpu", f"run_dir={tmp_path}")
-    with pytest.raises(JobFailedError):
-        rank.run_rank(lose, cfg, StopFlag())
-    assert read_status(tmp_path)["rank"] == 1 and not capsys.readouterr().err
-
-
-def test_a_rank_whose_supervisor_is_gone_ends_before_it_starts():
-    words: tuple = ("train.py", "train", None, {}, {})
-    late = multiprocessing.get_context("fork").Process(
-        target=rank.rank_process, args=(*words, os.getppid())
-    )
-    late.start()
-    late.join()
-    assert late.exitcode == 70
-
-
 def test_the_exit_code_table_documents_the_consequence_of_each_code():
     """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
 
@@ -197,26 +122,3 @@ def test_the_exit_code_table_documents_the_consequence_of_each_code():
     not_salvaged = {name for name, cause in CAUSES.items() if not cause.is_salvaged}
     assert not_salvaged == {"done", "preempted", "interrupted", "hang", "killed", "peer"}
     assert not UNKNOWN.is_restarted and not UNKNOWN.is_requeued
-
-
-def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path, monkeypatch):
-    attempt, victim = attempt_folder(tmp_path), tmp_path / "victim"
-    folder = attempt.parent
-    victim.mkdir()
-    (victim / "file").touch()
-    now = Heartbeat(attempt, rank=1)  # has opened its file before rank 0 cleans up
-    Heartbeat(folder / "123-45.67-0", rank=0)
-    (folder / "of a stranger").symlink_to(victim)
-
-    def refuse(_: Path) -> None:
-        raise OSError(errno.EBUSY, "a rank that hangs has its heartbeat open")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rank, "remove_tree", refuse)
-        remove_old_starts(tmp_path)
-    remove_old_starts(tmp_path)
-    assert list(folder.iterdir()) == [attempt]
-    now.beat(7)
-    (progress,) = read_progress(attempt)
-    assert (progress.rank, progress.step) == (1, 7)
-    assert (victim / "file").exists()

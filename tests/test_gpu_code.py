@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed import HashStore
 
 from gptrain.assemble.planned import plan_run
 from gptrain.assemble.provenance import describe_run
@@ -22,6 +23,8 @@ from gptrain.checkpoints import rng
 from gptrain.core.strategies import default_options
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import machine_of
+from gptrain.lit import measure
+from gptrain.lit.measure import Peak, measure_matmul, wait_for
 from gptrain.lit.strategies import base
 from gptrain.lit.strategies.base import ManyRanks, OneDevice
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
@@ -29,9 +32,7 @@ from gptrain.models.attention import attend
 from gptrain.parallel import mesh
 from gptrain.parallel.base import Parallel
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.runtime import measure
 from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
-from gptrain.runtime.measure import Peak, measure_matmul, wait_for
 from gptrain.runtime.process import expand_gpu_segments
 from gptrain.text.sampling import Sampling, generate
 from tests.command_line import compose_run
@@ -167,7 +168,7 @@ def test_generation_leaves_cudnn_attention_out():
 
 @pytest.mark.parametrize(("backend", "timeout_s"), [("nccl", 3660), ("gloo", 30)])
 def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, backend, timeout_s):
-    """Ranks of one node, which connect through a file, open no port to other machines."""
+    """Ranks of one node open no port to other machines."""
     interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in interfaces:
         monkeypatch.setenv(name, "eth0")
@@ -178,13 +179,13 @@ def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, b
     )
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     gpu = torch.device("cuda", 1)
-    mesh.start_group(backend, gpu, 0, 1, 30.0)
+    mesh.start_group(backend, gpu, 0, 1, 30.0, HashStore(), is_one_node=False)
     ((name, options),) = groups
     assert name == backend and (options["rank"], options["world_size"]) == (0, 1)
     assert options["timeout"].total_seconds() == timeout_s and devices == [gpu]
     assert options["device_id"] == (gpu if backend == "nccl" else None)
     assert not {*interfaces} & os.environ.keys()
-    mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0, store_path="a file")
+    mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0, HashStore())
     assert [os.environ[name] for name in interfaces] == ["lo", "lo"]
 
 

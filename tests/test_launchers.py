@@ -7,22 +7,14 @@ in test_nodes.py.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import accepted, refused
 
-from gptrain.runtime import process
-from gptrain.runtime.process import (
-    Process,
-    attempt_folder,
-    store_path,
-    this_process,
-)
+from gptrain.runtime.process import Process, adopt_launcher, this_process
 from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
@@ -33,6 +25,7 @@ ACCELERATE = (
     "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
 )  # fmt: skip
 A_SHELL_AROUND_EACH = (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 STARTED = [
     pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.engine("accelerate")),
     pytest.param(A_SHELL_AROUND_EACH, id="openmpi, a shell around each"),
@@ -40,9 +33,9 @@ STARTED = [
 ]
 
 
-def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
+def start(folder: Path, *command: str, words: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = (*command, str(ROOT / "train.py"), *WORDS, f"output_dir={folder}")
+    command = (*command, str(ROOT / "train.py"), *WORDS, f"output_dir={folder}", *words)
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -71,21 +64,18 @@ def test_a_launcher_gives_one_run_with_the_same_loss(command, loss_by_itself, tm
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
 
 
-WHERE = """
-from gptrain.runtime.process import *
-with open(f"rank{this_process().rank}", "w") as file:
-    print(this_process(), run_stamp(), attempt(), sep="\\n", file=file)
-"""
-
-
-@pytest.mark.engine("accelerate")
-def test_accelerate_starts_ranks_as_torchrun_does(tmp_path):
-    (tmp_path / "script.py").write_text(WHERE)
-    subprocess.run([*ACCELERATE, "script.py"], cwd=tmp_path, check=True)
-    outputs = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
-    places = [Process("torchrun", rank, rank, world_size=2) for rank in (0, 1)]
-    assert [place for place, *_ in outputs] == [*map(str, places)]
-    assert outputs[0][1:] == outputs[1][1:]  # the run's folder, and where they meet
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_in_the_folder_that_it_has_chosen(tmp_path):
+    """Rank 1 is killed once. The run has no `run_dir`, and goes on from its newest checkpoint."""
+    fault = "{_target_: tests.tools.campaign.faults.Fault, act: SIGKILL, phase: log, rank: 1, "
+    fault += "step: 3, target: rank, operation: 0, always: false}"
+    words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "trainer.max_steps=6")
+    run = start(
+        tmp_path, *TORCHRUN, "--max-restarts=1", words=(*words, f"+callbacks.fault={fault}")
+    )
+    assert run.returncode == 0, run.stderr
+    (folder,) = (tmp_path / "train").iterdir()
+    assert "resume    from step" in run.stdout and (folder / "result.json").exists()
 
 
 @pytest.mark.slow
@@ -112,32 +102,58 @@ def train(cfg, guard):
 config.main(lambda cfg: runtime.run(train, cfg, lambda *_: None), conf=conf)
 """
 
-
-@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
-def test_a_rank_knows_its_place(launcher, launched, monkeypatch):
-    launched(launcher, 5, 8, 1, 4)
-    assert this_process() == Process(launcher, rank=5, local_rank=1, world_size=8, n_nodes=2)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert store_path("/runs/a") is None
-    launched(launcher, 1, 4, 1, 4)  # ranks of one node use a file, whatever address is set
-    assert store_path("/runs/a") == str(attempt_folder("/runs/a") / "store")
+OPENMPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+TASK = {  # environment of the last task of `srun --ntasks=4 --nodes=2` in SLURM 22.05
+    "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3",
+}  # fmt: skip
 
 
-def test_srun_with_pmi_is_srun_and_what_mpi_starts_on_slurms_nodes_is_mpis(launched, monkeypatch):
-    launched("slurm", 1, 2, 0)
-    launched("mpich", 1, 2)
-    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
-    assert this_process() == Process("slurm", rank=1, local_rank=0, world_size=2, n_nodes=2)
-    launched("openmpi", 5, 8, 1, 4)  # srun starts a daemon of Open MPI on each node
-    assert this_process().launcher == "openmpi"
+@pytest.fixture
+def adopted(launched, monkeypatch):
+    """Return a function that adopts these variables of a launcher and returns the environment."""
+    environment = dict(os.environ)
+    monkeypatch.setattr(os, "environ", environment)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        environment.pop(name, None)
+
+    def adopt(**variables: str) -> dict[str, str]:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            environment.pop(name, None)
+        environment.update(variables)
+        adopt_launcher()
+        return environment
+
+    return adopt
 
 
-def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
-    launched("openmpi", 0, 1, 0, 1)
-    assert not this_process().is_rank
+@pytest.mark.parametrize("names", [OPENMPI, MPICH])
+def test_a_rank_of_mpi_knows_its_place(names, adopted):
+    environment = adopted(**dict(zip(names, "5814", strict=True)))
+    assert this_process() == Process(5, local_rank=1, world_size=8, n_nodes=2, is_rank=True)
+    assert "MASTER_ADDR" not in environment  # the user names the first node
+    environment = adopted(**dict(zip(names, "1212", strict=True)))
+    assert this_process() == Process(1, local_rank=1, world_size=2, is_rank=True)
+    assert environment["MASTER_ADDR"] == "localhost"
+    adopted(**dict(zip(names, "0101", strict=True)))
+    assert not this_process().is_rank  # it starts ranks itself
 
 
-def test_a_rank_number_without_a_launcher_is_no_rank(monkeypatch):
+def test_a_task_of_srun_has_a_place_an_address_a_folder_and_threads(adopted):
+    environment = adopted(**TASK, PMI_RANK="3", PMI_SIZE="4")  # srun --mpi=pmi2
+    assert this_process() == Process(3, local_rank=1, world_size=4, n_nodes=2, is_rank=True)
+    assert environment["MASTER_ADDR"] == "gpu003" and environment["MASTER_PORT"].isdigit()
+    assert environment["OMP_NUM_THREADS"] == "3" and environment["GPTRAIN_JOB"] == "slurm-40015"
+    array = {"SLURM_ARRAY_JOB_ID": "40010", "SLURM_ARRAY_TASK_ID": "5", "SLURM_STEP_ID": "2"}
+    adopted(**TASK | array)
+    assert environment["GPTRAIN_JOB"] == "slurm-40010_5.2"
+    adopted(**TASK, **dict(zip(OPENMPI, "5814", strict=True)))  # srun starts a daemon of Open MPI
+    assert this_process().world_size == 8
+
+
+def test_a_rank_number_without_a_launcher_is_no_rank(launched, monkeypatch):
     """Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process."""
     for variables in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""}):
         for name in ("RANK", "WORLD_SIZE"):
@@ -147,23 +163,9 @@ def test_a_rank_number_without_a_launcher_is_no_rank(monkeypatch):
         assert not this_process().is_rank
 
 
-def test_mpirun_on_two_nodes_needs_master_addr(launched, monkeypatch, tmp_path):
-    launched("openmpi", 0, 4, 0, 2)
-    words = ("trainer.devices=2", "trainer.num_nodes=auto", "trainer.accelerator=cpu")
-    (line,) = refused(*words, f"run_dir={tmp_path / 'seen_by_all'}")
-    assert line.startswith("error: MASTER_ADDR: not set") and "mpirun -x MASTER_ADDR=" in line
-    monkeypatch.setenv("MASTER_ADDR", "a")
-    assert accepted(*words, f"run_dir={tmp_path / 'seen_by_all'}") == []
+@pytest.mark.parametrize("words", [("trainer.devices=4",), ("trainer.devices=3",)])
+def test_ranks_that_the_launcher_did_not_start_are_refused(words, launched, tmp_path):
+    from command_line import refused
 
-
-def test_a_shell_around_each_rank_is_not_its_launcher(launched, monkeypatch):
-    """Both ranks name the folder, and where they meet, by what started the shells."""
-    asked = "from gptrain.runtime.process import *; print(run_stamp(), attempt())"
-    launched("openmpi", 0, 2, 0, 2)
-    alone = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    command = f"{shlex.quote(sys.executable)} -c '{asked}'; exit $?"
-    shells = ["sh", "-c", f"sh -c {shlex.quote(command)}; exit $?"]
-    inside = subprocess.run(shells, capture_output=True, text=True)
-    assert alone.stdout == inside.stdout != ""
-    monkeypatch.setattr(process, "launcher_start", lambda: 1.7e9 + 0.0078125)
-    assert process.run_stamp().endswith("-007")  # names of folders sort by time
+    launched(0, 4, 0, 2)
+    refused(*words, "trainer.accelerator=cpu", f"run_dir={tmp_path}/run")

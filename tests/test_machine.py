@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
 
 import lightning.pytorch as pl
@@ -12,19 +10,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gptrain import runtime
 from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
-from gptrain.checkpoints.status import PreemptedError
 from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.base import ManyRanks, OneDevice
 from gptrain.parallel.base import Parallel
-from gptrain.runtime import rank as rank_module
-from gptrain.runtime import supervisor
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning
-from tests.command_line import compose_run, unwatched
+from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -82,7 +76,7 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
         trainer = make_trainer(ManyRanks(Parallel()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
-    places = [RankEnvironment(Process("srun", rank, rank % 2, 6), 2) for rank in range(6)]
+    places = [RankEnvironment(Process(rank, rank % 2, 6), 2) for rank in range(6)]
     assert [place.node_rank() for place in places] == [0, 0, 1, 1, 2, 2]
     assert [place.local_rank() for place in places] == [0, 1] * 3
 
@@ -94,58 +88,6 @@ def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):
     assert machine_of("auto").n_local == 2
 
 
-def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch, tmp_path):
-    class GroupMade(Exception):
-        pass
-
-    def start_group(*place, **options):
-        assert isinstance(guard.stop.error, PreemptedError)  # a request to stop is raised here
-        raise GroupMade(*place, options)
-
-    calls = []
-    monkeypatch.setattr(assemble, "set_threads", calls.append)
-    monkeypatch.setattr(assemble, "start_group", start_group)
-    monkeypatch.setattr(RunDevices, "backend", "the machine's")
-    words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
-    words += [f"run_dir={tmp_path}", "trainer.num_nodes=2"]
-    for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
-        cfg = compose_run(*words, f"strategy.backend={asked}")
-        guard = unwatched(cfg)
-        with pytest.raises(GroupMade) as made:
-            assemble.build(cfg, guard)
-        progress = guard.heartbeat.progress
-        assert (progress.phase, progress.allow_s) == ("connect", 5.0 + 60.0)
-        options = {"timeout_s": 5.0, "store_path": None, "variables": ()}
-        assert made.value.args == (backend, torch.device("cpu"), 0, 6, options)
-    assert calls == [3, 3]  # three ranks share the cores of a node
-    monkeypatch.setattr(assemble, "build_datasets", lambda cfg: guard.stop.error)
-    assert isinstance(assemble.prepare_data(cfg, 0, guard), PreemptedError)
-    assert guard.stop.error is None
-
-
-def test_a_checkpoint_is_found_for_the_ranks_of_all_nodes_at_each_start(tmp_path, monkeypatch):
-    sizes = []
-    monkeypatch.setattr(runtime, "keep_config", lambda cfg: None)
-    monkeypatch.setattr(supervisor, "supervise", lambda *options: [{}, options[3]()][0])
-    cfg = compose_run("trainer.devices=2", "trainer.num_nodes=3", f"run_dir={tmp_path}")
-    runtime.run(print, cfg, lambda cfg, lock, world_size: sizes.append(world_size))
-    assert sizes == [6, 6]
-    # A request to stop before the ranks are started ends in this process.
-    monkeypatch.setattr(supervisor, "supervise", None)
-    monkeypatch.setattr(rank_module, "run_rank", lambda train, cfg, stop: {"asked by": stop.signal})
-    ended = runtime.run(print, cfg, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert ended == {"asked by": "SIGTERM"}
-    # Rank 1 of a launcher that `gptrain.fit` has started stops when that process ends.
-    dies = []
-    monkeypatch.setattr(runtime, "die_with_parent", lambda *options: dies.append(options))
-    values = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (values | {"GPTRAIN_REPORT": str(tmp_path / "report")}).items():
-        monkeypatch.setenv(name, value)
-    assert runtime.run(print, cfg, None) == {"asked by": None}
-    assert dies == [(os.getppid(), signal.SIGTERM)]
-    assert json.loads((tmp_path / "report").read_text()) == {"folder": str(tmp_path)}
-
-
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = RunDevices("cuda", 1, 1, (3,))
@@ -154,7 +96,7 @@ def test_lightning_takes_a_single_gpu_of_any_number(visible):
 
 
 def make_trainer(strategy, machine, rank):
-    process = Process("gptrain", rank, rank, machine.world_size)
+    process = Process(rank, rank, machine.world_size)
     return pl.Trainer(
         accelerator=machine.accelerator,
         devices=assign_devices(strategy, machine),
@@ -173,8 +115,7 @@ def make_trainer(strategy, machine, rank):
 def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     set_threads(1), set_threads(3), set_threads(16)
     assert threads == [8, 2, 1]

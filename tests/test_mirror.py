@@ -18,8 +18,7 @@ from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import BAD_DATA, ConfigError
-from gptrain.runtime import supervisor
-from gptrain.runtime.watchdog import Heartbeat
+from gptrain.runtime.watchdog import Guard
 
 SAVES = (
     "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",
@@ -82,13 +81,13 @@ def test_a_run_goes_on_from_an_object_store_alone(train, s3):
 
 def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_run(train, tmp_path):
     """Old ones go there, too; a step that is saved again after its validation is copied again."""
-    mirror, allowed, beat = tmp_path / "mirror", {}, Heartbeat.beat
+    mirror, allowed, beat = tmp_path / "mirror", {}, Guard.beat
 
     def note(heart, step=None, phase=None, allow_s=0.0):
         allowed[phase] = allow_s
         beat(heart, step, phase, allow_s)
 
-    with patch.object(Heartbeat, "beat", note):
+    with patch.object(Guard, "beat", note):
         run = train(*SAVES, f"checkpoint.mirror={mirror}")
     assert run.code == 0, run.err
     assert allowed["mirror"] == 3600.0  # a slow network is not a rank that hangs
@@ -288,10 +287,7 @@ class StopsOneRank(Callback):
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
-    train, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
+def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(train, tmp_path):
     words = (*SAVES, "trainer.devices=2", "strategy=fsdp", f"checkpoint.mirror={tmp_path}/mirror")
     slow = "{_target_: tests.test_mirror.StopsOneRank, step: 2, seconds: 1}"
     run = train(*words, f"+callbacks.slow={slow}")

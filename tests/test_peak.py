@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptrain.runtime.measure import find_peak, measure_matmul
+from gptrain.lit.measure import find_peak, measure_matmul
 
 
 def test_measuring_the_peak_does_not_change_the_runs_random_numbers():

@@ -6,7 +6,6 @@ That a resumed run is equal bit for bit is shown by the campaign of faults, see 
 from __future__ import annotations
 
 import copy
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
-from gptrain.runtime.supervisor import prepare_start, record_start
+from gptrain.runtime import rank as rank_module
 from tests.command_line import compose_run
 
 RUN = "a" * 32
@@ -295,38 +294,14 @@ def test_damage_and_absence_have_codes_of_their_own(compose):
     assert missing.value.code == 66
 
 
-def test_the_third_restart_in_a_row_that_made_no_progress_ends_the_run(compose, tmp_path):
-    cfg = compose(f"run_dir={tmp_path}")
-
-    def start(again: bool) -> None:
-        found = prepare_start(cfg, lambda *_: None, LOCK, world_size=1, again=again)
-        assert found.ckpt_path is None
-
-    for again in (False, True, True):
-        start(again)
-    with pytest.raises(ConfigError) as failed:
-        start(again=True)
-    assert failed.value.lines == ["error: 3 starts in a row made no progress"]
-    assert failed.value.code == 70
-    start(again=False)  # a person's start
-
-
 @pytest.mark.parametrize("task, found", [("fit", "last"), ("test", "best")])
 def test_a_training_that_is_restarted_loads_its_newest_checkpoint_and_an_evaluation_the_typed_one(
-    task, found, compose, tmp_path
+    task, found, compose, tmp_path, monkeypatch
 ):
     save(compose(f"run_dir={tmp_path}"), 5)
     cfg = compose(f"run_dir={tmp_path}", f"task={task}", "ckpt_path=best")
     looked = []
-    prepare_start(cfg, lambda cfg, *_: looked.append(cfg.ckpt_path), LOCK, world_size=1, again=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(rank_module, "keep_config", lambda cfg: None)
+    rank_module.prepare_start(cfg, lambda cfg, *_: looked.append(cfg.ckpt_path), LOCK, world_size=1)
     assert looked == [found]
-
-
-def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
-    steps = [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True), (5, True)]
-    counted = [record_start(tmp_path, step, again) for step, again in steps]
-    assert counted == [0, 1, 2, 0, 1, 2, 3]
-    assert record_start(tmp_path, 5, again=False) == 0  # a person's start
-    record = json.loads((tmp_path / ".restarts").read_text())
-    assert (record["step"], record["fruitless"]) == (5, 0)
-    assert [start["step"] for start in record["starts"]] == [step for step, _ in steps] + [5]

@@ -43,7 +43,7 @@ def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one_also_after_a_restar
     assert read_json_lines(tmp_path / "link") == []  # may lead out of an untrusted folder
 
 
-def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_supervisor_last(tmp_path):
+def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_parent_last(tmp_path):
     write_status(tmp_path, cause="preempted", exit_code=75)
     clear_status(tmp_path)
     assert write_status(tmp_path, cause="done", exit_code=0, rank=0)

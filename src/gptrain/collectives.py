@@ -26,8 +26,8 @@ from torch import Tensor
 from gptrain import config
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import between
+from gptrain.lit.measure import wait_for
 from gptrain.parallel.mesh import gather
-from gptrain.runtime.measure import wait_for
 from gptrain.runtime.process import count_devices
 
 N_TIMED = 5  # timed calls, after one that is not

@@ -209,5 +209,5 @@ def test_the_files_of_a_run_folder_and_their_keys():
     for name in ("one", "two", "three", "five", "six", "seven"):
         files = sorted(path for path in (folder() / name).rglob("*") if path.is_file())
         names = {masked(str(path.relative_to(folder() / name)), folder()): path for path in files}
-        described[name] = {n: keys_of(path) for n, path in names.items() if ".beats" not in n}
+        described[name] = {n: keys_of(path) for n, path in names.items()}
     check("files.json", masked(as_lines(described, depth=2), folder()))

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"loss", "models"},
     "costs": set(),
     "checkpoints": set(),
-    "runtime": {"checkpoints", "costs"},
+    "runtime": {"checkpoints"},
     "text": {"data", "loss"},
     "runs": {"checkpoints"},
     "lit": {

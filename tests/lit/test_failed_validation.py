@@ -229,7 +229,6 @@ def test_only_a_checkpoint_of_the_kind_that_the_strategy_writes_is_amended(tmp_p
     [
         ("on_validation_batch_end", [2, 4], ()),
         ("on_before_backward", [2, 3], ()),
-        ("on_before_backward", [2, 3], TWO),
     ],
 )
 def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
@@ -282,8 +281,9 @@ def test_a_rank_that_is_asked_to_stop_while_it_loads_a_checkpoint_takes_no_step(
         raise PreemptedError
 
     beats: list[Any] = []
-    heartbeat = SimpleNamespace(beat=lambda *of, **options: beats.append(of))
-    guard = SimpleNamespace(heartbeat=heartbeat, leave_if_asked=leave_if_asked)
+    guard = SimpleNamespace(
+        beat=lambda *of, **options: beats.append(of), leave_if_asked=leave_if_asked
+    )
     trainer, module = cast(Any, SimpleNamespace(global_step=3)), cast(Any, None)
     with pytest.raises(PreemptedError):
         make_monitor(guard).on_train_start(trainer, module)
@@ -292,11 +292,11 @@ def test_a_rank_that_is_asked_to_stop_while_it_loads_a_checkpoint_takes_no_step(
 
 def test_a_run_that_has_read_its_checkpoint_keeps_the_time_that_building_is_allowed():
     beats: list[Any] = []
-    heartbeat = SimpleNamespace(
+    guard = SimpleNamespace(
         beat=lambda *of, **options: beats.append((of, options)),
-        progress=SimpleNamespace(allow_s=600.0),
+        allow_s=600.0,
+        leave_if_asked=lambda: None,
     )
-    guard = SimpleNamespace(heartbeat=heartbeat, leave_if_asked=lambda: None)
     trainer, module = cast(Any, SimpleNamespace(global_step=0)), cast(Any, None)
     make_monitor(guard).on_load_checkpoint(trainer, module, {"global_step": 7})
     assert beats == [((7,), {"allow_s": 600.0})]
@@ -305,8 +305,7 @@ def test_a_run_that_has_read_its_checkpoint_keeps_the_time_that_building_is_allo
 def test_the_rank_that_failed_is_named_by_its_global_rank_with_its_own_samples():
     """The description of the batch becomes a part of the error message of this rank."""
     beats: list[Any] = []
-    heartbeat = SimpleNamespace(beat=beats.append)
-    guard: Any = SimpleNamespace(heartbeat=heartbeat, doing="")
+    guard: Any = SimpleNamespace(beat=beats.append, doing="")
     nothing, monitor = cast(Any, None), make_monitor(guard)
     read = Loader([0] * 8)
     read.name, read.number = "data.test", 2

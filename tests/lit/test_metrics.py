@@ -22,7 +22,7 @@ from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 from gptrain.parallel.base import Parallel
-from gptrain.runtime.watchdog import Heartbeat
+from gptrain.runtime.watchdog import Guard
 from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN
 from tests.lit.own.metrics import Nats
@@ -50,13 +50,13 @@ def test_a_metric_equals_torchmetrics_over_all_logits(fit):
     assert run.metrics["val/top5"] == pytest.approx(expected["val"], abs=1e-6)
     assert run.column("val/top5")[-1] == run.metrics["val/top5"]
     assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
-    phases, beat = [], Heartbeat.beat
+    phases, beat = [], Guard.beat
 
     def note(heart, step=None, phase=None, allow_s=0.0):
         phases.append(phase)
         beat(heart, step, phase, allow_s)
 
-    with patch.object(Heartbeat, "beat", note):
+    with patch.object(Guard, "beat", note):
         tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
     # The watchdog names the phase if a batch of the test hangs.
     assert [phase for phase in phases if phase][-2:] == ["test", "test"]

@@ -1,6 +1,5 @@
 """What two ranks decide or reduce together: votes, saves after an error, targets and metrics."""
 
-import tempfile
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -11,13 +10,9 @@ from ranks import on_ranks
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.lit.callbacks import salvage
-from gptrain.lit.callbacks.salvage import may_save
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.strategies.base import ManyRanks, find_saved_buffers
 from gptrain.parallel.base import Parallel
-from gptrain.parallel.mesh import gather
 
 
 @on_ranks(2)
@@ -27,7 +22,6 @@ def test_two_ranks_agree_on_votes_saves_and_sums():
     strategy = ManyRanks(Parallel())
     strategy.parallel_devices = [torch.device("cpu")]
     check_votes(rank)
-    check_saves_after_an_error(rank, strategy)
     check_sums(rank, own_group, strategy)
     check_buffers(rank, own_group, strategy)
 
@@ -40,26 +34,6 @@ def check_votes(rank):
     assert vote.close() == (False, True)
     assert vote.close() is None and vote.ask(False) is None
     assert vote.close() == (False,)
-
-
-def check_saves_after_an_error(rank, strategy):
-    """The ranks save only between two collectives, and if no optimizer is in its update."""
-    folder = gather(tempfile.mkdtemp())[0]
-    trainer = SimpleNamespace(strategy=strategy, global_rank=rank, world_size=2)
-
-    def saves(name, error=None):
-        with patch.object(salvage, "AGREEMENT_S", 30.0):
-            return may_save(trainer, error or RuntimeError(), [5, True], f"{folder}/{name}")
-
-    assert saves("equal")
-    assert not saves("save failed", SaveFailedError(28, "a", 0, 0, rank=1))
-    for updating in ({0}, {0, 1}):
-        strategy.is_updating = rank in updating
-        assert not saves(f"updating {updating}")
-    strategy.is_updating = False
-    begun = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
-    assert not saves("another number of collectives")
-    (begun or dist.all_reduce(torch.ones(1), async_op=True)).wait()
 
 
 def check_sums(rank, own_group, strategy):

@@ -14,7 +14,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import FAILED, HUNG, PREEMPTED
 from gptrain.lit.callbacks import checkpoints
 from gptrain.runtime import rank
-from gptrain.runtime.watchdog import Guard, Heartbeat
+from gptrain.runtime.watchdog import Guard
 
 ONE, TWO = helpers.PLACES["single"], helpers.PLACES["ddp"]
 BATCH_TOKENS = 16 * 15  # sequences and positions of one step
@@ -123,7 +123,7 @@ def train(tmp_path, *words):
 
 def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tmp_path):
     """A compiler that changes nothing replaces torch's, which takes half a minute."""
-    beats, beat = [], Heartbeat.beat
+    beats, beat = [], Guard.beat
 
     def note(heart, step=None, phase=None, allow_s=0.0):
         beats.append((step, phase, allow_s))
@@ -132,7 +132,7 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
     options = ("model.compile=blocks", "trainer.max_steps=1", "launcher.timeout_s=77")
     with (
         patch.object(torch, "compile", side_effect=lambda function: function) as compiled,
-        patch.object(Heartbeat, "beat", note),
+        patch.object(Guard, "beat", note),
         patch.object(rank, "Guard", wraps=Guard) as guard,
     ):
         assert train(tmp_path, *options)[0] == 0
@@ -151,7 +151,7 @@ def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tm
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_large_checkpoint_is_written_in_the_background_by_default(background, tmp_path):
-    asked, kept, allowed, beat = [], [], {}, Heartbeat.beat
+    asked, kept, allowed, beat = [], [], {}, Guard.beat
 
     def note(heart, step=None, phase=None, allow_s=0.0):
         allowed[phase] = allow_s
@@ -166,7 +166,7 @@ def test_a_large_checkpoint_is_written_in_the_background_by_default(background, 
     with (
         patch.object(checkpoints, "BACKGROUND_BYTES", 0),
         patch.object(CheckpointStore, "writing", writing),
-        patch.object(Heartbeat, "beat", note),
+        patch.object(Guard, "beat", note),
     ):
         words = ("checkpoint.every_n_steps=2", "checkpoint.keep=2")
         assert train(tmp_path, f"checkpoint.background={str(background).lower()}", *words)[0] == 0

@@ -113,7 +113,7 @@ def build_checkpoints(
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,
         read_holder(cfg.run_dir)["run_id"],
-        progress=guard.heartbeat.beat,
+        progress=guard.beat,
     )
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
@@ -129,6 +129,5 @@ def build_checkpoints(
         changed_options(cfg),
         cfg.objective,
         mirror,
-        guard.heartbeat.folder / "failed",
         timeline,
     )

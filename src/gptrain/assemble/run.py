@@ -56,14 +56,14 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
-from gptrain.runtime.process import Process, rank_variables, store_path, this_process
+from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 # Timeouts in seconds, by phase of the start.
 PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
-CONNECTING_S = 60.0  # after the timeout of the process group, ranks report who is missing
+CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
 STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
 
 
@@ -150,7 +150,8 @@ def check(cfg: RunConfig) -> None:
             message = f"longer than the {limit} positions of the net; try: data.seq_len={limit}"
             raise IncompatibleModelError("data.seq_len", message)
         compile, reason = choose_compile(cfg, devices)
-        if reason:
+        is_reported = this_process().is_rank or devices.n_local == 1  # else the first rank does
+        if reason and is_reported:
             log.info(labels.line("compile", f"none: {reason}"))
         check_fit(
             net,
@@ -205,7 +206,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     Raises:
         ConfigError: If a part does not fit the config, the data or the checkpoint.
         DataError: If the data are empty or damaged.
-        MissingRanksError: If not all ranks join the process group in time.
+        TimeoutError: If not all ranks join the process group in time.
         OSError: If a file cannot be read or written.
         PreemptedError: If this rank is asked to stop while it joins the group or prepares the data.
     """
@@ -213,7 +214,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     name = strategy_name(cfg.strategy.name, devices.world_size)
     module_type = module_class(cfg, name)
-    guard.heartbeat.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
+    guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         start_rank(cfg, process, devices)
     if devices.n_nodes > 1:
@@ -326,7 +327,7 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
         devices: Devices of the run.
 
     Raises:
-        MissingRanksError: If not all ranks start in time, or if their address cannot be used.
+        TimeoutError: If not all ranks start in time. For other errors see `start_store`.
     """
     quiet_lightning()
     # A Trainer on one device would keep the rank of an earlier run of this process.
@@ -338,10 +339,14 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
     pl.seed_everything(cfg.seed, verbose=False)
     if strategy_name(cfg.strategy.name, devices.world_size) != "single":
         start_group(
-            cfg.strategy.backend or devices.backend, devices.device(process.local_rank),
-            process.rank, devices.world_size, timeout_s=cfg.strategy.timeout_s,
-            store_path=store_path(cfg.run_dir), variables=rank_variables(),
-        )  # fmt: skip
+            cfg.strategy.backend or devices.backend,
+            devices.device(process.local_rank),
+            process.rank,
+            devices.world_size,
+            timeout_s=cfg.strategy.timeout_s,
+            store=start_store(),
+            is_one_node=devices.n_nodes == 1,
+        )
 
 
 def check_shared(run_dir: str, rank: int) -> None:
@@ -384,11 +389,11 @@ def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
     Raises:
         ConfigError, DataError, OSError: If a dataset cannot be used.
         PreemptedError: If this rank is asked to stop meanwhile.
-        RuntimeError: On the other ranks, if rank 0 needs more than a day (PREPARING_S).
+        TimeoutError: On the other ranks, if rank 0 needs more than a day (PREPARING_S).
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
-    guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)
+    guard.beat(phase="data", allow_s=PREPARING_S)
     with guard.nothing_to_save():
         datasets = make()
-    guard.heartbeat.beat(phase="build", allow_s=STARTING_S)
+    guard.beat(phase="build", allow_s=STARTING_S)
     return datasets

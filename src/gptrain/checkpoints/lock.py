@@ -26,10 +26,7 @@ from gptrain.core.small_files import UnreadableFileError, open_regular, read_jso
 LOCK_NAME = ".lock"
 # Expected kinds of the files that a run opens and of the folders in which a run makes files. A run
 # replaces all other files in its folder without opening them, so a link in their place is harmless.
-_KINDS = {
-    LOCK_NAME: Path.is_file, "train.log": Path.is_file,
-    ".hydra": Path.is_dir, ".beats": Path.is_dir,
-}  # fmt: skip
+_KINDS = {LOCK_NAME: Path.is_file, "train.log": Path.is_file, ".hydra": Path.is_dir}
 # A single write of this fixed length, below a disk's sector, is never torn and replaces the record.
 _RECORD_BYTES = 512
 NAMED_AFTER_S = 1.0  # a new holder has written its record by then, and a dying one has ended

@@ -75,8 +75,8 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
     Args:
         run_dir: Folder of the run.
-        replace: Whether to replace an existing status. The supervisor needs this, because only the
-            supervisor knows that a rank was killed before the other ranks failed.
+        replace: Whether to replace an existing status. The parent of local ranks needs this: only
+            the parent knows that a rank was killed before the other ranks failed.
         facts: Entries of the status: cause (a key of `core.errors.CAUSES`, such as `disk`),
             exit_code, rank, step, checkpoint (newest one), resume (command that resumes from it),
             message, traceback.

@@ -41,7 +41,7 @@ class CheckpointStore:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
             run are refused. With None the store reads checkpoints of any run and cannot write.
-        progress: Function that reports progress, such as `Heartbeat.beat`. The store calls it
+        progress: Function that reports progress, such as `Guard.beat`. The store calls it
             without arguments while bytes are written or read back.
 
     Attributes:

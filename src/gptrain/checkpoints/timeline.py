@@ -8,7 +8,7 @@ Definitions, in seconds of wall-clock time, over all starts of one run folder:
     steps           optimizer steps that count: each step once, in the start whose result was kept
     validation      validations
     saves           training waits for a checkpoint or the mirror, and the end of the run
-    starting        from the command, or the restart by the supervisor, to the end of the first
+    starting        from the command, or a restart of lost ranks, to the end of the first
                     step: imports, data, building, loading, compilation
     redone          optimizer steps after the checkpoint from which a later start resumed. Their
                     result was lost, and the later start did them again
@@ -49,7 +49,7 @@ def add_start(run_dir: str | Path, step: int) -> None:
     """Append the line of a new start to the timeline of a run.
 
     Call it under the run lock, before ranks start. The recorded time is the beginning of the
-    command, or of the job in a sweep. For a restart by the supervisor it is the time of this call.
+    command, or of the job in a sweep. For a restart of lost ranks it is the start of rank 0.
 
     Args:
         run_dir: Folder of the run.
@@ -61,7 +61,7 @@ def add_start(run_dir: str | Path, step: int) -> None:
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
-    _command_time_s = None  # a restart by the supervisor begins when it is recorded
+    _command_time_s = None  # a later start in this process begins when it is recorded
     path = Path(run_dir) / TIMELINE_NAME
     JsonLines(path, [*read_json_lines(path), {"start": step, "time": begin_s}])
 

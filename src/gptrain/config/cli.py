@@ -30,8 +30,13 @@ from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
 from gptrain.core.parser import Parser
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import expand_gpu_segments, stop_idle_spinning, this_process
-from gptrain.runtime.streams import prepare_streams
+from gptrain.runtime.process import (
+    CHECKED,
+    adopt_launcher,
+    expand_gpu_segments,
+    stop_idle_spinning,
+    this_process,
+)
 from gptrain.runtime.unchanged import unchanged_process
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
@@ -65,7 +70,7 @@ def main(
         usage: Text with which `--help` begins, usually the docstring of the command's file.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
-    prepare_streams(schema.runs_here)
+    adopt_launcher()
     stop_idle_spinning()
     expand_gpu_segments()
     locations.enter(conf)
@@ -109,7 +114,9 @@ def run_command(
     try:
         args = parser.parse_intermixed_args(argv)
         is_rank = this_process().is_rank  # raises an error if the launcher's variables are damaged
-        words = expand(args.overrides) if schema.expands_run else args.overrides
+        words = args.overrides
+        if schema.expands_run and CHECKED not in os.environ:  # else they have been expanded
+            words = expand(words)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
         if args.config_dir:
             if not os.path.isdir(args.config_dir):
@@ -197,7 +204,8 @@ def check(
     problems += checked.problems
     if any(problem.code for problem in problems):
         raise ConfigError(problems)
-    _print(problem.line for problem in problems)
+    if CHECKED not in os.environ:  # else the parent of this rank has printed them
+        _print(problem.line for problem in problems)
     return checked.run
 
 

@@ -31,8 +31,8 @@ class ExitCode:
 
     Attributes:
         meaning: Description of a few words.
-        is_restarted: True if a restart may help. The supervisor then starts the ranks again, and a
-            batch script requeues its job, at most `launcher.max_restarts` times.
+        is_restarted: True if a restart may help. Local ranks are then started again, and a batch
+            script requeues its job, at most `launcher.max_restarts` times.
         is_requeued: True if the run was asked to stop and resumes later. A batch script then always
             requeues its job.
         ends_ranks: True if the other ranks end when one rank has recorded this code.

@@ -412,7 +412,7 @@ class CheckpointConfig(Section):
 
 
 class LauncherConfig(Section):
-    """Keys of the launcher group: how the supervisor restarts and watches the local ranks.
+    """Keys of the launcher group: how local ranks are restarted and watched.
 
     Attributes:
         max_restarts: Number of times that failed ranks are started again.

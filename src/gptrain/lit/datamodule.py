@@ -1,7 +1,6 @@
 """TextDataModule: the training and evaluation batches of one rank, in an order that can resume."""
 
 import atexit
-import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -249,13 +248,13 @@ class TextDataModule(pl.LightningDataModule):
         reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size, self.seed)
         n_workers = self.num_workers
         n_ahead = None  # torch's default, 2 batches of each worker
-        start_worker: Any = partial(ignore_in_worker, os.getpid())
+        start_worker: Any = ignore_in_worker
         if name == "data.train" and self.stream is not None:
             reader = StreamReader(dataset, name, n_positions, self.vocab_size)
             n_workers = 1
             n_ahead = 2 * self.accumulate  # the next step is read while this one is computed
             part = (self.seed, self.rank, self.world_size, self.positions.start)
-            start_worker = partial(start_stream_worker, os.getpid(), self.stream, part)
+            start_worker = partial(start_stream_worker, self.stream, part)
         has_workers = n_workers > 0
         loader = Loader(
             reader,
@@ -335,16 +334,13 @@ class Loader(DataLoader):
             start_s = time.perf_counter()
 
 
-def start_stream_worker(
-    parent_pid: int, stream: StreamDataset, part: tuple[Any, ...], worker_id: int
-) -> None:
+def start_stream_worker(stream: StreamDataset, part: tuple[Any, ...], worker_id: int) -> None:
     """Let a data worker ignore the stop signals, and begin to read its part of a stream.
 
     Args:
-        parent_pid: Process number of the rank, read before it started the worker.
         stream: Stream of the training.
         part: Arguments of `StreamDataset.start`.
         worker_id: Number of the worker, which DataLoader passes.
     """
-    ignore_in_worker(parent_pid)
+    ignore_in_worker(worker_id)
     stream.start(*part)

@@ -13,7 +13,7 @@ from torch import nn
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, strategy_of
-from gptrain.runtime.measure import Peak, find_peak, wait_for
+from gptrain.lit.measure import Peak, find_peak, wait_for
 
 
 class Speed:

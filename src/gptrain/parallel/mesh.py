@@ -1,7 +1,8 @@
 """Process group and device mesh of a job, and functions that pass plain values among its ranks."""
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gptrain.core.strategies import CONTEXT, DATA, PIPELINE, TENSOR, ParallelDims
-from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
 LONG_PHASE_S = 3600.0  # time that compiling or writing a checkpoint may take, in seconds
@@ -61,42 +61,44 @@ def start_group(
     rank: int,
     world_size: int,
     timeout_s: float,
-    store_path: str | None = None,
-    variables: Sequence[str] = (),
+    store: dist.Store,
+    is_one_node: bool = True,
 ) -> None:
     """Create the process group of the job. Does nothing if a process group exists.
 
-    The ranks of one node connect through a file, and gloo and NCCL use the loopback interface, so
-    that no port can be reached from other machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are
-    set in the environment, if they are not. The ranks of several nodes connect through MASTER_ADDR
-    and MASTER_PORT. Lightning finds the process group and creates no other. `unchanged_process`
-    destroys the group at the end of the command.
+    On one node gloo and NCCL use the loopback interface, so that no port can be reached from other
+    machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in the environment, if they are not.
+    Lightning finds the process group and creates no other. `unchanged_process` destroys the group
+    at the end of the command.
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".
         device: Device of this rank. A CUDA device becomes the current device.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
-        timeout_s: Timeout of the rendezvous, and of the collectives afterwards. With NCCL the
-            collectives have at least LONG_PHASE_S.
-        store_path: File through which ranks of one node connect. None for MASTER_ADDR.
-        variables: Names of the environment variables that number the ranks, for error messages.
+        timeout_s: Time for which a rank waits for the others, and timeout of the collectives
+            afterwards. With NCCL the collectives have at least LONG_PHASE_S.
+        store: Store of the job, which all ranks open.
+        is_one_node: Whether all ranks are on this machine.
 
     Raises:
-        MissingRanksError: If not all ranks start in time, or if MASTER_ADDR and MASTER_PORT cannot
-            be used.
+        TimeoutError: If not all ranks start in time.
     """
     if dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if store_path:
+    if is_one_node:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if world_size == 1:  # a multi-rank strategy with trainer.devices=1
-        store: dist.Store = dist.HashStore()
-    else:
-        store = open_store(rank, world_size, timeout_s, store_path, variables)
+    # torch would wait in C++, where no handler of a signal runs.
+    n_here, end_s = store.add("ranks", 1), time.monotonic() + timeout_s
+    while n_here < world_size:
+        if time.monotonic() > end_s:
+            message = f"{n_here} of {world_size} ranks have connected within {timeout_s:g} s"
+            raise TimeoutError(message)
+        time.sleep(0.02)
+        n_here = store.add("ranks", 0)
     if "nccl" in backend:
         # NCCL ends the process without a message. The watchdog comes first, which allows an hour
         # for compiling and for writing a checkpoint.
@@ -126,7 +128,7 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
         timeout_s: Time for which the other ranks wait, in seconds.
 
     Raises:
-        RuntimeError: On the other ranks, if the function does not return on rank 0 within
+        TimeoutError: On the other ranks, if the function does not return on rank 0 within
             `timeout_s`, for example because it raised an exception there.
     """
     if not dist.is_initialized():
@@ -136,7 +138,11 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
         result = function()
         store.set("rank 0 is ready", "1")
         return result
-    store.wait(["rank 0 is ready"], timedelta(seconds=timeout_s))
+    end_s = time.monotonic() + timeout_s
+    while not store.check(["rank 0 is ready"]):  # `store.wait` would let a signal wait
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"rank 0 was not ready within {timeout_s:g} s")
+        time.sleep(0.05)
     return function()
 
 

@@ -12,7 +12,6 @@ from gptrain.core.locations import default_output_dir
 from gptrain.core.parser import Parser
 from gptrain.runs.folder import read_runs
 from gptrain.runs.table import rank_runs, text_table
-from gptrain.runtime.streams import prepare_streams
 
 JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
 
@@ -28,7 +27,6 @@ def main() -> NoReturn:
     outputs, text = [Path(default_output_dir())], "run folders, or folders above them"
     parser.add_argument("folders", nargs="*", type=Path, default=outputs, help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON list, the best run first")
-    prepare_streams(is_run=False)
     try:
         args = parser.parse_args()
         runs = read_runs(args.folders)

@@ -12,7 +12,6 @@ from gptrain.runtime.process import (
     count_devices,
     count_nodes,
     listed_numbers,
-    read_number,
     this_process,
 )
 
@@ -131,31 +130,9 @@ def set_threads(n_local: int) -> None:
 
     Args:
         n_local: Number of ranks on this node, which share its cores.
-
-    Raises:
-        ConfigError: As in `cores_per_rank`.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores_per_rank(n_local))
-
-
-def cores_per_rank(n_local: int) -> int:
-    """Return the number of cores for each rank, at least 1.
-
-    These are the cores that this process may use, divided by the ranks of this node. A rank that
-    srun started gets SLURM_CPUS_PER_TASK instead, if it is set, because the visible cores may be
-    those of this task or those of all tasks on the node.
-
-    Args:
-        n_local: Number of ranks on this node.
-
-    Raises:
-        ConfigError: If SLURM_CPUS_PER_TASK is no whole number from 1 on, or the launcher's other
-            environment variables are wrong (see `this_process`).
-    """
-    names = this_process().variables
-    n_cores = read_number(names.cores, least=1) if names is not None else None
-    return n_cores or max(1, count_cores() // n_local)
+        torch.set_num_threads(max(1, count_cores() // n_local))
 
 
 def count_local(devices: object, accelerator: str) -> int:

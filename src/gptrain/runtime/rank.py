@@ -2,51 +2,57 @@
 
 import logging.handlers
 import os
-import runpy
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
-from gptrain.checkpoints.fileops import remove_tree
-from gptrain.checkpoints.status import CHECKPOINTS_NAME, write_status
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
+from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.signature import sign_record
+from gptrain.checkpoints.status import CHECKPOINTS_NAME, clear_status, write_status
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core import errors, labels, shell
+from gptrain.checkpoints.timeline import add_start
+from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import attempt_folder, set_rendezvous, this_process
-from gptrain.runtime.signals import StopFlag, die_with_parent
-from gptrain.runtime.streams import prepare_streams
+from gptrain.runtime.process import CHECKED, is_restart, this_process
+from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 IMPORTING_S = 600.0  # time to import torch from a network file system that all ranks read at once
+SAVE_MEMORY = (
+    "; try: a smaller data.batch_size, model.activation_checkpointing=full, or strategy=fsdp"
+)
 PEERS_REPORT_S = 1.0  # time in which a failed rank writes status.json
 
 
 def run_rank(
-    train: Callable, cfg: RunConfig, stop: StopFlag, parent_pid: int | None = None
+    train: Callable, cfg: RunConfig, find_checkpoint: Callable, world_size: int, stop: StopFlag
 ) -> dict[str, float]:
     """Run the training function in this process under a watchdog, and report how the run ended.
 
-    Every rank calls this function. The first rank that fails writes the failure to status.json and
-    prints it. Rank 0 writes a success.
+    Every rank calls this function. Rank 0 holds the lock of the run folder meanwhile, and finds the
+    checkpoint. The first rank that fails writes the failure to status.json and prints it. Rank 0
+    writes a success.
 
     Args:
         train: Function (cfg, guard) -> metrics.
         cfg: Configuration of the run.
+        find_checkpoint: Function (cfg, lock, world_size) -> folder of a verified checkpoint, or
+            None.
+        world_size: Number of ranks of the job.
         stop: Flag that is true once the run was asked to stop.
-        parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
-            None without a supervisor.
 
     Returns:
         The metrics of the run.
@@ -54,73 +60,105 @@ def run_rank(
     Raises:
         JobFailedError: If the rank fails. It has the exit code. A process that a launcher started
             ends with this code instead.
+        ConfigError, OSError: As in `prepare_start`, or if another run holds the folder.
     """
-    rank = this_process().rank
-    guard = None
-    try:
+    process = this_process()
+    if process.rank > 0:  # rank 0 warns for all
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    wait_s = LOST_HOST_S if is_restart() else NAMED_AFTER_S
+    # The kernel frees the lock when this process ends, however it ends.
+    with RunLock(cfg.run_dir, wait_s) if process.rank == 0 else nullcontext() as lock:
+        if lock is not None:
+            cfg = prepare_start(cfg, find_checkpoint, lock, world_size)
         guard = Guard(
             cfg.run_dir,
-            attempt_folder(cfg.run_dir),
             stop,
-            rank=rank,
+            rank=process.rank,
             timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
-            parent_pid=parent_pid,
             describe=partial(resume_facts, cfg),
         )
-        with guard:
-            guard.leave_if_asked()
-            guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
-            set_rendezvous(cfg.run_dir)
-            metrics = train(cfg, guard)
-    except BaseException as error:  # any end of a rank must end the job, with a message
-        ending = ending_of(error, guard.doing if guard else "")
-        if ending.cause == "memory":
-            ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
-        if ending.cause == "peer":  # wait: the failed rank or the supervisor will report the cause
-            time.sleep(PEERS_REPORT_S)
-        report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
-        if this_process().is_rank:
-            exit_rank(ending.code)
-        raise JobFailedError(ending.code, ending.line) from error
-    if rank == 0:
-        record_ending(cfg, Ending(errors.DONE, "done", "done"), rank, guard.heartbeat.step)
+        try:
+            with guard:
+                guard.leave_if_asked()
+                guard.beat(phase="import", allow_s=IMPORTING_S)
+                metrics = train(cfg, guard)
+        except BaseException as error:  # any end of a rank must end the job, with a message
+            ending = ending_of(error, guard.doing)
+            if ending.cause == "memory":
+                ending = replace(ending, line=ending.line + SAVE_MEMORY)
+            if ending.cause == "peer":  # wait: the failed rank will report the cause
+                time.sleep(PEERS_REPORT_S)
+            # A launcher asks the other ranks to stop when one has failed, perhaps before it began.
+            # The parent of local ranks reports a rank that was killed.
+            is_known = ending.code == errors.PREEMPTED and process.rank > 0
+            if not is_known and not (ending.cause == "peer" and CHECKED in os.environ):
+                report_ending(cfg, ending, process.rank, guard.step)
+            if process.is_rank:
+                exit_rank(ending.code)
+            raise JobFailedError(ending.code, ending.line) from error
+        if process.rank == 0:
+            report_ending(cfg, Ending(errors.DONE, "done", "done"), 0, guard.step)
     return metrics
 
 
-def rank_process(
-    script: str, name: str, cfg: RunConfig, hydra: dict, environment: dict, parent_pid: int
-) -> NoReturn:
-    """Run one rank in a process that the supervisor has started, and end the process.
+def prepare_start(
+    cfg: RunConfig, find_checkpoint: Callable, lock: RunLock, world_size: int
+) -> RunConfig:
+    """Find the checkpoint, and record the start and the config of the run in its folder.
 
-    The process ends with the exit code of the rank. Rank 0 writes the log of the run. The other
-    ranks log errors only, and hide the warnings of Python.
+    From now on the log is written. A training that torchrun or SLURM has restarted resumes from its
+    newest checkpoint, if it has one, whatever `ckpt_path` was typed. The start of a training is
+    recorded in timeline.jsonl, except under fast_dev_run. The status.json of an earlier start is
+    removed, and the folder is reported to `gptrain.fit`.
 
     Args:
-        script: File that defines the training function. It is run to get the function, because in a
-            job of submitit `__main__` is another file.
-        name: Name of the training function.
         cfg: Configuration of the run.
-        hydra: Content of the parent's HydraConfig as nested dicts.
-        environment: Variables that a launcher would set: RANK, WORLD_SIZE and so on.
-        parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
+        find_checkpoint: As in `run_rank`.
+        lock: Lock of the run folder.
+        world_size: Number of ranks of the job.
+
+    Returns:
+        The config with the folder of the checkpoint in `ckpt_path`, or None if nothing is loaded.
+
+    Raises:
+        ConfigError: If the config does not fit the content of the folder.
+        OSError: If the run folder cannot be read or written.
     """
-    die_with_parent(parent_pid)
-    prepare_streams(is_run=True)
-    os.environ.update(environment)
-    HydraConfig.instance().cfg = cast(Any, OmegaConf.create(hydra))
-    if this_process().rank == 0:
-        node: Any = HydraConfig.get()
-        configure_log(node.job_logging, node.verbose)
-        start_log()
-    else:
-        logging.getLogger().setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
+    start_log()
+    if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
+        cfg = cfg.changed({"ckpt_path": "last"})
+    checkpoint = find_checkpoint(cfg, lock, world_size)
+    cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
+    if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
+        add_start(cfg.run_dir, read_manifest(checkpoint)["step"] if checkpoint else 0)
+    clear_status(cfg.run_dir)
+    keep_config(cfg)
+    locations.report_to_fit(folder=str(cfg.run_dir))
+    return cfg
 
-    def train(*arguments: object) -> dict[str, float]:
-        return runpy.run_path(script)[name](*arguments)
 
-    run_rank(train, cfg, StopFlag().install(), parent_pid)
-    exit_rank(errors.DONE)
+def keep_config(cfg: RunConfig) -> None:
+    """Write Hydra's record of a run to .hydra/ in its folder, and sign the record.
+
+    The record has the config, Hydra's own config and the typed overrides. Hydra itself would write
+    it before the folder is locked, and a start that is refused would overwrite the record of the
+    run in that folder. The signature proves later that this user has started the run. Call it under
+    the run lock.
+
+    Args:
+        cfg: Configuration of the run.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    folder = Path(cfg.run_dir) / ".hydra"
+    folder.mkdir(exist_ok=True)
+    hydra = cast(Any, HydraConfig.instance().cfg)
+    records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    for name, record in records.items():
+        fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
+    sign_record(cfg.run_dir)
 
 
 def start_log() -> None:
@@ -150,41 +188,6 @@ def exit_rank(code: int) -> NoReturn:
     os._exit(code)
 
 
-def record_ending(
-    cfg: RunConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
-) -> bool:
-    """Write how the run ended to status.json, unless another rank has written it before.
-
-    A failure always replaces "done". An OSError is printed, not raised.
-
-    Args:
-        cfg: Configuration of the run.
-        ending: Cause, exit code and message.
-        rank: Rank that ended, unless `ending` names another rank.
-        step: Last optimizer step of that rank. None if unknown.
-        replace: Whether to replace a status that another rank has written.
-
-    Returns:
-        Whether the caller should print the ending: True if this call has written the status. If
-        the file cannot be written, True on rank 0 and with `replace`.
-    """
-    try:
-        return write_status(
-            cfg.run_dir,
-            cause=ending.cause,
-            exit_code=ending.code,
-            rank=rank if ending.rank is None else ending.rank,
-            step=step,
-            message=ending.line,
-            traceback=ending.trace or None,
-            replace=replace,
-            **resume_facts(cfg),
-        )
-    except OSError as error:  # the disk that failed the run may refuse status.json, too
-        print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
-        return replace or rank == 0
-
-
 def report_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
 ) -> None:
@@ -193,7 +196,7 @@ def report_ending(
     Only the first report of a run is written and printed. `replace`, and a failure after a run that
     is done, replace an earlier report and are printed, too. With debug=true every report is
     printed. An error is printed on stderr, after its traceback if there is one. The stop of a run
-    that was asked to stop is logged, with the command that resumes it.
+    that was asked to stop is logged, with the command that resumes it. A success is only written.
 
     Args:
         cfg: Configuration of the run.
@@ -203,20 +206,31 @@ def report_ending(
         replace: Whether to replace what another rank has reported.
 
     Raises:
-        OSError: If the stop is reported and the folder of the checkpoints cannot be read.
+        OSError: If the folder of the checkpoints cannot be read. One of status.json is printed.
     """
-    if not (record_ending(cfg, ending, rank, step, replace) or cfg.debug):
+    facts = resume_facts(cfg)
+    try:
+        is_first = write_status(
+            cfg.run_dir,
+            cause=ending.cause,
+            exit_code=ending.code,
+            rank=rank if ending.rank is None else ending.rank,
+            step=step,
+            message=ending.line,
+            traceback=ending.trace or None,
+            replace=replace,
+            **facts,
+        )
+    except OSError as error:  # the disk that failed the run may refuse status.json, too
+        print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
+        is_first = replace or rank == 0
+    if ending.code == errors.DONE or not (is_first or cfg.debug):
         return
-    if ending.trace:
-        print(ending.trace, file=sys.stderr)
-    if ending.code != errors.PREEMPTED:
-        lines = map(errors.printable, ending.line.split("\n"))
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        return
-    # A rank other than 0, whose log is off, may be the first to end.
-    report = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
-    report(labels.line("stopped", ending.line))
-    report(labels.line("next", resume_command(cfg)))
+    if ending.code == errors.PREEMPTED:
+        log.info(labels.line("stopped", ending.line))
+        log.info(labels.line("next", facts["resume"]))
+    else:
+        print(ending.trace + ending.line, file=sys.stderr, flush=True)
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
@@ -270,39 +284,3 @@ def resume_command(cfg: RunConfig) -> str:
     words += [word for word in typed.task if not word.lstrip("+").startswith(removed)]
     words += [shell.override(key, value) for key, value in added.items() if value is not None]
     return shell.train_command(*words)
-
-
-def ways_to_save_memory(cfg: RunConfig) -> str:
-    """Return the hint of an out-of-memory error: overrides with which a training needs less memory.
-
-    It offers half the batch size, with twice the accumulation where this keeps the global batch
-    size, activation checkpointing, and FSDP.
-
-    Args:
-        cfg: Configuration of the run.
-    """
-    batch_size = cfg.data.batch_size
-    ways = []
-    if batch_size > 1:
-        ways.append(f"data.batch_size={batch_size // 2}")
-        if cfg.data.global_batch_size is None:
-            ways[0] += f" trainer.accumulate_grad_batches={2 * cfg.trainer.accumulate_grad_batches}"
-    ways += ["model.activation_checkpointing=full", "strategy=fsdp on several devices"]
-    tokens = cfg.data.extra.get("seq_len")
-    return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
-
-
-def remove_old_starts(run_dir: str | Path) -> None:
-    """Remove the folders with heartbeats and rendezvous files of earlier starts of a run.
-
-    The folder of this start is kept, and one that cannot be removed stays without an error. Call it
-    under the run lock, before any rank starts.
-
-    Args:
-        run_dir: Run folder.
-    """
-    current = attempt_folder(run_dir)
-    for path in current.parent.glob("*"):
-        if path != current:
-            with suppress(OSError):  # NFS keeps the folder while a hung rank has its heartbeat open
-                remove_tree(path)

@@ -171,7 +171,7 @@ class NotesHeartbeat(Callback):
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         monitor = next(part for part in trainer.callbacks if isinstance(part, TrainingMonitor))
-        last = monitor.guard.heartbeat.progress
+        last = monitor.guard
         path = Path(trainer.default_root_dir) / f"save-{trainer.global_rank}.json"
         if not path.exists():
             path.write_text(json.dumps([last.phase, last.allow_s]))

@@ -79,8 +79,8 @@ def bench(cfg: BenchRun) -> None:
     """
     import torch  # imported lazily: config errors are reported before torch is loaded
 
+    from gptrain.lit.measure import find_peak
     from gptrain.runtime.devices import find_devices, native_precision, set_threads
-    from gptrain.runtime.measure import find_peak
 
     overrides = typed_words()
     folder = Path(cfg.run_dir)

@@ -17,14 +17,16 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.forked import start_forked
 from tests.processes import living
 from tests.tools.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
-WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.supervisor",
+WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.launch",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline",
         "gptrain.checkpoints.safe_load", "torch._dynamo",
         "tests.tools.campaign.faults"]  # fmt: skip
@@ -137,9 +139,9 @@ def become_run(words: list[str], log: Path) -> None:
         os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
     import train
     from gptrain.config import cli
-    from gptrain.runtime import supervisor
+    from gptrain.runtime import launch
 
-    supervisor.START_METHOD = "fork"
+    launch.elastic_launch = partial(start_forked, log, log, method="fork")
     code = cli.run_command(train.main, words)
     sys.stdout.flush()
     os._exit(code)

@@ -81,8 +81,6 @@ class Checkpoints(Checkpoint):
         objective: Logged name by which a sweep compares its jobs.
         mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
             last copy before they exit. None if there is no mirror.
-        agreement_folder: Shared folder of this start of the run, in which failed ranks agree on
-            whether to save.
         timeline: Record of the phases of this start.
 
     Attributes:
@@ -101,7 +99,6 @@ class Checkpoints(Checkpoint):
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
-        agreement_folder: Path,
         timeline: Timeline,
     ):
         self.store = store
@@ -112,7 +109,6 @@ class Checkpoints(Checkpoint):
         self.mirror = mirror
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
-        self.agreement_folder = agreement_folder
         self.timeline = timeline
         self.stopping = False
         self.time_is_up = False
@@ -362,9 +358,8 @@ class Checkpoints(Checkpoint):
         is_unsaved = step > self.saved.step and (validated or is_validated(trainer, step))
         if not self._rng or not (is_unsaved or self.store.is_unfinished):
             return
-        facts = [step, is_unsaved, validated]
         try:
-            if not may_save(trainer, exception, facts, self.agreement_folder):
+            if not may_save(trainer, exception):
                 return
             self.finish(trainer)
             self._is_salvaging = True

@@ -105,7 +105,7 @@ class TrainingMonitor(Callback):
         self.model_config = model_config
         self.step_guard = step_guard
         self.guard = guard
-        self._beat = guard.heartbeat.beat
+        self._beat = guard.beat
         self.checkpoints = checkpoints
         self.compile_s = COMPILING_S if compiles else 0.0
         self.timeline = timeline
@@ -383,7 +383,7 @@ class TrainingMonitor(Callback):
         left.
         """
         self.loaded_step = checkpoint["global_step"]
-        self._beat(self.loaded_step, allow_s=self.guard.heartbeat.progress.allow_s)
+        self._beat(self.loaded_step, allow_s=self.guard.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, which the class describes.

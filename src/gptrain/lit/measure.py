@@ -1,11 +1,9 @@
-"""Peak speed of a device in matrix multiplications, and copies of its values to the host."""
+"""Peak speed of a device in matrix multiplications."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gptrain.core.precision import TYPE_BYTES, find_precision
 from gptrain.costs.hardware import device_of, machine_of
@@ -90,27 +88,3 @@ def wait_for(device: torch.device) -> None:
     """Wait until a CUDA or MPS device has finished all queued work. Does nothing for any other."""
     if device.type in ("cuda", "mps"):
         torch.accelerator.synchronize(device)
-
-
-class HostCopy:
-    """A copy of scalars to the host that is started by the constructor and read later.
-
-    On a CUDA device the copy goes to pinned memory and does not wait for the device.
-
-    Args:
-        scalars: Scalars on one device, at least one.
-    """
-
-    def __init__(self, scalars: Sequence[Tensor]):
-        values = torch.stack(list(scalars))
-        is_cuda = values.device.type == "cuda"
-        self._values = values.to("cpu", non_blocking=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """Return the values in the order of the scalars. Waits only for an unfinished copy."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        return self._values.tolist()

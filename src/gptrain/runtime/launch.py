@@ -1,0 +1,148 @@
+"""Starts the ranks of a run on this machine, as torchrun does, and starts lost ranks again."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gptrain.checkpoints.status import RESULT_NAME, PreemptedError, read_status
+from gptrain.core import errors
+from gptrain.core.errors import DONE, FAILED, PREEMPTED, Ending, JobFailedError, ending_of
+from gptrain.core.schema import RunConfig
+from gptrain.core.shell import override
+from gptrain.core.small_files import read_facts
+from gptrain.runtime.process import CHECKED
+from gptrain.runtime.rank import newest_checkpoint, report_ending
+from gptrain.runtime.signals import StopFlag
+
+SAVING_S = "3600"  # time for the ranks to save, from torch 2.12 on; torch 2.11 gives them 30 s
+# Hydra's own words that change what a rank prints or finds. The others are those of a sweep.
+KEPT_WORDS = ("hydra.searchpath", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
+
+
+def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[str, float]:
+    """Run the command of this job once per device of this machine, and return its metrics.
+
+    After a failure for which a restart may help, all ranks are started again from the newest
+    checkpoint, at most `launcher.max_restarts` times.
+
+    Args:
+        script: Python file of the command.
+        cfg: Configuration of the run.
+        n_ranks: Number of ranks.
+        stop: Flag that is true once the run was asked to stop. A signal is sent on to the ranks,
+            which save, and end. A second Ctrl-C ends this process, and the ranks notice it.
+
+    Returns:
+        The metrics in result.json. Empty if rank 0 has written no such file.
+
+    Raises:
+        JobFailedError: If the job fails, or if it was asked to stop. It has the exit code.
+    """
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False  # a failed rank has printed its own error
+    os.environ[CHECKED] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVING_S)
+    script = min(os.path.relpath(script), script, key=len)  # it is part of printed commands
+    node: Any = HydraConfig.get()
+    typed = node.overrides
+    words = [word for word in typed.hydra if word.startswith(KEPT_WORDS)]
+    if not OmegaConf.is_missing(node.job, "num"):  # a job of a sweep
+        words.append(f"hydra.job.num={node.job.num}")
+    words += [word for word in typed.task if not word.lstrip("+").startswith("run_dir=")]
+    words.append(override("run_dir", cfg.run_dir))
+    for left in reversed(range(cfg.launcher.max_restarts + 1)):
+        code = start_ranks([script, *words], cfg, n_ranks, stop)
+        if not (errors.exit_code(code).is_restarted and left) or stop:
+            break
+        print(f"warning: started again, {left - 1} more times at most", file=sys.stderr)
+        if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
+            words = [word for word in words if not word.lstrip("+").startswith("ckpt_path=")]
+            words.append("ckpt_path=last")
+    if code != DONE:
+        raise JobFailedError(code, (read_status(cfg.run_dir) or {}).get("message") or "")
+    return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})
+
+
+def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag) -> int:
+    """Run a Python command once per rank until all ranks have ended, and return their exit code.
+
+    When a rank fails, the others get SIGTERM, and half a minute later SIGKILL. The first rank that
+    fails has written its code to status.json. This process reports a rank that was killed, and
+    ranks that were stopped before they could report anything.
+
+    Args:
+        command: Script and its words.
+        cfg: Configuration of the run.
+        n_ranks: Number of ranks.
+        stop: Flag that is true once the run was asked to stop.
+    """
+    # torch itself would listen on all interfaces. It finds this server, which has the same port.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    served = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,
+        local_addr="127.0.0.1",
+        signals_to_handle="SIGQUIT",  # StopFlag handles the others
+    )
+    before = read_status(cfg.run_dir)
+    rank, failed = 0, 0
+    stop.error = lambda number: SignalException(f"got {number.name}", number)
+    try:
+        with TemporaryDirectory() as logs:  # torch would leave its own behind
+            config.logs_specs = DefaultLogsSpecs(log_dir=logs)
+            if not stop:
+                elastic_launch(config, sys.executable)("-u", *command)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        failed = failure.exitcode
+    except SignalException as error:
+        failed = PREEMPTED if stop else 128 + error.sigval
+    finally:
+        stop.error = None
+        del served
+    status = read_status(cfg.run_dir)
+    if failed < 0 and not stop:
+        reason = f"killed by signal {-failed}"
+        reason += ", possibly because memory ran out" if -failed == signal.SIGKILL else ""
+        line = f"error: rank {rank} (process {failure.pid}) was {reason}"
+        report_ending(cfg, Ending(FAILED, "killed", line), rank, replace=True)
+        return FAILED
+    if status is not None and status != before and (status["exit_code"] or stop or not failed):
+        return status["exit_code"]
+    if failed == PREEMPTED or stop:
+        report_ending(cfg, ending_of(PreemptedError()), 0)
+        return PREEMPTED
+    if failed in (1, FAILED):  # 1 is Python's code of an exception, which it has printed
+        line = f"error: rank {rank} ended with exit code {failed}"
+        report_ending(cfg, Ending(FAILED, "error", line), rank)
+        return FAILED
+    return failed  # the rank has refused the config or the folder
