@@ -78,7 +78,9 @@ class ProgressBar(TQDMProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values of the last shown step, and those logged with prog_bar=True."""
-        return {**self._shown, **super().get_metrics(trainer, pl_module)}
+        values = {**self._shown, **super().get_metrics(trainer, pl_module)}
+        values.pop("v_num", None)  # version of a logger
+        return values
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the bar of a validation, or print the number of its batches."""
