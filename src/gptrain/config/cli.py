@@ -114,9 +114,8 @@ def run_command(
     try:
         args = parser.parse_intermixed_args(argv)
         is_rank = this_process().is_rank  # raises an error if the launcher's variables are damaged
-        words = args.overrides
-        if schema.expands_run and CHECKED not in os.environ:  # else they have been expanded
-            words = expand(words)
+        is_expanded = CHECKED in os.environ or not schema.expands_run
+        words = args.overrides if is_expanded else expand(args.overrides)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
         if args.config_dir:
             if not os.path.isdir(args.config_dir):

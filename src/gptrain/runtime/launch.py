@@ -54,7 +54,6 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False  # a failed rank has printed its own error
-    os.environ[CHECKED] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVING_S)
     script = min(os.path.relpath(script), script, key=len)  # it is part of printed commands
     node: Any = HydraConfig.get()
@@ -115,6 +114,7 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
     )
     before = read_status(cfg.run_dir)
     rank, failed = 0, 0
+    os.environ[CHECKED] = "1"
     stop.error = lambda number: SignalException(f"got {number.name}", number)
     try:
         with TemporaryDirectory() as logs:  # torch would leave its own behind
@@ -128,7 +128,7 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
         failed = PREEMPTED if stop else 128 + error.sigval
     finally:
         stop.error = None
-        del served
+        del served, os.environ[CHECKED]
     status = read_status(cfg.run_dir)
     if failed < 0 and not stop:
         reason = f"killed by signal {-failed}"
