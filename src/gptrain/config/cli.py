@@ -70,14 +70,10 @@ def main(
         usage: Text with which `--help` begins, usually the docstring of the command's file.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
-    adopt_launcher()
     stop_idle_spinning()
     expand_gpu_segments()
     locations.enter(conf)
-    code = run_command(job, sys.argv[1:], schema, defaults, usage)
-    if code == errors.BAD_CONFIG and _rank() > 0:
-        time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
-    sys.exit(code)
+    sys.exit(run_command(job, sys.argv[1:], schema, defaults, usage))
 
 
 @unchanged_process()
@@ -112,6 +108,7 @@ def run_command(
     codes: list[int] = []
     sweep = None
     try:
+        adopt_launcher()
         args = parser.parse_intermixed_args(argv)
         is_rank = this_process().is_rank  # raises an error if the launcher's variables are damaged
         is_expanded = CHECKED in os.environ or not schema.expands_run
@@ -167,7 +164,10 @@ def run_command(
         codes.append(report(error, shell.by_key(argv).get("debug", "").lower() == "true"))
     if sweep:
         report_sweep(sweep)
-    return next(filter(None, codes), errors.DONE)
+    code = next(filter(None, codes), errors.DONE)
+    if code == errors.BAD_CONFIG and _rank() > 0:
+        time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
+    return code
 
 
 def check(

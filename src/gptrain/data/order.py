@@ -324,6 +324,8 @@ def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) 
     """
     if limit is None:
         return list(lengths)
-    is_share = isinstance(limit, float)
-    sizes = [max(1, int(limit * -(-n // batch_size))) if is_share else limit for n in lengths]
+    sizes = [
+        max(1, int(limit * -(-n // batch_size))) if isinstance(limit, float) else limit
+        for n in lengths
+    ]
     return [min(n, size * batch_size) for n, size in zip(lengths, sizes, strict=True)]

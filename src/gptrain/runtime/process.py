@@ -99,13 +99,15 @@ def this_process() -> Process:
     they were set by hand, without LOCAL_RANK, the local rank is the rank.
 
     Raises:
-        ConfigError: If a variable is not a number.
+        ConfigError: If a variable is not a number, or the rank is none of the job.
     """
     env = os.environ
     rank, world_size = env.get("RANK"), env.get("WORLD_SIZE")
     if not rank or not world_size:
         return Process()
     try:
+        if not 0 <= int(rank) < int(world_size):
+            raise ValueError("no rank of this job")
         n_local = int(env.get("LOCAL_WORLD_SIZE") or world_size)
         n_nodes = max(1, int(world_size) // n_local)
         local_rank = int(env.get("LOCAL_RANK") or rank)
