@@ -80,9 +80,8 @@ class Speed:
         """
         begin = self._begin
         self.start()
-        steps, seconds, waited_s = (
-            now - before for now, before in zip(self._begin, begin, strict=True)
-        )
+        differences = [now - before for now, before in zip(self._begin, begin, strict=True)]
+        steps, seconds, waited_s = differences
         n_steps = max(1, steps)
         step_s = self._step_s = seconds / n_steps
         step_tokens = self.lengths.step_tokens

@@ -37,13 +37,13 @@ def check_supported(trainer: Trainer) -> None:
     Raises:
         ConfigError: If a callback is in the table.
     """
-    supported: list[type[Callback]] = []
-    if trainer.world_size == 1:
-        supported.append(of_lightning.OnExceptionCheckpoint)
-    if not strategy_of(trainer).parallel.is_partitioned:
-        supported.append(of_lightning.WeightAveraging)
+    supported = {
+        of_lightning.OnExceptionCheckpoint: trainer.world_size == 1,
+        of_lightning.WeightAveraging: not strategy_of(trainer).parallel.is_partitioned,
+    }
     for callback in callbacks_of(trainer):
         for kind, hint in REFUSED.items():
-            if isinstance(callback, kind) and kind not in supported:
+            if isinstance(callback, kind) and not supported.get(kind, False):
+                callbacks_of(trainer).remove(callback)  # its on_exception would act on this error
                 message = f"{kind.__name__} does not work in this run"
                 raise ConfigError.of("callbacks", type(callback).__name__, message, hint=hint)

@@ -79,8 +79,8 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values of the last shown step, and those logged with prog_bar=True."""
         values = {**self._shown, **super().get_metrics(trainer, pl_module)}
-        values.pop("v_num", None)  # version of a logger
-        return values
+        # v_num is the version of a logger.
+        return {name: value for name, value in values.items() if name != "v_num"}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the bar of a validation, or print the number of its batches."""
