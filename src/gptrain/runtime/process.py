@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 import zlib
 from collections.abc import Sequence
@@ -99,21 +100,24 @@ def this_process() -> Process:
     they were set by hand, without LOCAL_RANK, the local rank is the rank.
 
     Raises:
-        ConfigError: If a variable is not a number, or the rank is none of the job.
+        ConfigError: If a variable is not a number, or the numbers contradict each other.
     """
-    env = os.environ
-    rank, world_size = env.get("RANK"), env.get("WORLD_SIZE")
-    if not rank or not world_size:
+    if not os.environ.get("RANK") or not os.environ.get("WORLD_SIZE"):
         return Process()
-    try:
-        if not 0 <= int(rank) < int(world_size):
-            raise ValueError("no rank of this job")
-        n_local = int(env.get("LOCAL_WORLD_SIZE") or world_size)
-        n_nodes = max(1, int(world_size) // n_local)
-        local_rank = int(env.get("LOCAL_RANK") or rank)
-        return Process(int(rank), local_rank, int(world_size), n_nodes, is_rank=True)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ConfigError.of("RANK", rank, f"{error}; WORLD_SIZE={world_size}") from error
+    world_size = _read_number("WORLD_SIZE")
+    rank = _read_number("RANK", below=world_size)
+    n_local = _read_number("LOCAL_WORLD_SIZE", world_size, below=world_size + 1)
+    local_rank = _read_number("LOCAL_RANK", rank, below=n_local)
+    return Process(rank, local_rank, world_size, world_size // n_local, is_rank=True)
+
+
+def _read_number(name: str, default: int = 0, below: int = sys.maxsize) -> int:
+    """Return the whole number in an environment variable, which is less than `below`."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) >= below:
+        limit = "" if below == sys.maxsize else f" below {below}"
+        raise ConfigError.of(name, text, f"must be a whole number{limit}")
+    return int(text)
 
 
 def is_restart() -> bool:
