@@ -76,7 +76,8 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     assert tried.trainer.max_steps == 2 and names(tried) == ["TrainingMonitor", "QuietCollector"]
     assert [type(logger) for logger in tried.trainer.loggers] == [DummyLogger]
     assert "plan" not in tried.report.lines
-    assert build("trainer.fast_dev_run=true", "logger=none").trainer.loggers == []
+    quick = build("trainer.fast_dev_run=true", "logger=none")  # without metrics.jsonl
+    assert [type(logger) for logger in quick.trainer.loggers] == [DummyLogger]
     evaluated = build("task=validate", "data.batch_size=3")
     assert names(evaluated) == ["TrainingMonitor", "QuietCollector"]
     assert evaluated.report.lines["batch"] == "3 x 1 ranks" and "plan" not in evaluated.report.lines
@@ -93,7 +94,7 @@ def test_runs_of_other_kinds_leave_parts_out(build):
 
 def test_a_rank_reads_the_samples_of_its_data_rank_and_draws_its_own_dropout(build):
     """Rank 3 of two data-parallel ranks, each of which is a tensor group of two."""
-    process = Process("gptrain", rank=3, local_rank=0, world_size=4)
+    process = Process(rank=3, local_rank=0, world_size=4)
     make = assemble.build_strategy
 
     def build_single(
@@ -117,7 +118,7 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
     """An epoch of nine batches has four steps of two micro-batches."""
     data = ("~data", "+data._target_=tests.lit.own.data.DataModule", "+data.num_samples=44")
     steps = ("trainer.accumulate_grad_batches=2", "trainer.max_epochs=3", "checkpoint=none")
-    process = Process("gptrain", rank=1, local_rank=0, world_size=2)
+    process = Process(rank=1, local_rank=0, world_size=2)
     with patch.object(assemble, "this_process", lambda: process):
         run = build(*data, *steps, "seed=5", "trainer.val_check_interval=3")
     trainer = cast(Any, run.trainer)

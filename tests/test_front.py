@@ -84,7 +84,8 @@ def test_a_rank_other_than_0_writes_no_log(monkeypatch, outputs):
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     for words in ((), ("hydra/job_logging=disabled",)):
-        assert run_command(lambda cfg: None, ["trainer.devices=2", *NANO, *words]) == 0
+        words = (*words, "trainer.devices=2", f"run_dir={outputs}/run")
+        assert run_command(lambda cfg: None, [*NANO, *words]) == 0
     assert not [path for path in outputs.rglob("*") if path.is_file()]
 
 

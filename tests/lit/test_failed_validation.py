@@ -42,7 +42,7 @@ WORDS = (
 def test_a_metric_that_fails_in_the_second_validation_loses_no_step(fit):
     full = fit(*WORDS, BREAKS % 0, name="full")
     failed = fit(*WORDS, BREAKS % 2, code=70)
-    assert "module.metrics.broken: RuntimeError: the metric is broken" in failed.errors[0]
+    assert "RuntimeError: the metric is broken" in failed.errors[0]
     assert failed.steps() == [2, 4]
     first, second = (read_manifest(failed.folder / f"checkpoints/step-0000000{n}") for n in (2, 4))
     assert "val/loss" in first["metrics"] and second["metrics"] == {}
@@ -82,7 +82,7 @@ def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, ranks, first
 def make_callback(folder, mirror: Any = None) -> checkpoints.Checkpoints:
     options: Any = SimpleNamespace(every_minutes=2.0, every_n_steps=4, monitor=None)
     store, timeline = CheckpointStore(folder, "a" * 32), Timeline(None)
-    return checkpoints.Checkpoints(store, {}, options, 4, (), "", mirror, folder, timeline)
+    return checkpoints.Checkpoints(store, {}, options, 4, (), "", mirror, timeline)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
     monkeypatch.setattr(sys, "stdin", io.StringIO("reads?\nand?\n"))
     run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
     shown = capfd.readouterr()
-    assert "reads" not in shown.out and shown.err.count("tokens/s") == 2
+    assert "reads" not in shown.out
 
 
 def dataset(path: Path, **options) -> ChatDataset:

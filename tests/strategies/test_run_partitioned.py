@@ -67,7 +67,6 @@ def test_a_sharded_checkpoint_is_loaded_as_the_net_of_one_process(runs):
     tokens = torch.arange(30).view(2, 15)
     with torch.no_grad():
         whole, sharded = (
-            gptrain.load(run_of(runs, name).folder, "last", ["own_parts"])(tokens)
-            for name in ("single", "fsdp")
+            gptrain.load(run_of(runs, name).folder, "last")(tokens) for name in ("single", "fsdp")
         )
     torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
 """Composes a config with Hydra, on the conf/ of the project and of the library, and types it."""
 
+import os
 import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,8 @@ def open_hydra() -> Generator[Any, None, None]:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(locations.find_conf() or locations.LIBRARY / "conf")
+    if not os.path.isdir(conf):  # Hydra's first line would not name the folder
+        raise ConfigError.of(locations.VARIABLE, conf, "no such folder")
     with initialize_config_dir(conf, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 

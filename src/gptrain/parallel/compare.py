@@ -111,14 +111,8 @@ class Comparison:
         if self.parallel.is_partitioned:
             message = "warning: the partitioned net was not compared with the plain net"
             log.warning("%s: %s", message, reason)
-        if supports_chunked_loss(self.full_net) and not self.parallel.is_pipeline:
-            self._compute_loss_from_forward(f"not compared, {reason}")
-
-    def _compute_loss_from_forward(self, reason: str) -> None:
-        """Let the strategy use `forward`, because `hidden` and `head` may compute other logits."""
-        self.parallel.forward_only = True
-        message = "warning: the loss is computed from the logits of forward"
-        log.warning("%s, which takes more memory: for hidden and head, %s", message, reason)
+        # `hidden` and `head` may compute other logits than `forward`.
+        self.parallel.forward_only = not self.parallel.is_pipeline
 
     def _compare_in_training(self, tokens: Tensor, targets: Tensor) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
@@ -144,7 +138,9 @@ class Comparison:
             message = f"in training {recomputed} if blocks run twice; allowed: none"
             raise IncompatibleModelError("model.activation_checkpointing", message)
         if parts and not parallel.forward_only:
-            self._compute_loss_from_forward(parts)
+            parallel.forward_only = True
+            message = "warning: the loss is computed from the logits of forward"
+            log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
 
     def _is_same_with_padding(self, tokens: Tensor, targets: Tensor) -> bool:
         """Return whether the partitioned net is also right for sequences that it has to pad."""

@@ -204,12 +204,10 @@ def report_ending(
         rank: Rank that ended, unless `ending` names another rank.
         step: Last optimizer step of that rank. None if unknown.
         replace: Whether to replace what another rank has reported.
-
-    Raises:
-        OSError: If the folder of the checkpoints cannot be read. One of status.json is printed.
     """
-    facts = resume_facts(cfg)
+    facts: dict[str, object] = {}
     try:
+        facts = resume_facts(cfg)
         is_first = write_status(
             cfg.run_dir,
             cause=ending.cause,
@@ -228,7 +226,7 @@ def report_ending(
         return
     if ending.code == errors.PREEMPTED:
         log.info(labels.line("stopped", ending.line))
-        log.info(labels.line("next", facts["resume"]))
+        log.info(labels.line("next", facts.get("resume")))
     else:
         print(ending.trace + ending.line, file=sys.stderr, flush=True)
 
