@@ -97,7 +97,7 @@ def this_process() -> Process:
     """Return the rank of this process and the size of its job, from the variables of torchrun.
 
     A process is a rank if RANK and WORLD_SIZE are set: some clusters set one of them everywhere. If
-    they were set by hand, without LOCAL_RANK, the local rank is the rank.
+    they were set by hand, without LOCAL_RANK, the local rank follows from the rank.
 
     Raises:
         ConfigError: If a variable is not a number, or the numbers contradict each other.
@@ -107,7 +107,7 @@ def this_process() -> Process:
     world_size = _read_number("WORLD_SIZE")
     rank = _read_number("RANK", below=world_size)
     n_local = _read_number("LOCAL_WORLD_SIZE", world_size, below=world_size + 1)
-    local_rank = _read_number("LOCAL_RANK", rank, below=n_local)
+    local_rank = _read_number("LOCAL_RANK", rank % max(n_local, 1), below=n_local)
     return Process(rank, local_rank, world_size, world_size // n_local, is_rank=True)
 
 
