@@ -14,10 +14,16 @@ import torch
 from project.data import MyDigits
 from project.module import MyAccuracy
 from project.net import MyLSTM
-from tests.conftest import logged_rows
 
 ROOT = Path(__file__).parents[1]
 MINE = ("model=my_lstm", "data=my_digits", "module=my_module", "callbacks=my_callback")
+
+
+def logged_rows(folder: Path) -> list[dict]:
+    """Return the rows of metrics.jsonl, each with all names: None where a step lacks a value."""
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 @pytest.fixture

@@ -11,9 +11,14 @@ signals     requests to stop
 watchdog    heartbeats, and the thread that ends a rank that hangs
 """
 
+import ctypes
 import inspect
+import os
+import signal
+import sys
 from collections.abc import Callable
 
+from gptrain.core import locations
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import this_process
 from gptrain.runtime.signals import StopFlag
@@ -47,6 +52,9 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
         OSError: If the record of the run cannot be written into its folder.
     """
     with StopFlag() as stop:
+        if locations.REPORT_VARIABLE in os.environ and sys.platform == "linux":
+            # Save and stop when the process of `gptrain.fit` ends: 1 is PR_SET_PDEATHSIG.
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
         from gptrain.runtime.devices import find_devices  # imports torch, which takes seconds
         from gptrain.runtime.launch import launch
         from gptrain.runtime.rank import run_rank
