@@ -87,7 +87,7 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
     )  # fmt: skip
     sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30,-1", *words)
     assert sweep.code == 79  # the code of the first job that failed
-    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
+    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79, 4: 2}
     assert "error: optimizer.lr=-1: must be > 0" in sweep.err
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
     for row in table[:2]:
@@ -98,6 +98,8 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
         assert row["ended"].startswith("nonfinite: step")
         assert row["ended"] in sweep.out
     assert sweep.err.count("is not finite") == 2
+    assert table[4]["optimizer.lr"] == "-1"
+    assert table[4]["ended"].startswith("refused: optimizer.lr=-1: must be > 0")
 
 
 def test_a_sweep_that_is_repeated_trains_only_what_is_missing_and_one_without_jobs_is_refused(
@@ -149,8 +151,11 @@ def test_a_job_of_submitit_starts_ranks_of_its_own_and_one_that_is_refused_is_to
 ):
     words = ("-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", "trainer.devices=2")
     ended = command("train.py", *TINY, *words, f"run_dir={tmp_path}/sweep")
-    assert ended.returncode in (2, 65, 70), ended.stderr
-    rows = (tmp_path / "sweep" / "results.csv").read_text().splitlines()
-    assert any(row.startswith("1-num_samples_400,400,") and "steps done" in row for row in rows)
+    assert ended.returncode == 2, ended.stderr
+    assert "error: data.num_samples=3: 3 sequences" in ended.stderr
+    assert "refused: data.num_samples=3" in ended.stdout
+    _, done, refused = (tmp_path / "sweep" / "results.csv").read_text().splitlines()
+    assert done.startswith("1-num_samples_400,400,") and "steps done" in done
+    assert refused.startswith("0-num_samples_3,3,") and "refused: data.num_samples=3: 3" in refused
     (job,) = (tmp_path / "sweep").glob("*/result.json")
     assert result(job.parent)["steps"] == 4

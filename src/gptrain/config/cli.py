@@ -25,7 +25,7 @@ from gptrain.config.check import check_config
 from gptrain.config.compose import REFUSALS, compose_words, open_hydra, plain, typed
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_paths
-from gptrain.config.sweep import find_finished, report_sweep
+from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
 from gptrain.core.parser import Parser
@@ -161,6 +161,8 @@ def run_command(
                 hydra.run("train", partial(run_job, job, schema, codes, False), words)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         # The words are read as text, because the config may be impossible to compose.
+        if isinstance(error, JobFailedError) and not codes:  # it was printed in another process
+            _print([first_line(error)])
         codes.append(report(error, shell.by_key(argv).get("debug", "").lower() == "true"))
     if sweep:
         report_sweep(sweep)
@@ -259,7 +261,7 @@ def run_job(
     In a sweep the config is checked here, and a job that has finished in its folder earlier is not
     run again: the objective of its result is returned. After an error Hydra's basic sweeper runs
     its next job. Other sweepers (a search) and launchers (jobs in other processes) need an
-    exception to notice the failure.
+    exception to notice the failure. A job whose config was refused has its row in the table.
 
     Args:
         job: Function of the typed config.
@@ -293,6 +295,8 @@ def run_job(
         if isinstance(error, ConfigError) and _rank() == 0:
             with suppress(OSError):  # the folder is not empty: keep it
                 folder.rmdir()  # Hydra created the folder for this job
+                if is_sweep:
+                    record_refusal(folder, node.overrides.task, codes[-1], first_line(error))
         if is_sweep and errors.exit_code(codes[-1]).ends_sweep:
             raise SystemExit from error  # after an Exception, Hydra would run the next job
         kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]

@@ -4,6 +4,9 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
+from gptrain.checkpoints.status import write_status
 from gptrain.config.from_run import is_left_out
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
@@ -30,6 +33,23 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
         return None
     print(labels.line("done", f"{folder.name}: finished earlier, its result is reused"), flush=True)
     return run
+
+
+def record_refusal(folder: Path, words: Sequence[str], code: int, message: str) -> None:
+    """Record a job whose config was refused, for the table of the sweep.
+
+    Args:
+        folder: Folder of the job, which does not exist.
+        words: Overrides of the job.
+        code: Exit code of the job.
+        message: Error of the job, one line.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words]))
+    write_status(folder, cause="refused", exit_code=code, message=message)
 
 
 def report_sweep(folder: Path) -> None:
