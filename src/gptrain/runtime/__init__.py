@@ -52,9 +52,8 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
         OSError: If the record of the run cannot be written into its folder.
     """
     with StopFlag() as stop:
-        if locations.REPORT_VARIABLE in os.environ and sys.platform == "linux":
-            # Save and stop when the process of `gptrain.fit` ends: 1 is PR_SET_PDEATHSIG.
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        if locations.REPORT_VARIABLE in os.environ and not this_process().is_rank:
+            end_with_parent()
         from gptrain.runtime.devices import find_devices  # imports torch, which takes seconds
         from gptrain.runtime.launch import launch
         from gptrain.runtime.rank import run_rank
@@ -63,3 +62,12 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
         if this_process().is_rank or devices.n_local == 1:
             return run_rank(train, cfg, find_checkpoint, devices.world_size, stop)
         return launch(inspect.getfile(train), cfg, devices.n_local, stop)
+
+
+def end_with_parent() -> None:
+    """Make the kernel send SIGTERM to this process when the process of `gptrain.fit` ends.
+
+    The run then saves and stops. Does nothing on other systems than Linux.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
