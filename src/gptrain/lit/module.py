@@ -351,10 +351,7 @@ class LanguageModel(pl.LightningModule):
             gradient_clip_algorithm: None or "norm" for the norm, "value" for the values.
 
         Raises:
-            RefusedStepError: If the optimizer must not take a step, for example because a gradient
-                is NaN, and the run ends because of it. The step is this one or, if the optimizer
-                can skip an update on its device, the step before.
-            DataError: If step 0 of the run has no target.
+            RefusedStepError, DataError: As `GPTStrategy.clip`.
             IncompatibleModelError: In a pipeline, if a hook has changed the gradients before.
         """
         strategy = self.trainer.strategy

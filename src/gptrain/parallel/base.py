@@ -160,13 +160,6 @@ class Parallel:
         return None if self.mesh is None else self.mesh.get_group(axis)
 
     @property
-    def activation_group(self) -> dist.ProcessGroup | None:
-        """Ranks that each hold a shard of a module's output. None if every rank holds all of it."""
-        return next(
-            (self.group_along(axis) for axis in (TENSOR, CONTEXT) if axis in self.axes), None
-        )
-
-    @property
     def gradient_group(self) -> dist.ProcessGroup | None:
         """Ranks that average their gradients: those of the data and the context axes."""
         if CONTEXT in self.axes and self.shard_mesh is not None:

@@ -175,10 +175,7 @@ class TrainingMonitor(Callback):
         this method.
 
         Raises:
-            RefusedStepError: If `clip` is called here, and a step was refused, and the run ends
-                because of it. This is the step before, or this step if the optimizer cannot skip an
-                update on its device.
-            DataError: If `clip` is called here, and step 0 of the run has no target.
+            RefusedStepError, DataError: As `GPTStrategy.clip`, if it is called here.
         """
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
@@ -196,10 +193,10 @@ class TrainingMonitor(Callback):
         a validation, is always logged. After the last step `trainer.should_stop` is set.
 
         Raises:
-            RefusedStepError: If the step was refused and the run ends because of it. The decision
-                is read here only if the step is logged, ends an epoch, or is seen by callbacks of
-                the user; otherwise the error is raised in the next step.
-            DataError: In the same cases, if this is step 0 of the run and it has no target.
+            RefusedStepError: If a step was refused and the run ends because of it. The decisions
+                are read here only if the step is logged; otherwise at the next step that is logged
+                or saved.
+            DataError: In the same way, if step 0 of the run has no target.
             IncompatibleModelError: In a pipeline, if the module has clipped by another norm.
         """
         step = trainer.global_step

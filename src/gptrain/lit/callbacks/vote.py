@@ -1,23 +1,7 @@
-"""Non-blocking votes of all ranks, and the number of collectives that a rank has started."""
-
-from contextlib import suppress
-from typing import Any
+"""Non-blocking votes of all ranks."""
 
 import torch
 import torch.distributed as dist
-
-
-def n_collectives() -> int:
-    """Return the number of collectives that this rank has started in the default process group.
-
-    After an error, ranks can start another collective together only if their numbers are equal. The
-    number is 0 without a process group, and for a backend that does not count its collectives.
-    """
-    if dist.is_initialized():
-        group: Any = dist.group.WORLD
-        with suppress(AttributeError, RuntimeError):
-            return group._get_sequence_number_for_group()
-    return 0
 
 
 class Vote:

@@ -263,9 +263,9 @@ class GPTStrategy(SavingStrategy):
             max_norm: Largest norm after clipping. None or 0 only measures the norm.
 
         Raises:
-            RefusedStepError: If a step was refused and the run ends because of it. This is the step
-                before, or this step if the optimizer cannot skip an update on its device.
-            DataError: If step 0 of the run has no target.
+            RefusedStepError: If the optimizer cannot skip an update on its device, this step is
+                refused, and the run ends because of it. Otherwise `conclude_step` raises the error.
+            DataError: In the same case, if step 0 of the run has no target.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm)
