@@ -29,8 +29,7 @@ TRAIN = [
     command.removeprefix(".venv/bin/")
     for line in COMMANDS
     for command in line.split(" && ")
-    # tests/recipes/test_docstrings.py runs the commands of "From text to a chat model".
-    if "python train.py" in command and "outputs/base" not in command
+    if "python train.py" in command
 ]
 # These options come last and win: they make a command small enough for a test.
 SMALL = [
@@ -111,7 +110,7 @@ def test_the_options_that_the_readme_shows_for_own_parts_work(train):
     shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
     shown = [text for text in shown if not re.search("my_|FOLDER|outputs/", text)]
     words = [word for text in shown for word in shlex.split(text)]
-    assert len(words) > 6
+    assert len(words) > 4
     run = train(*words, "trainer.val_check_interval=2")
     assert run.code == 0, run.err
     assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
@@ -121,7 +120,7 @@ def test_files_that_the_readme_names_exist():
     named = re.findall(r"`((?:src|conf|tests|train|\.ci|\.github)\b[\w./]*)`", README)
     named += re.findall(r"\]\(([^)]+)\)", README)
     missing = [name for name in named if not (ROOT / name).exists()]
-    assert len(named) > 30 and sorted(missing) == ["conf/local/default.yaml", "src/my_gpt"]
+    assert len(named) > 20 and missing == ["conf/local/default.yaml"]
 
 
 def test_the_readme_of_a_package_names_its_files_and_what_they_define():
@@ -141,13 +140,14 @@ def test_the_readme_of_a_package_names_its_files_and_what_they_define():
 
 
 def test_packages_stand_in_the_order_in_which_they_import():
-    rows = re.findall(r"^\| (`src/gptrain[^|]*) \|", section("How a run flows"), re.MULTILINE)
+    house = (ROOT / "src" / "gptrain" / "README.md").read_text().partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", house, re.MULTILINE)
     place = {
         name.removesuffix(".py"): number
         for number, row in enumerate(rows)
-        for name in re.findall(r"`(?:src/gptrain/)?([\w.]+)`", row)
+        for name in re.findall(r"`([\w.]+)`", row)
     }
-    not_shown = {"__init__", "command", "conf"}
+    not_shown = {"__init__", "command"}
     assert {package_of(path) for path in modules()} - not_shown == place.keys()
     for package, imported in MAY_IMPORT.items():
         below = imported - not_shown
@@ -164,7 +164,7 @@ def test_the_table_lists_what_each_strategy_needs_of_a_net():
 
 
 def test_the_readme_lists_the_exit_codes_and_the_number_of_faults():
-    text = section("Resume").partition("Exit codes:")[2]
+    text = section("Resume and exit codes").partition("Exit codes:")[2]
     codes = {code for code in errors.EXIT_CODES if code < 128} | {errors.INTERRUPTED}
     assert set(map(int, re.findall(r"\d+", text))) == codes
     assert "in forty ways" in " ".join(README.split()) and len(SCENARIOS) >= 40

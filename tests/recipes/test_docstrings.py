@@ -78,7 +78,7 @@ def test_functions_that_are_asked_about_are_not_trained_on(docs):
 
 @pytest.mark.slow
 def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, tmp_path):
-    """The README's story, with fewer steps and fewer questions."""
+    """The story of the recipes' README, with fewer steps and fewer questions."""
     for name, n_lines in (("held_out", 20), ("questions", 4)):
         lines = (docs / f"{name}.jsonl").read_text().splitlines()[:n_lines]
         (docs / f"{name}.jsonl").write_text("\n".join(lines))
