@@ -214,9 +214,10 @@ class Finished:
 
     def state(self, step: int) -> dict:
         """Return the content of the checkpoint of a step."""
-        from gptrain.checkpoints.amendment import load_state
+        import torch
 
-        return load_state(self.folder / "checkpoints" / f"step-{step:08d}")
+        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
+        return torch.load(path, weights_only=True)
 
     def cut_back(self, step: int) -> None:
         """Change the folder as if the run had been killed after the checkpoint of this step."""

@@ -108,9 +108,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     `weights` maps names to tensors, `optimizer` has `state` (by the names of the weights) and
     `groups`, `rng` has the random states of each rank, and `counters` has everything else.
     """
-    from gptrain.checkpoints.amendment import load_state
+    import torch
 
-    counters = load_state(checkpoint)
+    counters = torch.load(checkpoint / "state.ckpt", weights_only=True)
     weights = counters.pop("state_dict", {})
     optimizers = counters.pop("optimizer_states", [])
     if (checkpoint / ".metadata").exists():  # shards

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import io
 import logging
 import os
 import pickle
@@ -14,14 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from threading import Event
 
 import pytest
-import torch
 
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
-from gptrain.checkpoints.amendment import NAME, amend, fingerprints, is_unchanged, load_state
 from gptrain.checkpoints.lock import RunLock, is_held
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
@@ -32,8 +28,6 @@ from gptrain.checkpoints.manifest import (
 )
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import SaveFailedError
-from tests.processes import wait_until
-from tests.test_safe_load import is_mapped
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "extra.bin")
@@ -117,47 +111,6 @@ def test_a_replacement_that_fails_keeps_the_old_content_and_leaves_no_draft(
         fileops.replace(tmp_path / "status.json", b"new")
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_text()) == ("status.json", "old")
-
-
-def test_a_tensor_that_changes_has_another_fingerprint():
-    for dtype in (torch.complex128, torch.complex64, torch.bfloat16, torch.bool):
-        state = {"a": [torch.zeros(3, dtype=dtype)], "step": 5, "empty": torch.zeros(0, 2)}
-        before = fingerprints(state)
-        assert is_unchanged({**state, "step": 6}, before)
-        state["a"][0][2] = 1
-        assert not is_unchanged(state, before)
-        assert not is_unchanged({"a": [], "empty": state["empty"]}, before)
-    zeros = {"a": torch.zeros(2)}  # the same bits as those of two integers
-    assert not is_unchanged({"a": torch.zeros(2, dtype=torch.int32)}, fingerprints(zeros))
-
-
-def test_a_validation_adds_the_tensors_that_it_has_changed(store):
-    state = {"a": torch.zeros(3), "b": [torch.ones(2), (torch.zeros(1), 5)], "step": 4}
-    state |= {"longer": [torch.ones(1)], "shorter": [torch.ones(2), torch.zeros(2)]}
-    state["swapped"] = [torch.ones(2), torch.zeros(2)]
-    with store.writing(4) as part, part.open(manifest.STATE_NAME) as file:
-        torch.save(state, file)
-    after = {"a": torch.zeros(3), "b": [torch.full((2,), 7.0), (torch.zeros(1), 6)], "new": None}
-    after |= {"longer": [torch.ones(1), torch.zeros(4)], "shorter": [torch.ones(2)]}
-    after["swapped"] = [torch.zeros(2), torch.ones(2)]
-    added = amend(after, fingerprints(state))
-    tensors = torch.load(io.BytesIO(added), weights_only=True)
-    assert isinstance(tensors["a"], str) and torch.equal(tensors["b"][0], after["b"][0])
-    store.amend(4, {NAME: added}, {"val/loss": 2.0})
-    merged = load_state(store.folder / "step-00000004")
-    mapped = load_state(store.folder / "step-00000004", mmap=True)
-    assert is_mapped(store.folder / "step-00000004" / manifest.STATE_NAME)
-    assert torch.equal(mapped["a"], state["a"]) and torch.equal(mapped["b"][0], after["b"][0])
-    assert merged.keys() == after.keys() and torch.equal(merged["a"], state["a"])
-    assert torch.equal(merged["b"][0], after["b"][0]) and merged["b"][1] == (torch.zeros(1), 6)
-    for name in ("longer", "shorter", "swapped"):
-        assert all(map(torch.equal, merged[name], after[name]))
-        assert len(merged[name]) == len(after[name])
-    save(store, 5)
-    torch.save(state, store.folder / "step-00000005" / manifest.STATE_NAME)
-    # A start that was killed while it added the file has not listed it in the manifest.
-    (store.folder / "step-00000005" / NAME).write_bytes(added)
-    assert load_state(store.folder / "step-00000005")["b"][1][1] == 5
 
 
 # Whole
@@ -325,6 +278,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
             store.finish()
             # A save that has returned survives.
             assert found_steps["killed"][-1] == found_steps["power cut"][-1] == step
+            store.set_metrics(step, {"val/loss": 1.0})
         store.prune(1)
     for steps in found_steps.values():
         assert steps == sorted(steps) and len(steps) > 60
@@ -381,8 +335,6 @@ def test_a_failed_save_names_its_rank_also_if_the_free_space_is_unknown(store, m
     monkeypatch.setattr(writer, "free_bytes", refuse)
     with pytest.raises(SaveFailedError, match="rank 1; needs 6000 bytes, None bytes free"):
         save(store, 2, rank=1)
-    with pytest.raises(SaveFailedError, match="on rank 1; needs 4 bytes"):
-        store.amend(1, {"more.bin": b"more"}, {}, rank=1)
     assert os.listdir(store.folder) == ["step-00000001"] and store.newest_intact().step == 1
 
 
@@ -576,23 +528,18 @@ def test_prune_keeps_the_newest_and_the_protected(store):
 # In the background
 
 
-def test_files_that_a_validation_adds_belong_to_the_checkpoint_and_are_mirrored(store):
-    told: list[dict] = []
-    beats: list[int] = []
-    store.on_commit = lambda: told.append(read_manifest(store.newest())["metrics"])
-    store.progress = lambda: beats.append(1)
-    for step, in_background in ((1, False), (2, True)):
-        path = save(store, step, metrics={"old": 1.0}, in_background=in_background)
-        beats.clear()
-        store.amend(step, {"more.bin": b"more"}, {"val/loss": 2.0})
-        assert bool(beats) != in_background  # a heartbeat would hide that the training hangs
+def test_metrics_are_known_after_the_save_and_are_mirrored(store):
+    committed = []
+    store.on_commit = lambda: committed.append(store.steps())
+    for step, in_background in ((1, True), (2, False)):
+        with store.writing(step, in_background=in_background) as part, part.open("a") as file:
+            file.write(b"a")
+        store.set_metrics(step, {"val/loss": 2.0})
         store.finish()
-        about = verify(path, RUN)
-        assert about["metrics"] == {"val/loss": 2.0} and about["files"].keys() == {
-            *FILES,
-            "more.bin",
-        }
-    assert told == [{"old": 1.0}, {"val/loss": 2.0}, {"val/loss": 2.0}]
+        store.set_metrics(step + 5, {"val/loss": 1.0})  # was never saved
+        manifest_ = store.verify(store.folder / f"step-{step:08d}").manifest
+        assert manifest_["metrics"] == {"val/loss": 2.0}
+    assert committed == [[1], [1, 2], [1, 2]]
 
 
 def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_next_begins(store):
@@ -607,28 +554,9 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert store.steps() == [1]
     store.finish()
     assert steps_seen == [[1], [1, 2]]
-    assert not store.is_unfinished and not store.is_writing
+    assert not store.is_unfinished
     assert (store.folder / "step-00000001" / "state.ckpt").read_bytes() == b"before"
     assert holds(store.newest_intact().path, 2)
-
-
-def test_a_save_in_the_background_is_written_until_the_last_of_its_files_is(store, monkeypatch):
-    write, begun, may_end = fileops.write_new_file, Event(), Event()
-
-    def write_slowly(path, *rest):
-        if path.name == "more.bin":
-            begun.set()
-            may_end.wait(30)
-        write(path, *rest)
-
-    monkeypatch.setattr(fileops, "write_new_file", write_slowly)
-    save(store, 1, in_background=True)
-    store.amend(1, {"more.bin": b"more"}, {})
-    assert begun.wait(30) and store.is_writing
-    may_end.set()
-    wait_until(lambda: not store.is_writing, 30)
-    store.finish()
-    assert "more.bin" in store.newest_intact().manifest["files"]
 
 
 def test_progress_is_reported_for_each_piece_that_is_written_or_read_back(tmp_path, monkeypatch):

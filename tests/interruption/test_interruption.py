@@ -247,16 +247,7 @@ SLOW = {
          until(5, "strategy=context_parallel", ranks=2)), rtol=1e-4,
     ),
 }  # fmt: skip
-# Faults that a later change mends, by the name of the row.
-KNOWN = {
-    "an error in a step of a callback with a state": "the save after an error has the state that "
-    "the callback has in the middle of the next step",
-}
-ROWS = [pytest.param(row, id=name) for name, row in TABLE.items() if name not in KNOWN]
-ROWS += [
-    pytest.param(TABLE[name], id=name, marks=pytest.mark.xfail(strict=True, reason=reason))
-    for name, reason in KNOWN.items()
-]
+ROWS = [pytest.param(row, id=name) for name, row in TABLE.items()]
 ROWS += [pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW.items()]
 
 

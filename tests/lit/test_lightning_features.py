@@ -134,7 +134,9 @@ def test_model_checkpoint_works_together_with_gptrains_checkpoints(fit):
     run = fit(*words)
     full, files = run.state(6), sorted(p.name for p in run.folder.rglob("*.ckpt"))
     shutil.rmtree(run.folder)
-    fit(*words, "trainer.max_steps=4")
+    # A validation that is repeated would make ModelCheckpoint write a second version of its file.
+    fails = f"{{_target_: {CALLBACKS}.FailsInHook, hook: on_before_backward, step: 5}}"
+    fit(*words, f"+callbacks.fails={fails}", code=70)
     run = fit(*words, "ckpt_path=last")
     resumed = run.state(6)
     for state in (full, resumed):

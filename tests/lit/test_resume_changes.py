@@ -142,17 +142,15 @@ def test_an_early_stopped_run_continues_with_another_patience(fit):
 
 
 def test_new_options_of_a_user_callback_win_and_its_counters_continue(fit):
-    target = f"_target_: {OWN}.callbacks.Counts, start: 7"  # a counter that is also an argument
+    """One counter is also an argument."""
+    target = f"_target_: {OWN}.callbacks.Counts, start: 7"
     fit(*CONSTANT, f"+callbacks.mine={{{target}, every: 2}}", "trainer.max_steps=3")
     again = f"+callbacks.mine={{{target}, every: 5, scale: 0.5, limit: 4}}"
     run = fit(*CONSTANT, again, "trainer.max_steps=4", "ckpt_path=last")
     expected = {"every": 5, "scale": 0.5, "limit": 4, "count": 4, "start": 11}
     assert run.seen[-1] == expected
-    lines = [line for line in run.out.splitlines() if "resumed with" in line]
-    every, limit, scale = sorted(lines)
-    assert "callbacks.mine.every: 2 before, 5 now" in every
-    assert "callbacks.mine.scale: 1.0 before, 0.5 now" in scale
-    assert "callbacks.mine.limit: 3 before, 4 now" in limit
+    for line in ("every: 2 before, 5 now", "scale: 1.0 before, 0.5 now", "limit: 3 before, 4 now"):
+        assert f"resumed with callbacks.mine.{line}" in run.out
     same = fit(*CONSTANT, again, "trainer.max_steps=5", "ckpt_path=last")
     assert "resumed with" not in same.out
     assert same.seen[-1] == expected | {"count": 5, "start": 12}
@@ -189,9 +187,9 @@ def test_model_checkpoint_keeps_the_new_number_of_files(fit):
     run = fit(*words, top, "ckpt_path=last", "trainer.max_steps=11")
     assert "resumed with callbacks.top.save_top_k: 4 before, 2 now" in run.out
     kept = sorted(path.name for path in (run.folder / "checkpoints").glob("*.ckpt"))
-    # The first start has left 7 and 8, which are out of the ranking. The second start has replaced
-    # 9, the worse one of the two that stay in it.
-    assert {re.search(r"step=(\d+)", name)[1] for name in kept} == {"7", "8", "10", "11"}
+    # The second start resumes before the validation of step 10, with 8 and 9 in the ranking. They
+    # are replaced by 10 and 11. The first start has left 7, which is out of the ranking.
+    assert {re.search(r"step=(\d+)", name)[1] for name in kept} == {"7", "10", "11"}
 
 
 class Nested(Callback):

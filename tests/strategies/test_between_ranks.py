@@ -16,7 +16,7 @@ from gptrain.parallel.base import Parallel
 
 
 @on_ranks(2)
-def test_two_ranks_agree_on_votes_saves_and_sums():
+def test_two_ranks_agree_on_votes_and_sums():
     rank = dist.get_rank()
     own_group = [dist.new_group([other]) for other in (0, 1)][rank]
     strategy = ManyRanks(Parallel())

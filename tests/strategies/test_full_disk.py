@@ -43,15 +43,11 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert (failed.value.errno, failed.value.rank) == (errno.EFBIG, min(bad_ranks))
         assert failed.value.needed > 80000
-    rank = dist.get_rank()
-    about = {"rank": rank, "gather": gather}
-    store.amend(3, {f"validated-{rank}": b"a value"}, {"val/loss": 1.0}, **about)
     loaded = {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)]), "step": 0}
     (newest,) = Path(folder).iterdir()
     checkpoint = store.newest_intact()
     assert newest == checkpoint.path == store.folder / "step-00000003"
     assert (checkpoint.manifest["kind"], checkpoint.manifest["world_size"]) == ("sharded", 2)
-    names = [".metadata", "__0_0.distcp", "__1_0.distcp", "validated-0", "validated-1"]
-    assert list(checkpoint.manifest["files"]) == names
+    assert list(checkpoint.manifest["files"]) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     dcp.load(loaded, storage_reader=SafeFileSystemReader(newest))
     assert torch.equal(loaded["w"].full_tensor(), full) and loaded["step"] == 3

@@ -184,10 +184,6 @@ EARLY = (
     "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
     "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
 )  # fmt: skip
-FAIL = (
-    "+callbacks.fails._target_=tests.lit.own.callbacks.FailsInHook", "+callbacks.fails.step=4",
-    "+callbacks.fails.hook=on_train_batch_start",
-)  # fmt: skip
 STOP = (
     "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2",
     "+callbacks.stop.rank=0",
@@ -197,12 +193,7 @@ STOP = (
 # A stop request that arrives after the check of a step is handled after the next step.
 @pytest.mark.parametrize(
     ("words", "code", "step"),
-    [
-        (EARLY, 0, 4),
-        (STOP, PREEMPTED, 3),
-        (FAIL, FAILED, 4),
-        ((*FAIL, "callbacks.fails.step=3"), FAILED, 3),  # saved because of the error only
-    ],
+    [(EARLY, 0, 4), (STOP, PREEMPTED, 3)],
 )
 def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):

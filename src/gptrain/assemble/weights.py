@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gptrain.checkpoints.amendment import load_state
 from gptrain.checkpoints.manifest import (
     BASE,
     MANIFEST_NAME,
@@ -318,7 +317,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
         DamagedCheckpointError: If the file is damaged or holds no state dict.
         UnsafeCheckpointError: If the file would execute code.
     """
-    content = load_state(path, mmap=True) if path.is_dir() else load_file(path, mmap=True)
+    content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
     state = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()

@@ -7,7 +7,6 @@ status     how a run ended: status.json, result.json
 store      checkpoints that are complete or do not exist
 writer     one rank's part of one save
 manifest   list of a checkpoint's files with their hashes
-amendment  the second file of a checkpoint that was saved before its validation
 timeline   phases of every start of a run, and its goodput: timeline.jsonl
 json_lines files with one JSON object per line
 fileops    file operations that survive a power cut

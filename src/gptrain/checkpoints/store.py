@@ -5,8 +5,8 @@ synced, then the manifest. The folder is synced, renamed to `step-00000500`, and
 synced. A process that is killed at any point leaves the earlier checkpoints and a draft that is
 never loaded. Loading takes the highest step of which every byte is verified.
 
-A step that is saved before its validation gets one more file afterwards (`amend`): the file gets
-its name in the folder, and then a new manifest, which lists the file, replaces the old manifest.
+A step is saved before its validation. Its metrics are known afterwards, and a new manifest that has
+them replaces the old one (`set_metrics`).
 
 Folders with three more kinds of names are never loaded either:
 `step-00000500.corrupt` failed its verification and is kept for the user to look at.
@@ -18,7 +18,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class CheckpointStore:
             without arguments while bytes are written or read back.
 
     Attributes:
-        on_commit: Function that rank 0 calls after each new or amended checkpoint.
+        on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
     """
 
     def __init__(
@@ -127,11 +127,6 @@ class CheckpointStore:
         """True if a save in the background still needs a call of `finish`. Equal on all ranks."""
         return self._unfinished is not None
 
-    @property
-    def is_writing(self) -> bool:
-        """True while this rank writes files of a save in the background."""
-        return self._unfinished is not None and self._unfinished[0].is_writing
-
     def finish(self) -> None:
         """Wait for the save in the background, and turn its files into a checkpoint.
 
@@ -151,55 +146,22 @@ class CheckpointStore:
         if draft.rank == 0:
             self.on_commit()
 
-    def amend(
-        self,
-        step: int,
-        files: Mapping[str, bytes],
-        metrics: dict[str, float],
-        *,
-        rank: int = 0,
-        gather: Callable[[object], list] = lambda value: [value],
-    ) -> None:
-        """Add files to the checkpoint of a step, and replace the metrics in its manifest.
+    def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a validation into the manifest of the checkpoint of its step.
 
-        All ranks must call this method. If this checkpoint is still being saved in the background,
-        the files become a part of the save; an error of these files then lets the whole save fail
-        in `finish`, and `rank` and `gather` are not used.
-
-        Args:
-            step: Step of the checkpoint, which must be the last one that was saved.
-            files: Contents of this rank's files by name. The checkpoint must not have these names.
-            metrics: Metrics after the validation.
-            rank: Global rank of this process.
-            gather: Collective function that returns one value of each rank on all ranks.
+        Call it on rank 0 only. If the checkpoint is still being saved in the background, its
+        manifest gets the metrics when it is written. Does nothing if there is no such checkpoint.
 
         Raises:
-            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error,
-                and a checkpoint that was complete before is unchanged.
-            DamagedCheckpointError: On rank 0 only, if the step has no valid manifest.
+            DamagedCheckpointError: If the manifest is damaged.
+            OSError: If the manifest cannot be written. The old one is unchanged then.
         """
-        is_in_background = self._unfinished is not None
-        if self._unfinished is not None:
-            draft, entries = self._unfinished
-            assert entries["step"] == step
-            entries["metrics"] = metrics
-        else:
-            draft = CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress)
-            with draft.same_error_on_all_ranks():
-                if rank == 0:
-                    fileops.remove_tree(draft.path)
-                    os.mkdir(draft.path)
-        for name, content in files.items():
-            with draft.open(name) as file:
-                file.write(content)
-        draft.write(in_background=is_in_background)
-        if is_in_background:
-            return
-        files_of_ranks = draft.finish()
-        with draft.same_error_on_all_ranks():
-            if rank == 0:
-                self._commit_amendment(draft.path, step, metrics, files_of_ranks)
-        if rank == 0:
+        if self._unfinished is not None and self._unfinished[1]["step"] == step:
+            self._unfinished[1]["metrics"] = metrics
+        elif step in self.steps():
+            path = self.folder / folder_name(step)
+            entries = manifest.read_manifest(path) | {"metrics": metrics}
+            fileops.replace(path / manifest.MANIFEST_NAME, manifest.seal(entries))
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
@@ -389,33 +351,6 @@ class CheckpointStore:
         os.rename(draft, target)
         fileops.sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-
-    def _commit_amendment(
-        self, draft: Path, step: int, metrics: dict, files_of_ranks: list[dict[str, dict]]
-    ) -> None:
-        """Move additional files into the checkpoint of a step, then replace its manifest.
-
-        Args:
-            draft: Hidden folder with the additional files, which is removed.
-            step: Step of the checkpoint.
-            metrics: Metrics that replace those in the manifest.
-            files_of_ranks: For each rank, the entries of its files by name.
-
-        Raises:
-            DamagedCheckpointError: If the manifest of the checkpoint is missing or damaged.
-            OSError: If a file cannot be moved or written.
-        """
-        target = self.folder / folder_name(step)
-        entries = manifest.read_manifest(target)
-        added: dict[str, dict] = {}
-        for files in files_of_ranks:
-            added |= files
-        for name in added:
-            os.rename(draft / name, target / name)
-        fileops.sync_folder(target)
-        entries |= {"metrics": metrics, "files": dict(sorted((entries["files"] | added).items()))}
-        fileops.replace(target / manifest.MANIFEST_NAME, manifest.seal(entries))
-        fileops.remove_tree(draft)
 
     def _set_aside(self, path: Path) -> str:
         """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log.

@@ -118,11 +118,6 @@ class CheckpointWriter:
         self._opened = {}
         self._written.append(self._thread.submit(self._write_files, files))
 
-    @property
-    def is_writing(self) -> bool:
-        """True while this rank's thread is writing files."""
-        return not all(written.done() for written in self._written)
-
     def finish(self) -> list[dict[str, dict]]:
         """Wait until all ranks' files are on the disk, and return their entries for the manifest.
 

@@ -89,28 +89,25 @@ class Cause:
     Attributes:
         code: Exit code of these exception classes. None if `ending_of` has to look at the exception
             itself.
-        is_salvaged: True if a training saves its last complete step before it ends, provided that
-            all ranks have failed after the same step.
     """
 
     code: int | None = None
-    is_salvaged: bool = False
 
 
 CAUSES = {
     "done": Cause(),
     "preempted": Cause(PREEMPTED),  # the step was saved before the exception was raised
     "interrupted": Cause(),
-    "config": Cause(is_salvaged=True),
-    "data": Cause(BAD_DATA, is_salvaged=True),
-    "disk": Cause(is_salvaged=True),  # also an OSError of a dataset
-    "memory": Cause(is_salvaged=True),
-    "nonfinite": Cause(NON_FINITE, is_salvaged=True),
-    "spike": Cause(NON_FINITE, is_salvaged=True),
+    "config": Cause(),
+    "data": Cause(BAD_DATA),
+    "disk": Cause(),  # also an OSError of a dataset
+    "memory": Cause(),
+    "nonfinite": Cause(NON_FINITE),
+    "spike": Cause(NON_FINITE),
     "hang": Cause(HUNG),
     "killed": Cause(),
     "peer": Cause(),  # another rank has exited
-    "error": Cause(is_salvaged=True),  # any other exception
+    "error": Cause(),  # any other exception
 }
 
 # Parts of error messages of gloo and NCCL after another rank has exited.

@@ -112,33 +112,33 @@ def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
     trainer._checkpoint_connector._user_managed = True
 
 
-def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[str, Any]:
+def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -> dict[str, Any]:
     """Return the state of Lightning's fit loop with which a run resumes after an optimizer step.
 
     Lightning itself would save the values that its counters have in the middle of a hook, and would
     later guess from them where the save happened. gptrain saves after an optimizer step only.
-    Therefore `step` and `validated` determine all counters, on any number of ranks, and checkpoints
-    need not contain them.
+    Therefore the arguments determine all counters, on any number of ranks, and checkpoints need not
+    contain them.
 
     Args:
         trainer: Trainer of the resumed run, whose loops have not run yet.
         step: Number of optimizer steps done.
-        validated: Whether the validation that is due after this step, and the hooks of the epoch's
-            end, are done. If False, the resumed run repeats them.
+        repeats_validation: Whether the run begins with the validation after this step, and with the
+            hooks of the epoch's end if the step ends an epoch.
     """
     accumulate = trainer.accumulate_grad_batches
     epoch_steps = data_of(trainer).epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
-    if step_in_epoch == 0 and step and not validated:  # the epoch's end is still to come
+    if step_in_epoch == 0 and step and repeats_validation:  # the epoch's end is still to come
         epoch = epoch - 1
         step_in_epoch = epoch_steps
     is_within_epoch = step_in_epoch > 0
     # A resumed run goes through the end of Lightning's loop body again for a step after which a
     # validation is due, and that code counts the step for the loggers.
-    is_counted_later = is_within_epoch and (is_validated(trainer, step) or not validated)
+    is_counted_later = is_within_epoch and repeats_validation
     n_begun = 1 if is_within_epoch else 0  # epochs that are not complete
     # A validation loop with a batch begun and none done starts with its first batch.
-    n_val_begun = 0 if validated else 1
+    n_val_begun = 1 if repeats_validation else 0
     names = ("ready", "started", "processed", "completed")
     state = trainer.fit_loop.state_dict()  # all counters of the new loop are 0
     state["epoch_progress"] = _counters(epoch, epoch, names, ready=n_begun, started=n_begun)
@@ -178,26 +178,24 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
-def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
+def finish_step(trainer: pl.Trainer, step: int) -> None:
     """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
 
-    A run that resumes from a checkpoint of this step would otherwise miss the update. Does nothing
-    if the resumed run passes this part of Lightning's loop again: that is so if the validation
-    after the step has to be repeated, or if a validation within an epoch follows the step. A
-    schedule is left out if Lightning would not step it here, or if its metric is not logged.
+    A run that resumes from a step within an epoch would otherwise miss the update. Does nothing if
+    the validation after the step is repeated, because the resumed run then passes this part of
+    Lightning's loop again. A schedule is left out if Lightning would not step it here, or if its
+    metric is not logged.
 
     Args:
         trainer: Trainer that resumes the run.
         step: Number of optimizer steps done.
-        validated: Whether the validation after this step and the hooks of the epoch's end are done.
     """
-    epoch, step_in_epoch = divmod(step, data_of(trainer).epoch_steps)
-    if not validated or (step_in_epoch and is_validated(trainer, step)):
+    step_in_epoch = step % data_of(trainer).epoch_steps
+    if not step_in_epoch or is_validated(trainer, step):
         return
-    interval = "step" if step_in_epoch else "epoch"
-    index = step_in_epoch * trainer.accumulate_grad_batches if step_in_epoch else epoch
+    index = step_in_epoch * trainer.accumulate_grad_batches
     for scheduled in trainer.lr_scheduler_configs:
-        is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
+        is_its_turn = scheduled.interval == "step" and index % scheduled.frequency == 0
         value = trainer.callback_metrics.get(scheduled.monitor)
         if scheduled.reduce_on_plateau and is_its_turn and value is not None:
             # ReduceLROnPlateau.step takes the metric's value

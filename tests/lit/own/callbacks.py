@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from functools import partial
-from itertools import count, repeat
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from gptrain.lit import report
-from gptrain.lit.callbacks import checkpoints
-from gptrain.lit.callbacks.monitor import TrainingMonitor
 
 SEEN = "seen.jsonl"
 
@@ -113,32 +108,6 @@ class DrawsAtEpochEnd(Callback):
         torch.rand(3)
 
 
-class BlocksSaves(FailsInHook):
-    """Raises after it has put a file in the place of the folder of the checkpoints."""
-
-    def fail(self, trainer, *arguments):
-        if trainer.global_step == self.step:
-            folder = Path(trainer.default_root_dir) / "checkpoints"
-            folder.rename(folder.with_name("moved"))
-            folder.touch()
-        super().fail(trainer, *arguments)
-
-
-class Clock(Callback):
-    """Replaces the clock of `checkpoint.every_minutes`.
-
-    It moves by 100 seconds whenever rank 0 reads it, and stands still on the other ranks.
-    """
-
-    def setup(self, trainer, module, stage):
-        seconds = count(step=100.0) if trainer.is_global_zero else repeat(0.0)
-        self.patch = patch.object(checkpoints, "monotonic", partial(next, seconds))
-        self.patch.start()
-
-    def teardown(self, trainer, module, stage):
-        self.patch.stop()
-
-
 class OneRankPerNode(Callback):
     """Makes each rank the only one of its node: only the global ranks then differ."""
 
@@ -164,17 +133,6 @@ class Signals(Callback):
         if trainer.global_step == self.step and not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-class NotesHeartbeat(Callback):
-    """Writes the phase and the allowed time of each rank's heartbeat during the first save."""
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        monitor = next(part for part in trainer.callbacks if isinstance(part, TrainingMonitor))
-        last = monitor.guard
-        path = Path(trainer.default_root_dir) / f"save-{trainer.global_rank}.json"
-        if not path.exists():
-            path.write_text(json.dumps([last.phase, last.allow_s]))
 
 
 class Fails(Callback):
@@ -242,18 +200,6 @@ class BreaksLayer(Callback):
     def break_gradient(self, module, inputs, output):
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient * float("nan"))
-
-
-class LastStart(Callback):
-    """Keeps the number of steps done at the newest start of a batch in its state."""
-
-    n_done = -1
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.n_done = trainer.global_step
-
-    def state_dict(self):
-        return {"n_done": self.n_done}
 
 
 class SpikesLoss(Callback):

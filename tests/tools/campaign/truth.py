@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gptrain.checkpoints.amendment import load_state
-
 
 def record(run_dir: Path) -> dict[str, Any]:
     """Return what a run has computed, by part: digests, micro-steps and rows of metrics.jsonl.
@@ -25,7 +23,7 @@ def record(run_dir: Path) -> dict[str, Any]:
             two rows.
     """
     newest = max((run_dir / "checkpoints").glob("step-????????"))
-    state = load_state(newest)
+    state = torch.load(newest / "state.ckpt", weights_only=True)
     state.get("options", {}).pop("callbacks.fault", None)
     if (newest / ".metadata").exists():
         dcp_to_torch_save(newest, run_dir / "shards.pt")

@@ -143,10 +143,22 @@ class TrainingMonitor(Callback):
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step of the epoch before if it is due, and end the run if it was asked to.
+
+        All ranks must call this method, which raises the errors of `Checkpoints.save`.
+
+        Raises:
+            PreemptedError: On all ranks, if the ranks have agreed to stop.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.before_epoch(trainer)
+        self._stop_if_agreed(trainer)
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Save the last step and end the run, if the ranks have agreed to stop.
+        """End the run, if the ranks have agreed to stop.
 
         Otherwise, after a validation or a save, begin a new interval of the speed measurement.
 
@@ -207,7 +219,6 @@ class TrainingMonitor(Callback):
         strategy = strategy_of(trainer)
         if is_overridden("configure_gradient_clipping", pl_module):
             strategy.parallel.check_gradients()
-        strategy.is_updating = False
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:
             self.timeline.enter("steps", step)
@@ -429,27 +440,25 @@ class TrainingMonitor(Callback):
             self.checkpoints.time_is_up |= saves
 
     def _stop_if_agreed(self, trainer: Trainer) -> None:
-        """Save the step and end the run, if the ranks have agreed to stop.
+        """End the run, if the ranks have agreed to stop and the step is saved.
 
-        After step `trainer.max_steps` the state is saved, but the run does not end here, because
-        only the validation is left. A run without checkpoints ends without a save. All ranks must
-        call this method.
+        A later hook saves a step whose validation or epoch's end is still to come. After step
+        `trainer.max_steps` the run does not end here, because only the validation is left. A run
+        without checkpoints ends without a save. All ranks must call this method.
 
         Raises:
             PreemptedError: On all ranks, if the ranks have agreed to stop.
             SaveFailedError: On all ranks, if a rank could not write its files.
-            RefusedStepError: If the last step was refused and the run ends because of it.
-            DataError: If the last step is step 0 of the run and had no target.
         """
         if not self.stopping:
             return
         if self.checkpoints is None:
             raise PreemptedError
-        if self.checkpoints.saved.step < trainer.global_step:
-            self.checkpoints.save(trainer, validated=False)
-        self.checkpoints.finish(trainer)
-        if trainer.global_step != trainer.max_steps:
-            raise PreemptedError(trainer.global_step)
+        step = trainer.global_step
+        if self.checkpoints.saved_step == step:
+            self.checkpoints.finish(trainer)
+            if step != trainer.max_steps:
+                raise PreemptedError(step)
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:

@@ -16,28 +16,22 @@ from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("global_step", "validated", "rng", "threads", "logged")  # checkpoint keys of resume_run
+STATE = ("global_step", "rng", "threads", "logged")  # checkpoint keys of resume_run
 
 
-def add_state(
-    trainer: Trainer, checkpoint: dict[str, Any], validated: bool, rng: dict[str, Any] | None
-) -> None:
+def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys `validated`, `rng` (random generator states of all ranks), `threads` (number of
-    CPU threads) and `logged` (logged metrics). A resumed run computes the counters of Lightning's
-    loops from the number of steps done. All ranks must call this function, because it gathers the
-    RNG states.
+    Adds the keys `rng` (random generator states of all ranks), `threads` (number of CPU threads)
+    and `logged` (logged metrics). A resumed run computes the counters of Lightning's loops from the
+    number of steps done. All ranks must call this function, because it gathers the RNG states.
 
     Args:
         trainer: Trainer of the run.
         checkpoint: Lightning's checkpoint dict, changed in place.
-        validated: Whether the validation and the epoch-end hooks that follow this step are done.
-        rng: RNG state of this rank to save instead of the current one. None saves the current one.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
-    checkpoint["validated"] = validated
-    checkpoint["rng"] = gather(rng or capture())
+    checkpoint["rng"] = gather(capture())
     checkpoint["threads"] = torch.get_num_threads()
     checkpoint["logged"] = reproducible_metrics(trainer)
 
@@ -100,7 +94,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)
-    finish_step(trainer, state["global_step"], state["validated"])
+    finish_step(trainer, state["global_step"])
     messages = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
     rng = state["rng"]
     n_saved_ranks = len(rng)

@@ -90,15 +90,12 @@ class GPTStrategy(SavingStrategy):
             `backward`: detached, and divided by the number of accumulated micro-steps.
         step_mean: StepMean object, with the divisor of the losses of the current step and the mean
             loss of the last step.
-        is_updating: True from the clipping to the end of a step, while the optimizer may have
-            updated some parameters but not all. The state must not be saved then.
     """
 
     info: StrategyInfo
     decide_step: Callable[[Optimizer], None] | None = None
     conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
     grad_norm: Tensor | None = None
-    is_updating = False
     step_mean: StepMean
     micro_losses: list[Tensor]
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
@@ -271,7 +268,6 @@ class GPTStrategy(SavingStrategy):
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm)
         if self.decide_step is not None:
             self.decide_step(optimizer)
-        self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def teardown(self) -> None:
         """Tear down the precision plugin and the accelerator, but leave the net on its device.

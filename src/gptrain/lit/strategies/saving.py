@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
-from gptrain.checkpoints import amendment
 from gptrain.checkpoints.manifest import BASE, STATE_NAME
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
@@ -48,10 +47,6 @@ class SavingStrategy(Strategy):
     own; the one file of rank 0 then holds what is left, such as counters and options. Every
     strategy can load both kinds.
 
-    A step is saved before its validation. Afterwards the save is amended: a file with the metrics
-    and the changed states of callbacks is added, and no weights are written again, unless a tensor
-    has changed.
-
     Args:
         parallel: Object that partitions and trains the net.
         arguments: Positional arguments of Lightning's strategy.
@@ -60,16 +55,12 @@ class SavingStrategy(Strategy):
     Attributes:
         saves_to_store: True while a checkpoint of gptrain is saved. False while Lightning saves a
             file of its own, for example for ModelCheckpoint.
-        saved: Fingerprints by which an amendment finds changed tensors: of the tensors in rank 0's
-            state file of the newest save (empty on other ranks), and of those in the files that
-            only this rank writes. None if there is no save that may be amended.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. Set when a checkpoint is loaded.
         base: Frozen weights that checkpoints of gptrain leave out. None if checkpoints hold all.
     """
 
     saves_to_store = False
-    saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
     base: BaseWeights | None = None
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
@@ -144,41 +135,30 @@ class SavingStrategy(Strategy):
     ) -> None:
         """Write the state that Lightning has collected into a checkpoint or a file.
 
-        All ranks must call this method. Which of three saves is made depends on `storage_options`.
-        For the first two, set `saves_to_store` before Lightning collects the state.
+        All ranks must call this method. For a checkpoint, set `saves_to_store` before Lightning
+        collects the state.
 
         Args:
             checkpoint: State dict that Lightning has collected. It is changed in place: its tensors
                 get the names that they have in a checkpoint file.
             filepath: Path of the file, if `storage_options` is None. Otherwise ignored.
-            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
-                newest checkpoint after its validation, which is allowed if
-                `is_unchanged_since_save` has returned True on all ranks: nothing is written here,
-                but rank 0 puts the name and the content of the additional file validated.ckpt into
-                the dict. None writes one file in Lightning's own way, for example for
+            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. None writes one
+                file in Lightning's own way, for example for
                 ModelCheckpoint.
 
         Raises:
             ValueError: In a sharded save, if the optimizer's state has a value that is neither a
                 tensor nor plain.
         """
-        is_amendment = self.saves_to_store and isinstance(storage_options, dict)
-        if self._writes_shards and not is_amendment:
+        if self._writes_shards:
             dcp.save(self.own_state(), storage_writer=ShardWriter(storage_options))
         checkpoint["state_dict"] = to_saved_names(checkpoint["state_dict"])
         if storage_options is None:
             super().save_checkpoint(checkpoint, filepath)
             return
-        if is_amendment and self.saved is not None:
-            if self.is_global_zero:
-                storage_options[amendment.NAME] = amendment.amend(checkpoint, self.saved[0])
-            return
         if self.is_global_zero:
             with storage_options.open(STATE_NAME) as file:
                 torch.save(checkpoint, file)
-        self.saved = None
-        if not checkpoint["validated"]:
-            self.take_fingerprints(checkpoint)
 
     def own_state(self) -> Any:
         """Return the state that this rank saves in files of its own: its shards.
@@ -201,27 +181,6 @@ class SavingStrategy(Strategy):
             state["net"] = {name: state["net"][name] for name in sorted(names)}
         return state
 
-    def take_fingerprints(self, checkpoint: Any) -> None:
-        """Compute the fingerprints of a save that a validation may amend, and keep them in `saved`.
-
-        The fingerprints are checksums of tensors, computed on their devices without communication.
-
-        Args:
-            checkpoint: Content of the state file that rank 0 writes. Other ranks ignore it.
-        """
-        of_state_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
-        self.saved = (of_state_file, amendment.fingerprints(self.own_state()))
-
-    def is_unchanged_since_save(self) -> bool:
-        """Return whether the tensors in this rank's own files have not changed since the last save.
-
-        The newest checkpoint can be amended, instead of saved again, only if all ranks return True.
-        The result is False if `saved` is None.
-        """
-        if self.saved is None:
-            return False
-        return amendment.is_unchanged(self.own_state(), self.saved[1])
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """Load the state file of a checkpoint of gptrain, or a file of Lightning's, on the CPU.
 
@@ -242,7 +201,7 @@ class SavingStrategy(Strategy):
         """
         path = Path(checkpoint_path)
         self._loaded = path
-        checkpoint = amendment.load_state(path) if path.is_dir() else load_file(path)
+        checkpoint = load_file(path / STATE_NAME if path.is_dir() else path)
         checkpoint["state_dict"] = from_saved_names(checkpoint["state_dict"])
         return checkpoint
 
