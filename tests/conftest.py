@@ -213,11 +213,17 @@ class Finished:
         return json.loads((self.folder / "result.json").read_text())["metrics"]
 
     def state(self, step: int) -> dict:
-        """Return the content of the checkpoint of a step."""
-        import torch
+        """Return the content of the checkpoint of a step, with full tensors."""
+        from tests.run import read_state
 
-        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
-        return torch.load(path, weights_only=True)
+        state = read_state(self.folder / "checkpoints" / f"step-{step:08d}")
+        optimizer = state["optimizer"]
+        groups = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
+        weights = state["weights"]
+        if "token_embedding.weight" in weights:  # a tied weight is saved once
+            weights.setdefault("head.weight", weights["token_embedding.weight"])
+        about = {"state_dict": weights, "optimizer_states": [groups], "rng": state["rng"]}
+        return state["counters"] | about
 
     def cut_back(self, step: int) -> None:
         """Change the folder as if the run had been killed after the checkpoint of this step."""

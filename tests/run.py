@@ -25,13 +25,14 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha1
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any
 
 from tests import composed_once
@@ -92,14 +93,18 @@ class Run:
         return read_state(checkpoint or self.checkpoints[-1])
 
 
-def read_shards(checkpoint: Path) -> dict[str, Any]:
-    """Return the tensors of a sharded checkpoint, which torch's reader makes full."""
+def read_tensors(checkpoint: Path) -> dict[str, Any]:
+    """Return the tensors of a checkpoint in full, by torch's own reader."""
     import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    import torch.distributed.checkpoint as dcp
 
-    with TemporaryDirectory() as folder:
-        dcp_to_torch_save(checkpoint, f"{folder}/whole")
-        return torch.load(f"{folder}/whole", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+        saved = reader.read_metadata().state_dict_metadata
+        tensors = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in saved.items()}
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -109,20 +114,25 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     `groups`, `rng` has the random states of each rank, and `counters` has everything else.
     """
     import torch
+    from safetensors import safe_open
 
     counters = torch.load(checkpoint / "state.ckpt", weights_only=True)
-    weights = counters.pop("state_dict", {})
-    optimizers = counters.pop("optimizer_states", [])
-    if (checkpoint / ".metadata").exists():  # shards
-        shards = read_shards(checkpoint)
-        weights |= shards.pop("net")
-        optimizers.append({"state": shards.pop("optimizer", {}), "param_groups": []})
-        counters |= shards
-    state = {name: values for part in optimizers for name, values in part["state"].items()}
-    groups = [group for part in optimizers for group in part["param_groups"]]
-    optimizer = {"state": state, "groups": groups}
+    names = {kind: set() for kind in ("model", "optimizer")}
+    for kind, found in names.items():
+        for file in checkpoint.glob(f"{kind}*.safetensors"):
+            with safe_open(file, "pt") as content:
+                found.update(content.keys())
+    tensors = read_tensors(checkpoint)
+    groups, state = [], {}
+    for part in counters.pop("optimizer_states", []):
+        groups += part["param_groups"]
+        state |= {name: dict(values) for name, values in part["values"].items()}
+    for key in names["optimizer"]:
+        name, _, kind = key.rpartition(".")
+        state.setdefault(name, {})[kind] = tensors[key]
     return {
-        "weights": weights, "optimizer": optimizer, "rng": counters.pop("rng"),
+        "weights": {name: tensors[name] for name in names["model"]},
+        "optimizer": {"state": state, "groups": groups}, "rng": counters.pop("rng"),
         "counters": counters,
     }  # fmt: skip
 

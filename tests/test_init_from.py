@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.assemble.weights import load_weights, loaded_names
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.assemble.weights import load_weights
 from gptrain.checkpoints.status import read_status
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.config.compose import plain
-from gptrain.parallel.state import NO_STAGES
 from gptrain.parallel.unmatched import Unmatched
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
@@ -46,7 +44,6 @@ def test_a_run_and_the_file_in_its_checkpoint_are_starts(train, saved_twice):
 def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(train, saved_twice):
     shards = train(*STILL, f"init_from='{saved_twice.folder}'", "strategy=fsdp", name="shards")
     assert shards.code == 0, shards.err
-    assert read_manifest(shards.folder / "checkpoints" / "step-00000001")["kind"] == "sharded"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = gptrain.load(shards.folder)
@@ -64,6 +61,28 @@ def test_a_tensor_that_is_not_shown_is_counted(tmp_path):
         "left as initialized: c (1,) in the checkpoint, (2,) in the net; a only in the net; "
         "not used: b only in the checkpoint"
     )
+
+
+def test_files_of_compiled_nets_of_nanogpt_and_of_several_nets(tmp_path):
+    torch.manual_seed(0)
+    net, file = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)), tmp_path / "x.pt"
+    names = net.state_dict()
+
+    def load(content) -> list[torch.Tensor]:
+        torch.save(content, file)
+        other = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+        load_weights(other, file)
+        return [*other.state_dict().values()]
+
+    compiled = {f"_orig_mod.0._orig_mod.{n[2:]}" if n[0] == "0" else f"_orig_mod.{n}": t
+                for n, t in names.items()}  # fmt: skip
+    average = {f"average.{name}": tensor + 1 for name, tensor in names.items()}
+    others = average | {f"model.{name}": tensor for name, tensor in names.items()}
+    mine = average | {f"net.{name}": tensor for name, tensor in names.items()}
+    for content in (compiled, {"model": compiled, "iter_num": 5}, {"state_dict": mine}):
+        assert all(map(torch.equal, load(content), names.values()))
+    with pytest.raises(ValueError, match=r"holds several nets: average\., model\."):
+        load({"state_dict": others})
 
 
 TABLE = "position_embedding.weight"
@@ -119,8 +138,6 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     _, left = load_weights(net, file, resizes=True)
     assert left.positions == {"positions": (6, 9)}
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
-    # If they are frozen, the new positions are in no other file: a checkpoint has to hold them.
-    assert {"tokens.weight", "positions"} & loaded_names(net, left, NO_STAGES) == {"tokens.weight"}
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
     others = {
         "positions": (OwnPositions(11), OwnPositions(8, width=7), OwnPositions(6, width=9)),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from gptrain.assemble.weights import hash_weights, load_weights
+from gptrain.assemble.weights import load_weights
 from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
@@ -83,9 +83,6 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     load_weights(net, tmp_path)
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
     index = tmp_path / "model.safetensors.index.json"
-    before, content = hash_weights(index), files[1].read_bytes()
-    files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert hash_weights(index) != before  # the hash covers every bit of the weights
     files[1].unlink()
     with pytest.raises(
         DamagedCheckpointError, match=f"{index}: names {files[1].name}, which is no"

@@ -1,10 +1,8 @@
 """One run, one folder: the lock against real processes."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,14 +11,15 @@ import time
 
 import pytest
 
-from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.lock import RunLock, is_held, read_run_id
 from gptrain.core.errors import ConfigError
 
 FORK = multiprocessing.get_context("fork")
 HOLD = """
 import sys, time
 from gptrain.checkpoints.lock import RunLock
-RunLock(sys.argv[1]).acquire()
+lock = RunLock(sys.argv[1]).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -37,21 +36,17 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_a_second_run_is_refused_with_the_holders_pid_and_host_until_that_is_killed(
-    tmp_path, holder
-):
+def test_a_second_run_is_refused_until_the_holder_is_killed(tmp_path, holder):
     with pytest.raises(ConfigError) as refused:
         RunLock(tmp_path, wait_s=0).acquire()
-    about = read_holder(tmp_path)
-    assert (about["pid"], about["host"]) == (holder.pid, os.uname().nodename)
-    held = f"held by process {holder.pid} on {about['host']} since {about['started']}; wait for it"
-    assert str(refused.value).startswith(f"error: run_dir={tmp_path}: {held}")
-    assert refused.value.code == 73
+    assert refused.value.code == 73 and refused.value.problems[0].key == "run_dir"
+    assert is_held(tmp_path)
+    run_id = read_run_id(tmp_path)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert read_holder(tmp_path) == about  # the file stays, but the lock is free
+    assert not is_held(tmp_path) and read_run_id(tmp_path) == run_id
     with RunLock(tmp_path) as lock:
-        assert lock.run_id == about["run_id"] and read_holder(tmp_path)["pid"] == os.getpid()
+        assert lock.run_id == run_id
 
 
 def test_release_frees_the_folder_at_once(tmp_path):
@@ -62,30 +57,21 @@ def test_release_frees_the_folder_at_once(tmp_path):
     second.release()  # twice is harmless
 
 
-STALE = '{"run_id": "%s", "pid": 1, "host": "here"}' % ("a" * 32)  # the pid is used again
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"run_id": 5, "pid": []}', "\x00\x01", STALE])
+@pytest.mark.parametrize("text", ["", "{", "\x00\x01"])
 def test_a_foreign_lock_file_never_stops_a_run(tmp_path, text):
     (tmp_path / ".lock").write_text(text)
     with RunLock(tmp_path) as lock:
-        assert len(lock.run_id) == 32 and (lock.run_id == "a" * 32) == (text == STALE)
-        with pytest.raises(ConfigError, match=f"held by process {os.getpid()} on"):
-            RunLock(tmp_path, wait_s=0).acquire()
-    assert lock.run_id == read_holder(tmp_path)["run_id"]
-    (tmp_path / ".lock").write_text(text)
-    with (tmp_path / ".lock").open() as file:  # the holder has not written its record yet
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"held by process .* since unknown; wait for it"):
+        assert lock.run_id == read_run_id(tmp_path) and len(lock.run_id) == 32
+        with pytest.raises(ConfigError):
             RunLock(tmp_path, wait_s=0).acquire()
 
 
 def _forked_worker_outlives_its_run(run_dir, pids):
-    RunLock(run_dir).acquire()
-    worker = FORK.Process(target=time.sleep, args=(60,))
-    worker.start()
-    pids.send((os.getpid(), worker.pid))
-    time.sleep(60)
+    with RunLock(run_dir):
+        worker = FORK.Process(target=time.sleep, args=(60,))
+        worker.start()
+        pids.send((os.getpid(), worker.pid))
+        time.sleep(60)
 
 
 def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path):
@@ -94,7 +80,7 @@ def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path)
     run.start()
     run_pid, worker_pid = parent_end.recv()
     try:
-        with pytest.raises(ConfigError, match="held by"):
+        with pytest.raises(ConfigError):
             RunLock(tmp_path, wait_s=0).acquire()
         os.kill(run_pid, signal.SIGKILL)
         run.join()
@@ -110,7 +96,7 @@ def test_a_forked_child_that_releases_does_not_free_its_parents_folder(tmp_path)
         child.start()
         child.join()
         assert child.exitcode == 0
-        with pytest.raises(ConfigError, match="held by"):
+        with pytest.raises(ConfigError):
             RunLock(tmp_path, wait_s=0).acquire()
 
 
@@ -118,15 +104,15 @@ def _compete(run_dir, start, winners, end):
     start.wait()
     try:
         lock = RunLock(run_dir).acquire()
-    except ConfigError as refused:
-        winners.put(("refused", int(re.search(r"process (\d+) on", str(refused))[1])))
+    except ConfigError:
+        winners.put("refused")
     else:
-        winners.put(("holds", os.getpid()))
+        winners.put("holds")
         end.wait()
         lock.release()
 
 
-def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path):
+def test_of_simultaneous_starts_exactly_one_wins(tmp_path):
     start, winners, end = FORK.Event(), FORK.Queue(), FORK.Event()
     arguments = (tmp_path, start, winners, end)
     runs = [FORK.Process(target=_compete, args=arguments) for _ in range(8)]
@@ -137,9 +123,7 @@ def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path
     end.set()
     for run in runs:
         run.join()
-    holders = [pid for answer, pid in answers if answer == "holds"]
-    assert len(holders) == 1
-    assert {pid for answer, pid in answers if answer == "refused"} == set(holders)
+    assert sorted(answers) == ["holds", *["refused"] * 7]
 
 
 @pytest.mark.parametrize("number, code", [(errno.ENOSPC, 74), (errno.EACCES, 73)])
@@ -149,23 +133,11 @@ def test_a_disk_that_refuses_the_lock_is_one_line_with_its_code(
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(fileops, "replace", refuse)
     with pytest.raises(ConfigError) as refused:
         RunLock(tmp_path).acquire()
     assert refused.value.code == code
     assert str(refused.value) == f"error: run_dir={tmp_path}: {os.strerror(number)}"
-
-
-def test_ctrl_c_while_a_start_waits_leaves_nothing_open(tmp_path, monkeypatch):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with RunLock(tmp_path):
-        is_open = os.listdir("/proc/self/fd")
-        monkeypatch.setattr(time, "sleep", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            RunLock(tmp_path, wait_s=60).acquire()
-        assert os.listdir("/proc/self/fd") == is_open
 
 
 def test_a_start_waits_as_long_as_it_may_for_another_to_leave(holder, tmp_path):

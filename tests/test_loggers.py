@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.checkpoints.lock import RunLock, read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit import loggers
 from gptrain.lit.callbacks import checkpoints
@@ -208,7 +208,7 @@ def test_wandb_resumes_the_run_of_the_folder(train, monkeypatch):
     again = train(*options, "trainer.max_steps=4", "ckpt_path=last")
     assert again.code == 0, again.err
     assert wandb.run is None  # closed: the next job of a sweep opens its own
-    run_id = read_holder(run.folder)["run_id"]
+    run_id = read_run_id(run.folder)
     files = sorted(run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     steps = []

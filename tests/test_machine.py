@@ -143,11 +143,10 @@ def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monk
 
 def test_a_rank_that_does_not_see_the_run_folder_in_time_is_named(monkeypatch, tmp_path):
     """A network file system may show new files late."""
-    here = {"run_id": "a"}
-    holders = iter([here, {}, here])
-    monkeypatch.setattr(assemble, "read_holder", lambda run_dir: next(holders))
+    seen = iter(["a", "", "a"])
+    monkeypatch.setattr(assemble, "read_run_id", lambda run_dir: next(seen))
     assemble.check_shared(str(tmp_path), 3)
-    holders = iter([here, {}])
+    seen = iter(["a", ""])
     monkeypatch.setattr(assemble, "SHARED_S", 0.0)
     with pytest.raises(ConfigError) as refused:
         assemble.check_shared(str(tmp_path), 3)

@@ -100,10 +100,10 @@ class Count:
 def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
     store, made = CheckpointStore(tmp_path, "run"), []
     monkeypatch.setattr(manifest, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
-    with store.writing(1) as draft, draft.open("state.ckpt") as file:
-        file.write(b"x" * 3_000_000)
+    store.save(1, {}, b"x" * 3_000_000)
     store.newest_intact()
-    assert [(bar.what, bar.n, bar.total) for bar in made] == [("verifying", 3_000_000, 3_000_000)]
+    (bar,) = made
+    assert bar.what == "verifying" and bar.n == bar.total > 3_000_000
 
 
 def test_preparing_a_corpus_counts_its_bytes_and_is_logged_once(tmp_path, monkeypatch, caplog):

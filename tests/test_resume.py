@@ -61,8 +61,7 @@ def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointSt
     Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
     about = {"config": identity(cfg, batch) | facts, "metrics": metrics}
-    with store.writing(step, **about) as draft, draft.open("state.ckpt") as file:
-        file.write(b"state")
+    store.save(step, {}, {}, **about)
     return store
 
 
@@ -128,11 +127,11 @@ def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers
     for name in ("apply_changes", "follow_schedule"):
         monkeypatch.setattr(resume, name, lambda *_: [])
     drawn = set()
-    state = {"rng": [capture()], "threads": 1, "global_step": 1}
+    state = {"rng": [capture()], "threads": 1, "global_step": 1, "frozen": []}
     for rank in (0, 1):
         trainer = SimpleNamespace(
             world_size=2, global_rank=rank, is_global_zero=False,
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            strategy=SimpleNamespace(root_device=torch.device("cpu"), saved_parameters=dict),
             datamodule=SimpleNamespace(rank=0),
         )  # fmt: skip
         resume.resume_run(trainer, state, frozenset())
@@ -228,8 +227,7 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose, tmp_path):
     assert str(problem).startswith(f"{about}holds a trained run; try: from_run=")
     # fast_dev_run saves nothing, so that neither the folder nor the mirror of a run matters.
     another, mirror = CheckpointStore(tmp_path / "another", "b" * 32), Mirror(f"{tmp_path}/mirror")
-    with another.writing(1) as draft, draft.open("state.ckpt") as file:
-        file.write(b"state")
+    another.save(1, {}, b"state")
     mirror.update(another)
     mirror.wait()
     mirrored = f"checkpoint.mirror={tmp_path}/mirror"

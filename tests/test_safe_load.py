@@ -1,4 +1,4 @@
-"""Loading never runs foreign code: files, sharded folders, and the state of the generators."""
+"""Loading never runs foreign code: files, tensors, and the state of the generators."""
 
 import contextlib
 import io
@@ -12,21 +12,16 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, metadata
+from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save_file
 
 from gptrain.checkpoints import rng
 from gptrain.checkpoints.manifest import DamagedCheckpointError, verify
-from gptrain.checkpoints.safe_load import (
-    SafeFileSystemReader,
-    ShardWriter,
-    UnsafeCheckpointError,
-    load_file,
-)
+from gptrain.checkpoints.safe_load import UnsafeCheckpointError, load_file
+from gptrain.checkpoints.shards import SavedTensors
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.writer import SaveFailedError
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from tests.run import read_tensors
 
 
 class Attack:
@@ -114,97 +109,60 @@ def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
         load_file(tmp_path / "missing")
 
 
-# A folder of torch.distributed.checkpoint
+# Tensors
 
 
-def trained() -> dict:
+def test_torch_and_safetensors_read_the_tensors_of_a_checkpoint(tmp_path):
+    """Also empty tensors, numbers, and dtypes whose sizes differ."""
     net = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    values = {"step": 7, "betas": (0.9, 0.95), "history": [1.5, torch.arange(3)], "half": None}
-    half = {"half": torch.ones(2, 2, dtype=torch.bfloat16)}
-    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), **values, **half}
+    more = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.arange(5), "c": torch.zeros(())}
+    more |= {"d": torch.tensor([True]), "e": torch.rand(2, 3).T, "f": torch.zeros(0)}
+    moments = {f"{n}.{k}": v for n, p in enumerate(optimizer.state.values()) for k, v in p.items()}
+    store = CheckpointStore(tmp_path, "a" * 32)
+    for in_background in (False, True):
+        tensors = {"model": {**net.state_dict(), **more}, "optimizer": moments}
+        store.save(7, tensors, {}, in_background=in_background)
+        store.finish()
+        path = store.newest_intact().path
+        assert {*verify(path)["files"]} == {
+            "model.safetensors", "optimizer.safetensors", "state.ckpt"
+        }  # fmt: skip
+        loaded = read_tensors(path)
+        assert loaded.keys() == {*tensors["model"], *moments}
+        for kind, saved in tensors.items():
+            direct = load_safetensors(path / f"{kind}.safetensors")
+            mapped = SavedTensors(path, kind).full()
+            for name, tensor in saved.items():
+                for read in (loaded, direct, mapped):
+                    assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    net.load_state_dict(load_safetensors(path / "model.safetensors"), strict=False)
 
 
-def save_shards(folder, state, in_background=False):
-    store = CheckpointStore(folder, "a" * 32)
-    with store.writing(7, kind="sharded", in_background=in_background) as draft:
-        shards = ShardWriter(draft)
-        assert shards.per_thread_copy_ahead == 0  # such copies of a GPU's tensors stay in memory
-        dcp.save(state, storage_writer=shards)
-    store.finish()
-    return store.newest_intact().path
+def test_a_file_that_is_missing_or_of_another_save_is_found(tmp_path):
+    net = {"w": torch.ones(4)}
+    save_file(net, tmp_path / "model-00001-of-00002.safetensors", {
+        "DCP_SHARDING_INFO": '{"w": {"saved_offsets": [4]}}'
+    })  # fmt: skip
+    with pytest.raises(DamagedCheckpointError, match="parts of w are missing"):
+        SavedTensors(tmp_path)
 
 
-def blank(state):
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(blank(value) for value in state)
-    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
-
-
-def read(reader, saved: dict) -> dict:
-    loaded = blank(saved)
-    dcp.load(loaded, storage_reader=reader)
-    return loaded
-
-
-def flat(state) -> list:
-    leaves = torch.utils._pytree.tree_leaves(state)
-    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-def test_shards_in_a_draft_are_a_checkpoint_that_torch_reads_too(tmp_path, in_background):
-    saved = trained()
-    path = save_shards(tmp_path, saved, in_background)
-    assert set(verify(path)["files"]) == {".metadata", "__0_0.distcp"}
-    for reader in (SafeFileSystemReader, FileSystemReader):
-        assert flat(read(reader(path), saved)) == flat(saved)
-
-
-def test_files_written_by_torch_save_are_read(tmp_path):
-    saved = trained()
-    dcp.save(saved, checkpoint_id=tmp_path / "plain")
-    assert flat(read(SafeFileSystemReader(tmp_path / "plain"), saved)) == flat(saved)
-
-
-def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
-    """Python 3.11.2 writes a member of an enum as `getattr(class, name)`; only members are read."""
-    saved = trained()
-    index = save_shards(tmp_path, saved) / ".metadata"
-    content, kind = pickle.loads(index.read_bytes()), metadata._MEM_FORMAT_ENCODING
-
-    def write(of, name):
-        monkeypatch.setattr(kind, "__reduce_ex__", lambda *_: (getattr, (of, name)), raising=False)
-        index.write_bytes(pickle.dumps(content))
-
-    write(kind, "TORCH_CONTIGUOUS_FORMAT")
-    loaded = blank(saved)
-    dcp.load(loaded, storage_reader=SafeFileSystemReader(index.parent))
-    assert flat(loaded) == flat(saved)
-    write(metadata.Metadata, "__init__")
-    with pytest.raises(DamagedCheckpointError, match="not a checkpoint"):
-        SafeFileSystemReader(index.parent).read_metadata()
-
-
-def test_a_disk_that_fills_during_torch_save_or_a_sharded_save_is_one_clean_exception(tmp_path):
-    """A limit of the file size at many sizes must not cause an error that escapes from C++."""
+def test_a_disk_that_fills_during_a_save_is_one_clean_exception(tmp_path):
+    """Many sizes of the file are its limit."""
     resource = pytest.importorskip("resource")
     store, state = CheckpointStore(tmp_path, "a" * 32), {"w": torch.ones(3, 1 << 19)}  # 6 MiB
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in (0, 1, 100, 1 << 12, 1 << 20, 5 << 20):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(SaveFailedError), store.writing(1) as draft, draft.open("x") as file:
-                torch.save(state, file)
-            with pytest.raises(SaveFailedError) as failed, store.writing(1) as draft:
-                dcp.save(state, storage_writer=ShardWriter(draft))
+            for tensors, rest in (({"model": state}, {}), ({}, state)):
+                with pytest.raises(SaveFailedError):
+                    store.save(1, tensors, rest)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert failed.value.needed > 6 << 20
         assert os.listdir(tmp_path) == []
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, logged_rows
+from tests.run import read_state
 
 pytestmark = pytest.mark.gpu
 SIZE = (
@@ -98,9 +99,7 @@ def test_a_run_that_resumes_equals_one_that_was_never_stopped(tmp_path, strategy
     train(tmp_path / "parts", *words, *resume)
     if strategy != "fsdp":  # its weights are in files of the ranks
         whole, parts = (
-            torch.load(tmp_path / name / "checkpoints/step-00000006/state.ckpt", weights_only=True)[
-                "state_dict"
-            ]
+            read_state(tmp_path / name / "checkpoints/step-00000006")["weights"]
             for name in ("whole", "parts")
         )
         assert all(torch.equal(whole[name], parts[name]) for name in whole)

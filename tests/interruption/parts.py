@@ -107,6 +107,14 @@ class Scales(Callback):
             loss.register_hook(lambda gradient: gradient * self.factor)
 
 
+class Freezes(Callback):
+    """Freezes the first block after the third step, once."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            module.net.blocks[0].requires_grad_(False)
+
+
 class Samples(Dataset):
     """Random tokens, the same for each number of a sample."""
 

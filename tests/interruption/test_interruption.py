@@ -199,6 +199,10 @@ TABLE = {
          f"+callbacks.mean._target_={LIGHTNING}.WeightAveraging"),
         (asked("on_train_batch_end", 5),),
     ),
+    "a callback that freezes a block": Row(
+        (*PLAIN, f"+callbacks.freezes._target_={PARTS}.Freezes"),
+        (asked("on_train_batch_end", 4),),
+    ),
     "adapters of a frozen net": Row(
         ("experiment=lora", *LLAMA, *DATA, *LOOP, "callbacks=none"),
         (asked("on_train_batch_end", 2),), base=(*LLAMA, *DATA, *LOOP, "callbacks=none"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
-from gptrain.assemble.base import load_start
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.lit.strategies import saving
-from gptrain.lit.strategies.base import OneDevice, StrategyInfo
-from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
-from gptrain.lit.strategies.saving import BaseWeights
+from gptrain.lit.strategies.base import OneDevice
 from gptrain.parallel.base import Parallel
-from gptrain.parallel.state import NO_STAGES, Stages
+from gptrain.parallel.state import module_name, saved_name
 from gptrain.parallel.step_mean import StepMean
-from tests.command_line import compose_run
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
 
@@ -66,60 +62,14 @@ def test_a_checkpoint_of_another_module_is_refused_where_ranks_hold_parts_of_the
     strategy.parallel.is_partitioned = True
     strategy.connect(WithExtraParameters(net, torch.optim.AdamW))
     state = {"weight": torch.ones(2, 2), "bias": torch.ones(2), "module.steps_seen": torch.ones(())}
-    torch.save({"state_dict": state}, tmp_path / "other.ckpt")
-    checkpoint = strategy.load_checkpoint(tmp_path / "other.ckpt")
-    message = "does not fit the module outside its net; missing or unexpected: gain"
+    store = CheckpointStore(tmp_path / "checkpoints", "a" * 32)
+    store.save(1, {"model": state}, {})
+    checkpoint = strategy.load_checkpoint(store.newest())
+    message = "missing or unexpected outside the net: module.gain"
     with pytest.raises(ValueError, match=message):
         strategy.load_model_state_dict(checkpoint)
     strategy.load_model_state_dict(checkpoint, strict=False)
     assert net.weight.eq(1).all() and strategy.module.steps_seen == 1
-
-
-@pytest.mark.parametrize("is_stage", [True, False])
-def test_a_frozen_weight_that_is_tied_is_left_out_under_all_its_names(is_stage, tmp_path):
-    """The head of a last pipeline stage has the table, which the first stage holds, too."""
-    net, stages = nn.Module(), NO_STAGES
-    net.tokens, net.head = nn.Embedding(2, 3), nn.Linear(3, 2, bias=False)
-    net.head.weight, net.gain = net.tokens.weight, nn.Parameter(torch.ones(1))
-    net.head.weight.requires_grad_(False)
-    if is_stage:
-        del net.tokens
-        stages = Stages(aliases={"head.weight": "tokens.weight"})
-    torch.save({"tokens.weight": torch.full((2, 3), 5.0)}, tmp_path / "base.pt")
-    cfg = compose_run(f"init_from={tmp_path}/base.pt", "init_strict=false")
-    strategy: Any = SimpleNamespace(parallel=SimpleNamespace(stages=stages))
-    load_start(cfg, None, net, strategy)
-    assert net.head.weight.eq(5).all()
-    assert strategy.base.names == {"head.weight", "tokens.weight"}
-
-
-def test_frozen_weights_of_a_base_are_in_no_save_and_none_is_missed(tmp_path):
-    """A sharded save writes them neither to the state file nor to its shards."""
-    module = nn.Module()
-    module.net, module.gain = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
-    module.net.weight.requires_grad_(False)
-    saved = {"bias": torch.tensor([5.0, 6.0]), "module.gain": torch.tensor([7.0])}
-    for is_partitioned, of_state_file, of_shards in (
-        (False, ["gain", "net.bias"], []), (True, ["gain"], ["bias"])
-    ):  # fmt: skip
-        strategy = OneDevice(Parallel())
-        strategy.connect(module)
-        strategy.info = StrategyInfo("single", "Linear", 8, 6, n_trained=2)
-        assert (strategy.n_saved, strategy.base_entries) == (8, {})
-        strategy.base = BaseWeights({"path": "a", "sha256": "b"}, {"weight"})
-        assert strategy.n_saved == 2
-        assert strategy.base_entries == {"base": {"path": "a", "sha256": "b"}}
-        strategy.optimizers = [torch.optim.SGD([module.net.bias, module.gain])]
-        strategy.parallel.is_partitioned = is_partitioned
-        strategy.saves_to_store = True
-        assert sorted(strategy.lightning_module_state_dict()) == of_state_file
-        assert list(strategy.own_state().get("net", [])) == of_shards
-        torch.save({"state_dict": saved}, tmp_path / "state.ckpt")
-        strategy.load_model_state_dict(strategy.load_checkpoint(tmp_path / "state.ckpt"))
-        assert (module.net.bias.tolist(), module.gain.tolist()) == ([5.0, 6.0], [7.0])
-        module.net.bias.data.zero_()
-        strategy.saves_to_store = False  # a file of a callback has all weights
-        assert {"net.weight", "net.bias", "gain"} == {*strategy.lightning_module_state_dict()}
 
 
 def test_schedules_get_the_rates_of_the_groups_that_a_pipeline_stage_has(monkeypatch):
@@ -134,7 +84,7 @@ def test_schedules_get_the_rates_of_the_groups_that_a_pipeline_stage_has(monkeyp
     of_three = {"base_lrs": [1.0, 2.0, 3.0], "_last_lr": [4.0, 5.0, 6.0], "lr_lambdas": [{}] * 3}
     of_two = {"base_lrs": [1.0, 2.0], "_last_lr": [4.0, 5.0]}
     checkpoint = {
-        "optimizer_states": [{"state": {}, "param_groups": []}],
+        "optimizer_states": [{"values": {}, "param_groups": []}],
         "lr_schedulers": [dict(of_three), dict(of_two), {"step_size": 2}],
     }
     strategy.load_optimizer_state_dict(checkpoint)
@@ -205,9 +155,8 @@ def test_a_name_in_a_checkpoint_loses_only_the_prefix_of_the_net():
         "net.head.weight": "head.weight", "net.inner.net.bias": "inner.net.bias",
         "network.gain": "module.network.gain", "module.gain": "module.module.gain",
     }  # fmt: skip
-    state = {name: number for number, name in enumerate(names)}
-    saved = to_saved_names(state)
-    assert list(saved) == list(names.values()) and from_saved_names(saved) == state
+    assert list(map(saved_name, names)) == list(names.values())
+    assert list(map(module_name, names.values())) == list(names)
 
 
 def test_a_module_may_override_the_loss_and_use_label_smoothing(fit):

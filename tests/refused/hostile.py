@@ -7,13 +7,11 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 
 from gptrain.checkpoints.manifest import read_manifest, seal
@@ -81,73 +79,37 @@ def saved(state: object) -> bytes:
 
 
 def plant(folder: Path, state: bytes | None = None, **changes: object) -> Path:
-    """Write a sealed checkpoint with these bytes, or the weights of a small GPT; return its folder.
+    """Write a sealed checkpoint with the weights of a small GPT; return its folder.
 
     Args:
+        state: Bytes of state.ckpt, the part that is no safetensors file.
         changes: Entries of the manifest to replace.
     """
     folder.mkdir(exist_ok=True)
     store = CheckpointStore(folder / "checkpoints", "run")
-    with store.writing(1) as draft, draft.open("state.ckpt") as file:
-        file.write(state or saved({"state_dict": SimpleGPT(**SIZES).state_dict()}))
+    store.save(1, {"model": SimpleGPT(**SIZES).state_dict()}, {})
     path = store.newest()
-    (path / "manifest.json").write_bytes(seal(read_manifest(path) | changes))
+    if state is not None:
+        (path / "state.ckpt").write_bytes(state)
+    return seal_again(path, changes)
+
+
+def plant_shards(folder: Path, content: bytes) -> None:
+    """Write a sealed checkpoint whose weights have this content."""
+    path = plant(folder)
+    (path / "model.safetensors").write_bytes(content)
+    seal_again(path, {})
+
+
+def seal_again(path: Path, changes: dict) -> Path:
+    """Write a valid manifest for the files of a checkpoint as they are, and return its folder."""
+    manifest = read_manifest(path)
+    for name in manifest["files"]:
+        content = (path / name).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        manifest["files"][name] = {"bytes": len(content), "sha256": sha256}
+    (path / "manifest.json").write_bytes(seal(manifest | changes))
     return path
-
-
-def plant_shards(folder: Path, change: Callable[[Path], None]) -> None:
-    """Write a sealed checkpoint of torch.distributed.checkpoint that `change` has edited."""
-    draft = folder / "draft"
-    dcp.save({"net": SimpleGPT(**SIZES).state_dict()}, checkpoint_id=draft)
-    change(draft)
-    path = plant(folder, kind="sharded")
-    (path / "state.ckpt").unlink()
-    entries = {}
-    for file in sorted(draft.iterdir()):
-        content = file.read_bytes()
-        (path / file.name).write_bytes(content)
-        entries[file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_bytes(seal(read_manifest(path) | {"files": entries}))
-
-
-def index(change: Callable[[Any], object]) -> Callable[[Path], None]:
-    """Return an edit of the index of the shards: `change` edits it, or returns another one."""
-
-    def apply(folder: Path) -> None:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        (folder / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
-
-    return apply
-
-
-def everywhere(**changes: object) -> Callable[[Path], None]:
-    def change(metadata: Any) -> None:
-        for entry in metadata.storage_data.values():
-            for key, value in changes.items():
-                object.__setattr__(entry, key, value)
-
-    return index(change)
-
-
-def raw_index(content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / ".metadata").write_bytes(content) and None
-
-
-def evil_shards(folder: Path) -> None:
-    for file in folder.glob("*.distcp"):
-        file.write_bytes(saved(Payload()))
-    everywhere(offset=0, length=10_000)(folder)
-
-
-def evil_values(folder: Path) -> None:
-    def as_bytes(metadata: Any) -> None:
-        for name in metadata.state_dict_metadata:
-            metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
-        entries = metadata.storage_data.items()
-        metadata.storage_data = {dcp.metadata.MetadataIndex(i.fqn): e for i, e in entries}
-
-    evil_shards(folder)
-    index(as_bytes)(folder)
 
 
 STATES = {
@@ -161,28 +123,36 @@ STATES = {
 MANIFESTS = {
     "outside": {"files": {"../../../proc/self/mem": {"bytes": 1, "sha256": ""}}},
     "step": {"step": "1"}, "run_id": {"run_id": 5}, "files": {"files": [1]},
-    "file": {"files": {"f": {}}}, "large step": {"step": 2**70}, "kind": {"kind": "other"},
-    "metrics": {"metrics": {"val/loss": [1]}}, "sharded": {"kind": "sharded"},
-    "other step": {"step": 2}, "format": {"format": 2},
+    "file": {"files": {"f": {}}}, "large step": {"step": 2**70},
+    "metrics": {"metrics": {"val/loss": [1]}}, "other step": {"step": 2},
+    "format": {"format": 3}, "old format": {"format": 1},
 }  # fmt: skip
-SHARDS = {
-    "payload": index(lambda _: Payload()),
-    "opcodes": raw_index(b"cos\nsystem\n(S'touch $MARK'\ntR."),
-    "values": evil_values,
-    "tensors": evil_shards,
-    "outside": everywhere(relative_path="../../../victim/kept"),
-    "path": everywhere(relative_path=5),
-    "list": index(lambda metadata: setattr(metadata, "storage_data", [1, 2])),
-    "offset": everywhere(offset=-5, length="x"),
-    "state": index(lambda metadata: setattr(metadata, "state_dict_metadata", None)),
-    "empty": raw_index(b""),
-}
 
 
 def header(content: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
+HEADER = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def sharded(text: str) -> dict:
+    """Return the header of a file with one tensor, and with this text for its place."""
+    return {"__metadata__": {"DCP_SHARDING_INFO": text}, "a": HEADER}
+
+
+SHARDS = {
+    name: header(json.dumps(text).encode()) + bytes(8)
+    for name, text in {
+        "offsets": sharded('{"a": {"saved_offsets": "x"}}'),
+        "list": sharded("[1, 2]"),
+        "no json": sharded("{"),
+        "far": sharded('{"a": {"saved_offsets": [1099511627776]}}'),
+        "before": sharded('{"a": {"saved_offsets": [-5]}}'),
+        "other": sharded('{"a": 5}'),
+        "dtype": {"a": HEADER | {"dtype": "F4"}},
+    }.items()
+} | {"a pickle": b"cos\nsystem\n(S'touch $MARK'\ntR.", "empty": b""}
 INDEX = "model.safetensors.index.json"
 HUGE = b'{"t":{"dtype":"F32","shape":[1099511627776,1099511627776],"data_offsets":[0,0]}}'
 # Folders in the layout of transformers.

@@ -10,19 +10,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from gptrain.checkpoints.safe_load import load_file
+from gptrain.checkpoints.shards import MODEL, OPTIMIZER, SavedTensors
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models import SimpleGPT
 from gptrain.models.attention import layout_argument
+from gptrain.parallel.mesh import gather
 from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
     NO_STAGES,
-    full_net_state,
-    full_optimizer_state,
     load_net_state,
     load_optimizer_state,
+    named_groups,
     named_parameters,
+    optimizer_state,
+    over_stages,
+    saved_tensors,
 )
 from gptrain.parallel.step_mean import StepMean
 
@@ -93,6 +99,7 @@ class OneProcess:
     extra_parameters: ClassVar[dict] = {}  # name -> parameter of the module outside net
     stages = NO_STAGES  # the pipeline's stages, which states need
 
+    saves_together = False  # whether all ranks have a part of the net
     packs = False  # whether samples are packed documents that do not see each other
 
     def __init__(self, seed=0):
@@ -121,17 +128,24 @@ class OneProcess:
     def parameters(self):
         return named_parameters(self.net, self.stages) | self.extra_parameters
 
-    def states(self):
-        return full_net_state(self.net, self.stages), full_optimizer_state(
-            self.parameters(), self.optimizer, self.stages
-        )
+    def save(self, folder):
+        """Save net and optimizer as all ranks of a run do, and return the folder."""
+        tensors, values = optimizer_state(self.parameters(), self.optimizer)
+        rest = {
+            "values": {k: v for part in over_stages(values, self.stages) for k, v in part.items()},
+            "groups": named_groups(self.parameters(), self.optimizer, self.stages),
+        }
+        store = CheckpointStore(folder, "a" * 32)
+        files = {MODEL: saved_tensors(self.net, self.stages), OPTIMIZER: tensors}
+        ranks = {"rank": dist.get_rank(), "gather": gather} if self.saves_together else {}
+        store.save(1, files, rest, **ranks)
+        return store.newest()
 
-    def load(self, net_state, optimizer_state):
-        load_net_state(self.net, net_state, stages=self.stages)
-        self.load_optimizer(optimizer_state["state"], optimizer_state["param_groups"])
-
-    def load_optimizer(self, source, groups):
-        load_optimizer_state(self.parameters(), self.optimizer, source, groups)
+    def load(self, folder):
+        load_net_state(self.net, SavedTensors(folder), stages=self.stages)
+        rest, source = load_file(folder / "state.ckpt"), SavedTensors(folder, OPTIMIZER)
+        about = rest["values"], rest["groups"]
+        load_optimizer_state(self.parameters(), self.optimizer, source, *about)
 
 
 class Trained(nn.Module):
@@ -147,6 +161,8 @@ class Trained(nn.Module):
 
 class Parallel(OneProcess):
     """Training with a strategy and its options on all ranks of the group."""
+
+    saves_together = True
 
     def __init__(self, name, seed=0, recomputes="none", compile="none", **options):
         torch.manual_seed(seed)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from gptrain.assemble.load import build_target
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.assemble.schedule import warmup_of
-from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
@@ -105,27 +105,26 @@ def build_checkpoints(
         timeline: Record of the phases of this start.
 
     Raises:
-        KeyError: If the run folder was never locked.
         ValueError, ImportError: If the protocol of `checkpoint.mirror` is unknown, or its package
             is missing.
         ConfigError: If the warm-up is a fraction of a run of unknown length.
     """
     store = CheckpointStore(
         Path(cfg.run_dir) / CHECKPOINTS_NAME,
-        read_holder(cfg.run_dir)["run_id"],
+        read_run_id(cfg.run_dir) or None,
         progress=guard.beat,
     )
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
     n_states = max(optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments))
-    bytes_per_parameter = math.ceil(FP32_BYTES * (1 + n_states))
+    state_bytes = math.ceil(FP32_BYTES * n_states)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(
         store,
         facts,
         cfg.checkpoint,
-        bytes_per_parameter,
+        state_bytes,
         changed_options(cfg),
         cfg.objective,
         mirror,

@@ -8,10 +8,9 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from gptrain.assemble.base import check_base
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import BASE, Checkpoint, read_manifest
+from gptrain.checkpoints.manifest import Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
@@ -33,8 +32,8 @@ log = logging.getLogger(__name__)
 DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 # Ends of the keys of datasets that change nothing: a folder, and a seed that follows from `seed`.
 IGNORED = (".cache_dir", ".val.seed")
-# Entries of a manifest that are no config keys, see check_data, keep_warmup and check_base.
-EXTRA_ENTRIES = ("data", "warmup_steps", BASE)
+# Entries of a manifest that are no config keys, see check_data and keep_warmup.
+EXTRA_ENTRIES = ("data", "warmup_steps")
 # Keys of a mixture's datasets that repeat data.parts.
 REPEATED_PARTS = tuple(
     f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
@@ -77,7 +76,8 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         checkpoint = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if checkpoint is None:
         return None
-    if isinstance(checkpoint, Path):
+    # A folder of Lightning's ModelCheckpoint belongs to no run, as a file of weights.
+    if isinstance(checkpoint, Path) or not checkpoint.manifest["run_id"]:
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
@@ -89,7 +89,6 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         message = "needs steps of one size, and the global batch size has changed"
         hint = "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
-    check_base(saved)
     verb = "resume" if cfg.task == "fit" else cfg.task
     log.info(labels.line(verb, f"from step {checkpoint.step}: {checkpoint.path}"))
     return checkpoint.path

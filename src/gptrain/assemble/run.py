@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 
-from gptrain.assemble.base import load_start
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.assemble.config_errors import as_config_errors, missing_monitor_as_config_error
 from gptrain.assemble.datasets import (
@@ -36,7 +35,8 @@ from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
-from gptrain.checkpoints.lock import read_holder
+from gptrain.assemble.weights import start_from
+from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core import labels
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
@@ -258,7 +258,8 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
-    load_start(cfg, checkpoint, net, strategy)
+    if checkpoint is None and cfg.init_from is not None:
+        start_from(cfg, str(cfg.init_from), net, strategy.parallel.stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):
@@ -363,9 +364,9 @@ def check_shared(run_dir: str, rank: int) -> None:
     Raises:
         ConfigError: On all ranks, with exit code 73, if a rank does not see the folder.
     """
-    holder = from_rank_0(read_holder(run_dir))
+    run_id = from_rank_0(read_run_id(run_dir))
     deadline_s = time.monotonic() + SHARED_S
-    while (is_missing := read_holder(run_dir) != holder) and time.monotonic() < deadline_s:
+    while (is_missing := read_run_id(run_dir) != run_id) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     places = gather(f"rank {rank} on {socket.gethostname()}" if is_missing else None)
     if without_folder := [place for place in places if place]:

@@ -11,7 +11,8 @@ timeline   phases of every start of a run, and its goodput: timeline.jsonl
 json_lines files with one JSON object per line
 fileops    file operations that survive a power cut
 mirror     copies of the checkpoints in another folder or in an object store
-safe_load  loading of torch's files without running code, and shards written by each rank
+safe_load  loading of torch's files without running code
+shards     tensors in safetensors files, each rank's shards in files of its own
 rng        states of the random generators
 signature  proof that this user started a run on this machine
 """

@@ -4,11 +4,12 @@ By POSIX, a file's bytes are safe after fsync of the file, and its name after fs
 that holds the name. A rename within one folder is atomic.
 """
 
+import hashlib
 import os
 import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 # Size of one write. Writing 540 MB took 0.3 s of processor time in pieces
 # of 64 MiB and 2.0 s in pieces of 4 MiB (ext4, Linux 6).
@@ -32,64 +33,42 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_new_file(
-    path: Path, data: bytes | memoryview, progress: Callable[[], None] | None = None
-) -> None:
-    """Create a file with this content and wait until its bytes are on the disk.
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    progress: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Create a file from pieces of its content, and wait until its bytes are on the disk.
 
     The name of the file is safe only after `sync_folder` of its folder.
 
     Args:
         path: Path of the file.
-        data: Content.
+        pieces: Content, in pieces that are made and freed one after another.
         progress: Function that is called after each write of at most 64 MiB, or None.
+
+    Returns:
+        The entry of the file in a manifest: `bytes` (size) and `sha256`.
 
     Raises:
         FileExistsError: If a file or a link of this name exists.
         OSError: If the file cannot be written. An incomplete file stays then.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    left = memoryview(data)
+    digest, n_bytes = hashlib.sha256(), 0
     try:
-        while left:
-            left = left[os.write(descriptor, left[:_PIECE_BYTES]) :]
-            if progress:
-                progress()
+        for piece in pieces:
+            left = memoryview(piece)
+            n_bytes += left.nbytes
+            while left:
+                n_written = os.write(descriptor, left[:_PIECE_BYTES])
+                digest.update(left[:n_written])
+                left = left[n_written:]
+                if progress:
+                    progress()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)  # some file systems report a failed write only here
-
-
-def create_once(path: Path, data: bytes) -> bool:
-    """Create a file that is complete when its name appears, unless a file of this name exists.
-
-    The file gets its name by a hard link, which can be made only once. So of several processes that
-    call this function for one file, exactly one succeeds. On a file system without hard links (FAT,
-    some network mounts) the file is renamed instead: processes that call at the same instant may
-    all succeed, and the last content stays.
-
-    Args:
-        path: Path of the file. Its folder must exist.
-        data: Content.
-
-    Returns:
-        Whether this call has created the file.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write_new_file(draft, data)
-        try:
-            os.link(draft, path)
-        except OSError:
-            if path.exists():
-                return False
-            os.rename(draft, path)  # the file system has no hard links
-    finally:
-        draft.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return True
+    return {"bytes": n_bytes, "sha256": digest.hexdigest()}
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -108,7 +87,7 @@ def replace(path: Path, data: bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)  # a dead process with the same process number may have left it
     try:
-        write_new_file(draft, data)
+        write_new_file(draft, [data])
         os.rename(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

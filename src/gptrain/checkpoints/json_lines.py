@@ -13,11 +13,12 @@ from gptrain.core.small_files import open_regular
 Row = dict[str, Any]  # name -> value
 
 
-class LineFile:
-    """Base class of files with one line per row, which grow and whose last line can be replaced.
+class JsonLines:
+    """File of JSON objects, one per line, which grows and whose last line can be replaced.
 
-    Every write is passed to the operating system at once, so that a process that is killed loses no
-    complete line. The constructor and the methods that write raise an OSError if that fails.
+    NaN and infinity are written as null. Every write is passed to the operating system at once, so
+    that a process that is killed loses no complete line. The constructor and the methods raise an
+    OSError if that fails, and a TypeError if JSON has no form for a value.
 
     Args:
         path: Path of the file. Its folder must exist. A file or a link of this name is replaced.
@@ -26,46 +27,38 @@ class LineFile:
 
     def __init__(self, path: Path, rows: Sequence[Row]):
         self.path = path
-        self.rewrite(rows)
-
-    def encode(self, row: Row) -> bytes:
-        """Return the bytes of a row's line, with the line end. A subclass implements it.
-
-        Raises:
-            NotImplementedError: In this base class.
-        """
-        raise NotImplementedError
-
-    def rewrite(self, rows: Sequence[Row]) -> None:
-        """Replace the whole file by one with these rows."""
-        lines = [self.encode(row) for row in rows]
-        fileops.replace(self.path, b"".join(lines))
+        lines = [encode(row) for row in rows]
+        fileops.replace(path, b"".join(lines))
         self._last_line_bytes = sum(map(len, lines[:-1]))  # offset of the last line in the file
 
     def append(self, row: Row) -> None:
         """Add a row as the last line of the file."""
         with self.path.open("ab") as file:
             self._last_line_bytes = file.tell()
-            file.write(self.encode(row))
+            file.write(encode(row))
 
     def replace_last(self, row: Row) -> None:
         """Replace the last line of the file by a row. The file must have a row."""
         with self.path.open("r+b") as file:
             file.seek(self._last_line_bytes)
-            file.write(self.encode(row))
+            file.write(encode(row))
             file.truncate()
 
 
-class JsonLines(LineFile):
-    """File of JSON objects, one per line. NaN and infinity are written as null."""
+def encode(row: Row) -> bytes:
+    """Return a row as one line of JSON."""
+    return json.dumps(finite_values(row)).encode() + b"\n"
 
-    def encode(self, row: Row) -> bytes:
-        """Return an object as one line of JSON.
 
-        Raises:
-            TypeError: If JSON has no form for a value, for example for a tensor.
-        """
-        return json.dumps(finite_values(row)).encode() + b"\n"
+def append_row(path: Path, row: Row) -> None:
+    """Append a row to a file of JSON objects, which is created if it does not exist.
+
+    Raises:
+        OSError: If the file cannot be written, or if it is a link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o644), "ab") as file:
+        file.write(encode(row))
 
 
 def read_json_lines(path: str | os.PathLike) -> list[Row]:

@@ -23,9 +23,9 @@ from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
 MANIFEST_NAME = "manifest.json"
-STATE_NAME = "state.ckpt"  # everything except the shards of the ranks
-BASE = "base"  # entry of `config`: path and sha256 of the weights that a checkpoint leaves out
-FORMAT = 1
+REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
+FORMAT = 2
+LAST_OF_FORMAT_1 = "8639683b"  # commit of gptrain
 STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
 # Errors of a network file system that does not answer. They do not mean that a file is damaged.
 _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
@@ -49,6 +49,10 @@ class DamagedCheckpointError(Exception):
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
+
+
+class OldFormatError(DamagedCheckpointError):
+    """Raised if a checkpoint was written by a version of gptrain with another format."""
 
 
 class AllDamagedError(Exception):
@@ -131,7 +135,11 @@ def parse(text: bytes, path: Path) -> dict:
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
     with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
-        if _is_manifest(manifest := json.loads(text)):
+        manifest = json.loads(text)
+        if isinstance(manifest, dict) and manifest.get("format") == 1:
+            reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
+            raise OldFormatError(path, reason)
+        if _is_manifest(manifest):
             return manifest
     raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
 
@@ -241,8 +249,6 @@ def _is_manifest(manifest: dict) -> bool:
             "format": int(number),
             "run_id": str(),
             "step": int(step),  # checkpoints are ordered by step, never by the times of files
-            "kind": "full" | "sharded",  # "full": one file; "sharded": files of every rank
-            "world_size": int(),
             "metrics": dict(metrics),
             "files": dict(files),
             "config": dict(),  # readable without loading a tensor, like the metrics

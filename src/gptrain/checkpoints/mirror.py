@@ -213,7 +213,7 @@ class Mirror:
         draft.mkdir()
         for file in manifest.parse(text, draft)["files"]:
             self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
-        fileops.write_new_file(draft / MANIFEST_NAME, text)
+        fileops.write_new_file(draft / MANIFEST_NAME, [text])
 
     def _run_id(self) -> str:
         """Return the identity of the run in the mirror, or "" if it has no complete checkpoint.

@@ -1,8 +1,7 @@
 """How a run ended: `status.json`, `result.json`, and the exceptions that end a run.
 
 When several ranks fail, the first rank writes the status, because the other ranks fail only as a
-consequence. The file system decides which rank is first: `fileops.create_once` succeeds for exactly
-one of the writers, and no process reads an incomplete status.
+consequence. The file system decides which rank is first: it makes the file for exactly one of them.
 """
 
 import json
@@ -94,7 +93,12 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
     if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, status)
         return True
-    return fileops.create_once(path, status)
+    try:
+        fileops.write_new_file(path, [status])
+    except FileExistsError:
+        return False
+    fileops.sync_folder(path.parent)
+    return True
 
 
 def read_status(run_dir: str | Path) -> dict | None:

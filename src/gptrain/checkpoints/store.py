@@ -18,18 +18,21 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gptrain.checkpoints import fileops, manifest
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
     Checkpoint,
     DamagedCheckpointError,
+    OldFormatError,
     folder_name,
 )
-from gptrain.checkpoints.writer import CheckpointWriter, SaveFailedError, free_bytes
+from gptrain.checkpoints.shards import Tensors
+from gptrain.checkpoints.writer import Gather, Save, SaveFailedError, free_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -59,42 +62,39 @@ class CheckpointStore:
         self.progress = progress
         self.on_commit: Callable[[], object] = lambda: None
         # The save in the background, and the entries of its manifest.
-        self._unfinished: tuple[CheckpointWriter, dict] | None = None
+        self._unfinished: tuple[Save, dict] | None = None
 
     # Saving
 
-    @contextmanager
-    def writing(
+    def save(
         self,
         step: int,
+        tensors: Mapping[str, Tensors],
+        rest: Any,
         *,
-        kind: str = "full",
         config: dict | None = None,
         metrics: dict[str, float] | None = None,
         needed_bytes: int = 0,
         rank: int = 0,
-        gather: Callable[[object], list] = lambda value: [value],
+        gather: Gather = lambda value: [value],
         in_background: bool = False,
-    ) -> Generator[CheckpointWriter, None, None]:
-        """Yield a writer for the files of a new checkpoint, and save them after the block.
+    ) -> None:
+        """Save a new checkpoint. A checkpoint of the same step is replaced.
 
-            with store.writing(500) as draft, draft.open("state.ckpt") as file:
-                torch.save(state, file)
-
-        All ranks of the job must enter the block. In a sharded save each rank uses its own file
-        names. An earlier save in the background is finished first. A checkpoint of the same step is
-        replaced.
+        All ranks of the job must call this method. An earlier save in the background is finished
+        first.
 
         Args:
             step: Number of optimizer steps that are done.
-            kind: "full" (one file has everything) or "sharded" (every rank writes its shards).
+            tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
+            rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
             metrics: Metrics for the manifest. Defaults to {}.
             needed_bytes: Expected size of the checkpoint, over all ranks. Rank 0 checks before
                 anything is written that this space is free.
             rank: Global rank of this process.
             gather: Collective function that returns one value of each rank on all ranks.
-            in_background: Whether a thread writes the files after the block, while the caller
+            in_background: Whether a thread writes copies of the tensors, while the caller
                 continues. They become a checkpoint when `finish` is called.
 
         Raises:
@@ -104,21 +104,18 @@ class CheckpointStore:
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
-        folder = self._hidden("draft", step)
-        draft = CheckpointWriter(folder, rank, gather, needed_bytes, self.progress)
-        with draft.same_error_on_all_ranks():
-            if rank == 0:
-                self.check_space(needed_bytes)
-                if not self.folder.exists():
-                    os.mkdir(self.folder)
-                    fileops.sync_folder(self.folder.parent)
-                fileops.remove_tree(draft.path)  # a failed save may have left the folder
-                os.mkdir(draft.path)
-        with draft.same_error_on_all_ranks():
-            yield draft
-        entries = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
-        self._unfinished = draft, entries
-        draft.write(in_background)
+        save = Save(
+            self._hidden("draft", step),
+            tensors,
+            rest,
+            rank=rank,
+            gather=gather,
+            needed_bytes=needed_bytes,
+            in_background=in_background,
+            progress=self.progress,
+        )
+        entries = {"run_id": self.run_id, "step": step, "config": config or {}}
+        self._unfinished = save, entries | {"metrics": metrics or {}}
         if not in_background:
             self.finish()
 
@@ -126,6 +123,11 @@ class CheckpointStore:
     def is_unfinished(self) -> bool:
         """True if a save in the background still needs a call of `finish`. Equal on all ranks."""
         return self._unfinished is not None
+
+    @property
+    def is_written(self) -> bool:
+        """True if this rank has written its files of a save in the background."""
+        return self._unfinished is not None and not self._unfinished[0].is_writing
 
     def finish(self) -> None:
         """Wait for the save in the background, and turn its files into a checkpoint.
@@ -137,13 +139,11 @@ class CheckpointStore:
         """
         if self._unfinished is None:
             return
-        draft, entries = self._unfinished
+        save, entries = self._unfinished
         self._unfinished = None
-        files_of_ranks = draft.finish()
-        with draft.same_error_on_all_ranks():
-            if draft.rank == 0:
-                self._commit(draft.path, entries, files_of_ranks)
-        if draft.rank == 0:
+        files = save.finish()
+        save.on_all_ranks(lambda: self._commit(save.folder, entries | {"files": files}, save.rank))
+        if save.rank == 0:
             self.on_commit()
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -231,6 +231,8 @@ class CheckpointStore:
         for step in reversed(self.steps()):
             try:
                 checkpoint = self.verify(self.folder / folder_name(step))
+            except OldFormatError:
+                raise
             except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
@@ -325,24 +327,24 @@ class CheckpointStore:
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
 
-    def _commit(self, draft: Path, entries: dict, files_of_ranks: list[dict[str, dict]]) -> None:
+    def _commit(self, draft: Path, entries: dict, rank: int) -> None:
         """Turn the hidden folder of a save into a checkpoint: write the manifest, then rename it.
 
-        A checkpoint of the same step is replaced. Changes `entries`.
+        A checkpoint of the same step is replaced. Does nothing on other ranks than 0.
 
         Args:
             draft: Hidden folder with all files.
-            entries: Entries of the manifest; `run_id`, `world_size` and `files` are added.
-            files_of_ranks: For each rank, the entries of its files by name.
+            entries: Entries of the manifest.
+            rank: Global rank of this process.
 
         Raises:
             OSError: If the manifest cannot be written, or a folder cannot be renamed.
         """
-        files = dict(sorted(item for part in files_of_ranks for item in part.items()))
-        entries |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": files}
+        if rank != 0:
+            return
         target = self.folder / folder_name(entries["step"])
         old = self._hidden("old", entries["step"])
-        fileops.write_new_file(draft / manifest.MANIFEST_NAME, manifest.seal(entries))
+        fileops.write_new_file(draft / manifest.MANIFEST_NAME, [manifest.seal(entries)])
         fileops.sync_folder(draft)
         if target.exists():
             # Until the next line, a reader without the lock sees the step before this one. `clean`
@@ -389,3 +391,26 @@ def _rename(path: Path, to: Path) -> bool:
         _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
         return False
     return True
+
+
+def save_folder(
+    path: Path, tensors: Mapping[str, Tensors], rest: Any, rank: int, gather: Gather
+) -> None:
+    """Save a checkpoint into a folder that belongs to no store. All ranks must call it.
+
+    Args:
+        path: New folder. An existing folder of this name is replaced.
+        tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
+        rest: Value for torch.save with the key `global_step`.
+        rank: Global rank of this process.
+        gather: Collective function that returns one value of each rank on all ranks.
+
+    Raises:
+        SaveFailedError: On all ranks, if a file operation failed on any rank.
+    """
+    about = {"needed_bytes": 0, "in_background": False, "progress": None}
+    save = Save(path, tensors, rest, rank=rank, gather=gather, **about)
+    entries = {"run_id": "", "step": rest["global_step"], "config": {}, "metrics": {}}
+    text = manifest.seal(entries | {"files": save.finish()})
+    if rank == 0:
+        fileops.write_new_file(path / manifest.MANIFEST_NAME, [text])

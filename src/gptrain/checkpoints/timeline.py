@@ -1,7 +1,7 @@
 """Record of how a run has spent its wall-clock time, over all of its starts: timeline.jsonl.
 
-The launcher appends a line at each start. Rank 0 appends a line for each phase of the training and
-keeps the last line up to date. A process that is killed loses at most UPDATE_S of this record.
+The launcher appends a line at each start. Rank 0 appends a line when a phase of the training ends,
+and every UPDATE_S within a phase. A process that is killed loses at most UPDATE_S of this record.
 
 Definitions, in seconds of wall-clock time, over all starts of one run folder:
 
@@ -26,10 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from gptrain.checkpoints.json_lines import JsonLines, read_json_lines
+from gptrain.checkpoints.json_lines import append_row, read_json_lines
 
 TIMELINE_NAME = "timeline.jsonl"
-UPDATE_S = 0.5  # interval at which the last line is updated, in seconds
+UPDATE_S = 10.0  # longest time of one line within a phase, in seconds
 Phase = Literal["starting", "steps", "validation", "saves"]
 TIMES = ("steps", "validation", "saves", "starting", "redone", "between_starts")
 # Value of `time.time()` when the command or the job of a sweep began, until its start is recorded.
@@ -56,21 +56,18 @@ def add_start(run_dir: str | Path, step: int) -> None:
         step: Step of the checkpoint from which the run starts. 0 without a checkpoint.
 
     Raises:
-        OSError: If the file cannot be read or written.
-        UnreadableFileError: If its path is no regular file.
+        OSError: If the file cannot be written.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
     _command_time_s = None  # a later start in this process begins when it is recorded
-    path = Path(run_dir) / TIMELINE_NAME
-    JsonLines(path, [*read_json_lines(path), {"start": step, "time": begin_s}])
+    append_row(Path(run_dir) / TIMELINE_NAME, {"start": step, "time": begin_s})
 
 
 class Timeline:
     """Records the phases of one start of a run in timeline.jsonl.
 
-    The constructor appends the line of the first phase, "starting". Every method does nothing if
-    `folder` is None, and after `end`.
+    The first phase is "starting". Every method does nothing if `folder` is None, and after `end`.
 
     Args:
         folder: Folder of the run. None on ranks other than 0, and for a run that is not recorded.
@@ -84,11 +81,10 @@ class Timeline:
         self._phase: Phase | None = None  # None: nothing is recorded
         if folder is None:
             return
-        rows = read_json_lines(folder / TIMELINE_NAME)
-        self._file = JsonLines(folder / TIMELINE_NAME, rows)
+        self._path = folder / TIMELINE_NAME
+        rows = read_json_lines(self._path)
         self._phase = "starting"
-        self._begin_s = rows[-1]["time"] if rows else time.time()  # the last line is this start
-        self._write(0, self._file.append)
+        self._written_s = rows[-1]["time"] if rows else time.time()  # the last line is this start
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record that the current phase ends and another one begins.
@@ -97,12 +93,9 @@ class Timeline:
             phase: Phase that begins.
             step: Number of optimizer steps done.
         """
-        if self._phase is None:
-            return
-        self._write(step, self._file.replace_last)
-        self._phase = phase
-        self._begin_s = self._written_s
-        self._write(step, self._file.append)
+        if self._phase is not None:
+            self._write(step)
+            self._phase = phase
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Generator[None, None, None]:
@@ -121,13 +114,13 @@ class Timeline:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:
-        """Record that the current phase continues, at most once in UPDATE_S (half a second).
+        """Record that the current phase continues, at most once in UPDATE_S.
 
         Args:
             step: Number of optimizer steps done.
         """
         if self._phase is not None and time.time() - self._written_s >= UPDATE_S:
-            self._write(step, self._file.replace_last)
+            self._write(step)
 
     def end(self, step: int) -> dict[str, float]:
         """Record that the run has reached its own end, and return its goodput.
@@ -141,21 +134,16 @@ class Timeline:
         """
         if self._phase is None:
             return {}
-        self._write(step, self._file.replace_last)
+        self._write(step)
         self._phase = None
-        self._file.append({"end": step, "time": self._written_s})
-        return measure(read_json_lines(self._file.path))
+        append_row(self._path, {"end": step, "time": self._written_s})
+        return measure(read_json_lines(self._path))
 
-    def _write(self, step: int, write: Any) -> None:
-        """Write the line of the current phase, with the current time as its end.
-
-        Args:
-            step: Number of optimizer steps done.
-            write: Method of the file that appends the line or replaces the last one.
-        """
-        self._written_s = round(time.time(), 3)
-        row = {"phase": self._phase, "step": step, "begin": self._begin_s, "time": self._written_s}
-        write(row)
+    def _write(self, step: int) -> None:
+        """Append a line with the time of the current phase since the last line."""
+        begin_s, self._written_s = self._written_s, round(time.time(), 3)
+        row = {"phase": self._phase, "step": step, "begin": begin_s, "time": self._written_s}
+        append_row(self._path, row)
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from gptrain.checkpoints.json_lines import JsonLines, Row, read_json_lines
-from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.lock import read_run_id
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
 COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of the HPARAMS tab
@@ -226,7 +226,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     """
 
     def __init__(self, save_dir: str, **options: Any):
-        super().__init__(save_dir=save_dir, id=read_holder(save_dir).get("run_id"), **options)
+        super().__init__(save_dir=save_dir, id=read_run_id(save_dir) or None, **options)
         self._wandb_init.pop("anonymous", None)  # wandb warns about this argument for any value
 
     @rank_zero_only

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.run import read_state
 
 
 def record(run_dir: Path) -> dict[str, Any]:
@@ -23,11 +22,8 @@ def record(run_dir: Path) -> dict[str, Any]:
             two rows.
     """
     newest = max((run_dir / "checkpoints").glob("step-????????"))
-    state = torch.load(newest / "state.ckpt", weights_only=True)
-    state.get("options", {}).pop("callbacks.fault", None)
-    if (newest / ".metadata").exists():
-        dcp_to_torch_save(newest, run_dir / "shards.pt")
-        state["shards"] = torch.load(run_dir / "shards.pt", weights_only=True)
+    state = read_state(newest)
+    state["counters"].get("options", {}).pop("callbacks.fault", None)
     results: dict[str, Any] = {key: digest(value) for key, value in state.items()}
     for path in run_dir.glob("witness-*.txt"):
         for line in path.read_text().splitlines():

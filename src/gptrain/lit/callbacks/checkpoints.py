@@ -1,5 +1,6 @@
 """Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,6 +33,7 @@ from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_ra
 
 # Smaller saves take less than 0.2 s. They are finished before the next step starts.
 BACKGROUND_BYTES = 1 << 26
+FP32_BYTES = 4
 WRITING_S = LONG_PHASE_S  # time for which the other ranks wait while rank 0 writes, in seconds
 
 
@@ -52,7 +54,7 @@ class Checkpoints(Checkpoint):
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
         options: `checkpoint` group of the config, such as the intervals and the monitored metric.
-        parameter_bytes: Bytes of a save per parameter: the parameter and its optimizer states.
+        state_bytes: Bytes of the optimizer states of one parameter.
         changed: Names of the optimizer options, such as `lr`, that take their value from the
             current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
@@ -64,6 +66,8 @@ class Checkpoints(Checkpoint):
         stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
         time_is_up: Whether the ranks have agreed to save, because `every_minutes` have passed since
             the last save. Set by `TrainingMonitor`.
+        is_written: Whether the ranks have agreed that all of them have written a save in the
+            background. Set by `TrainingMonitor`.
         saved_step: Newest step that was saved, or that the run has resumed from.
     """
 
@@ -72,7 +76,7 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: CheckpointConfig,
-        parameter_bytes: int,
+        state_bytes: int,
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
@@ -81,7 +85,7 @@ class Checkpoints(Checkpoint):
         self.store = store
         self.identity = identity
         self.options = options
-        self.parameter_bytes = parameter_bytes
+        self.state_bytes = state_bytes
         self.changed = frozenset(changed)
         self.mirror = mirror
         if mirror is not None:
@@ -89,6 +93,7 @@ class Checkpoints(Checkpoint):
         self.timeline = timeline
         self.stopping = False
         self.time_is_up = False
+        self.is_written = False
         self.saved_step = 0
         self._needed_bytes = 0  # estimated size of one save
         # Config key -> logged name that the first validation must log, and the effect if it does
@@ -112,7 +117,8 @@ class Checkpoints(Checkpoint):
         """
         if stage != "fit":
             return
-        self._needed_bytes = self.parameter_bytes * strategy_of(trainer).n_saved
+        info = strategy_of(trainer).info
+        self._needed_bytes = FP32_BYTES * info.n_parameters + self.state_bytes * info.n_trained
         if trainer.is_global_zero:
             self.store.check_space(2 * self._needed_bytes)
 
@@ -184,7 +190,12 @@ class Checkpoints(Checkpoint):
             RefusedStepError: If the step is saved, but was refused, and the run ends because of it.
             DataError: If the step is saved, but is step 0 of the run and had no target.
         """
-        if not ends_step(trainer, batch_idx) or ends_epoch(trainer):
+        if not ends_step(trainer, batch_idx):
+            return
+        # A vote that began before the newest save is known up to two steps later.
+        if self.is_written and trainer.global_step > self.saved_step + 1:
+            self.finish(trainer)
+        if ends_epoch(trainer):
             return
         if self._is_due(trainer) and not is_validated(trainer, trainer.global_step):
             self.save(trainer)
@@ -259,7 +270,7 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint when `finish` is called: by the next save or at the end.
+        the run, and becomes a checkpoint some steps later, when all ranks have written it.
 
         First the decision whether the optimizer has taken the step is read. Once the save is a
         checkpoint, older checkpoints beyond `checkpoint.keep` are removed, except the best one. The
@@ -283,10 +294,10 @@ class Checkpoints(Checkpoint):
         if not trainer.is_global_zero:
             self._allow_long_phase("save")
         is_last = self.stopping or step == trainer.max_steps
-        writing = self.store.writing(
+        save = partial(
+            self.store.save,
             step,
-            kind="sharded" if strategy.parallel.is_partitioned else "full",
-            config=self.identity | strategy.base_entries,
+            config=self.identity,
             needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
@@ -297,8 +308,7 @@ class Checkpoints(Checkpoint):
         with self.timeline.during("saves", step):
             strategy.saves_to_store = True
             try:
-                with writing as writer:
-                    trainer.save_checkpoint(writer.path, False, storage_options=writer)
+                trainer.save_checkpoint(self.store.folder, False, storage_options=save)
             finally:  # after an error OnExceptionCheckpoint may write a file of its own
                 strategy.saves_to_store = False
         if not self.store.is_unfinished:

@@ -427,17 +427,22 @@ class TrainingMonitor(Callback):
         """Vote on stopping and on saving, and apply the results of the previous vote.
 
         All ranks must call this method at the same points of the run. A rank votes to stop if it
-        got a stop signal, and rank 0 votes to save if `checkpoint.every_minutes` have passed. The
-        results are identical on all ranks. They set `stopping`, and `stopping` and `time_is_up` of
-        `checkpoints`.
+        got a stop signal, and rank 0 votes to save if `checkpoint.every_minutes` have passed. Each
+        rank also votes on whether it has written its files of a save in the background. The results
+        are identical on all ranks. They set `stopping`, and `stopping`, `time_is_up` and
+        `is_written` of `checkpoints`.
         """
         wants_stop = bool(self.guard.stop)
-        wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
-        stops, saves = self.votes.ask(wants_stop, wants_save) or (False, False)
+        checkpoints = self.checkpoints
+        wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
+        is_writing = checkpoints is None or not checkpoints.store.is_written
+        votes = self.votes.ask(wants_stop, wants_save, is_writing)
+        stops, saves, is_writing = votes or (False, False, True)
         self.stopping |= stops
-        if self.checkpoints is not None:
-            self.checkpoints.stopping |= stops
-            self.checkpoints.time_is_up |= saves
+        if checkpoints is not None:
+            checkpoints.stopping |= stops
+            checkpoints.time_is_up |= saves
+            checkpoints.is_written = not is_writing
 
     def _stop_if_agreed(self, trainer: Trainer) -> None:
         """End the run, if the ranks have agreed to stop and the step is saved.

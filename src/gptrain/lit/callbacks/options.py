@@ -55,7 +55,7 @@ class OptionTracker(Callback):
         # Key of a part -> the part, its options after __init__, its options in the config.
         self._parts: dict[str, tuple[object, dict[str, Any], Mapping[str, Any]]] = {}
         self._is_resumed = False
-        self._loaded: Options | None = None
+        self._loaded: Options = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Record the options of the callbacks in the config and of the metrics of the module."""
@@ -76,7 +76,7 @@ class OptionTracker(Callback):
     ) -> None:
         """Remember the options in the checkpoint until Lightning has loaded all states."""
         self._is_resumed = trainer.state.fn == "fit"
-        self._loaded = checkpoint.get("options")
+        self._loaded = checkpoint.get("options", {})  # a file of Lightning has none
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give callbacks and metrics the options that the config has changed, if the run resumes.
@@ -134,7 +134,7 @@ class OptionTracker(Callback):
         options = defaults | initial | configured
         self.options[key] = {name: plain(value) for name, value in options.items()}
 
-    def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
+    def apply_changes(self, saved: Options, prefixes: tuple[str, ...]) -> Iterator[str]:
         """Give some parts the options that the config has changed, after their states were loaded.
 
         A part is a callback, a metric or a schedule. This is a generator: each part is changed
@@ -142,26 +142,19 @@ class OptionTracker(Callback):
         ModelCheckpoint whose `save_top_k` has changed also drops surplus entries of its ranking.
 
         Args:
-            saved: Options in the checkpoint. None for a checkpoint of an older version, which has
-                no options. An option that the config contains is then set again if the state of
-                the part has changed it.
+            saved: Options in the checkpoint.
             prefixes: Prefixes of the keys of the parts to change, such as `callbacks.`.
 
         Yields:
             One message for each changed option, and for each part that this run no longer has.
         """
-        for key in saved or {}:
+        for key in saved:
             if key.startswith(prefixes) and key not in self._parts:
                 yield f"resumed without {key}, which the earlier run had"
         for key, (part, initial, configured) in self._parts.items():
-            if not key.startswith(prefixes) or (saved is not None and key not in saved):
+            if not key.startswith(prefixes) or key not in saved:
                 continue
-            if saved is None:
-                before = {name: plain(value) for name, value in find_options(part)}
-                now = {n: plain(initial[n]) for n in initial if n.lstrip("_") in configured}
-            else:
-                before = saved[key]
-                now = self.options[key]
+            before, now = saved[key], self.options[key]
             changed = [name for name in now if name in before and before[name] != now[name]]
             for name in changed:
                 is_restored = restore_option(part, name, initial)

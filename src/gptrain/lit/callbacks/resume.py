@@ -16,15 +16,16 @@ from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("global_step", "rng", "threads", "logged")  # checkpoint keys of resume_run
+STATE = ("global_step", "rng", "threads", "logged", "frozen")  # checkpoint keys of resume_run
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys `rng` (random generator states of all ranks), `threads` (number of CPU threads)
-    and `logged` (logged metrics). A resumed run computes the counters of Lightning's loops from the
-    number of steps done. All ranks must call this function, because it gathers the RNG states.
+    Adds the keys `rng` (random generator states of all ranks), `threads` (number of CPU threads),
+    `logged` (logged metrics) and `frozen` (names of the parameters that are not trained). A resumed
+    run computes the counters of Lightning's loops from the number of steps done. All ranks must
+    call this function, because it gathers over the ranks.
 
     Args:
         trainer: Trainer of the run.
@@ -34,6 +35,9 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     checkpoint["rng"] = gather(capture())
     checkpoint["threads"] = torch.get_num_threads()
     checkpoint["logged"] = reproducible_metrics(trainer)
+    parameters = strategy_of(trainer).saved_parameters().items()
+    frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
+    checkpoint["frozen"] = sorted({name for names in frozen for name in names})
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
@@ -94,6 +98,8 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)
+    for name, parameter in strategy_of(trainer).saved_parameters().items():
+        parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
     finish_step(trainer, state["global_step"])
     messages = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
     rng = state["rng"]

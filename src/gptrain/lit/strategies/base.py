@@ -100,15 +100,6 @@ class GPTStrategy(SavingStrategy):
     micro_losses: list[Tensor]
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
 
-    @property
-    def n_saved(self) -> int:
-        """Number of parameters of the net in a checkpoint.
-
-        Frozen parameters are not counted if checkpoints leave them out. The manifest of such a
-        checkpoint names the file from which a resumed run reads them.
-        """
-        return self.info.n_parameters if self.base is None else self.info.n_trained
-
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss.
 

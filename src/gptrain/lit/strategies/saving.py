@@ -1,51 +1,31 @@
 """Saving and loading of checkpoints, as a mixin for Lightning's strategies.
 
-A checkpoint file names the net's tensors as the bare net does, and a tensor of the module outside
-`net` with the prefix `module.`. Inside of Lightning's hooks a checkpoint has Lightning's own names
-instead, so that callbacks that copy a module (EMA) work as in any Lightning project.
+The weights and the optimizer state of a checkpoint are in safetensors files, which have the names
+of the bare net (`parallel.state.saved_name`). Everything else that Lightning collects is in one
+more file. Inside of Lightning's hooks the tensors have Lightning's own names.
 """
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.manifest import BASE, STATE_NAME
-from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
-from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
+from gptrain.checkpoints.manifest import REST_NAME
+from gptrain.checkpoints.safe_load import load_file
+from gptrain.checkpoints.shards import MODEL, OPTIMIZER, SavedTensors
+from gptrain.checkpoints.store import save_folder
 from gptrain.parallel import state as states
 from gptrain.parallel.base import Parallel
-
-INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in sharded checkpoints only
-
-
-@dataclass(frozen=True)
-class BaseWeights:
-    """Frozen weights of the net that are not saved in checkpoints, because a file has them already.
-
-    Attributes:
-        entry: Path and sha256 of this file. The manifest of each checkpoint contains both.
-        names: Names of the frozen tensors in the net. A tied tensor appears under all of its names.
-    """
-
-    entry: dict[str, str]
-    names: Set[str]
+from gptrain.parallel.mesh import gather
+from gptrain.parallel.requirements import tied_names
 
 
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
-
-    A save is either unsharded or sharded. An unsharded save is one file, which rank 0 writes. In a
-    sharded save every rank writes its shards of the net and of the optimizer state to files of its
-    own; the one file of rank 0 then holds what is left, such as counters and options. Every
-    strategy can load both kinds.
 
     Args:
         parallel: Object that partitions and trains the net.
@@ -57,11 +37,9 @@ class SavingStrategy(Strategy):
             file of its own, for example for ModelCheckpoint.
         fresh_options: Options of each parameter group as the config gives them, before a checkpoint
             replaced them. Set when a checkpoint is loaded.
-        base: Frozen weights that checkpoints of gptrain leave out. None if checkpoints hold all.
     """
 
     saves_to_store = False
-    base: BaseWeights | None = None
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
 
@@ -79,11 +57,6 @@ class SavingStrategy(Strategy):
         """Net of the LightningModule."""
         return self.module.get_submodule("net")
 
-    @property
-    def _writes_shards(self) -> bool:
-        """True if the current save is sharded, so that `ShardWriter` writes the net's tensors."""
-        return self.parallel.is_partitioned and self.saves_to_store
-
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the module by the names that they have in a checkpoint.
 
@@ -93,116 +66,82 @@ class SavingStrategy(Strategy):
         return states.saved_parameters(self.module, self.parallel.stages)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the part of the module's state dict that rank 0 writes to its file.
-
-        All ranks must call this method. If every rank holds the full net, the result is the whole
-        state dict, without the frozen weights in `base` if a checkpoint of gptrain is saved. In a
-        sharded save the result has no tensors of the net. In an unsharded save of a partitioned net
-        only rank 0 gets the net's tensors, on the CPU.
-        """
-        state = super().lightning_module_state_dict()
-        if not self.parallel.is_partitioned:
-            left_out = self._names_left_out if self.saves_to_store else ()
-            return {key: value for key, value in state.items() if key not in left_out}
-        extra = _without_net(state)
-        if self._writes_shards:
-            return extra
-        net = states.full_net_state(self.net, self.parallel.stages)
-        return {f"{NET}{name}": tensor for name, tensor in net.items()} | extra
+        """Return the module's state dict: its tensors, or this rank's shards, without a copy."""
+        self.saved_parameters()  # frees weights that FSDP has gathered
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict with parameter names in place of parameter numbers.
+        """Return the optimizer's state dict.
 
-        All ranks must call this method. In a sharded save the result has only the options of the
-        parameter groups. In an unsharded save only rank 0 gets the tensors, on the CPU.
-
-        Args:
-            optimizer: Optimizer of the run.
+        That of a checkpoint has parameter names in place of numbers: `tensors` (see
+        `parallel.state.optimizer_state`), `values` of all stages of a pipeline, whose ranks must
+        call this method together, and `param_groups`.
 
         Raises:
-            ValueError: If a parameter of the optimizer is not one of the module, or if an option of
-                a parameter group is not a plain value.
+            ValueError: If a parameter of the optimizer is not one of the module.
         """
-        parameters = self.saved_parameters()
-        stages = self.parallel.stages
-        if self._writes_shards:
-            groups = states.named_groups(parameters, optimizer, stages)
-            return {"state": {}, "param_groups": groups}
-        return states.full_optimizer_state(parameters, optimizer, stages)
+        if not self._saves_folder:
+            return super().optimizer_state(optimizer)
+        parameters, stages = self.saved_parameters(), self.parallel.stages
+        tensors, own_values = states.optimizer_state(parameters, optimizer)
+        values = {k: v for part in states.over_stages(own_values, stages) for k, v in part.items()}
+        groups = states.named_groups(parameters, optimizer, stages)
+        return {"tensors": tensors, "values": values, "param_groups": groups}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the state that Lightning has collected into a checkpoint or a file.
-
-        All ranks must call this method. For a checkpoint, set `saves_to_store` before Lightning
-        collects the state.
+        """Write the state that Lightning has collected. All ranks must call this method.
 
         Args:
-            checkpoint: State dict that Lightning has collected. It is changed in place: its tensors
-                get the names that they have in a checkpoint file.
-            filepath: Path of the file, if `storage_options` is None. Otherwise ignored.
-            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. None writes one
-                file in Lightning's own way, for example for
-                ModelCheckpoint.
-
-        Raises:
-            ValueError: In a sharded save, if the optimizer's state has a value that is neither a
-                tensor nor plain.
+            checkpoint: State dict that Lightning has collected. Its tensors are removed from it.
+            filepath: Path for Lightning's own callbacks, if `storage_options` is None. They get one
+                file, or the folder of a checkpoint if the net is partitioned.
+            storage_options: Function (tensors, rest) of `CheckpointStore.save`.
         """
-        if self._writes_shards:
-            dcp.save(self.own_state(), storage_writer=ShardWriter(storage_options))
-        checkpoint["state_dict"] = to_saved_names(checkpoint["state_dict"])
-        if storage_options is None:
+        if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath)
             return
-        if self.is_global_zero:
-            with storage_options.open(STATE_NAME) as file:
-                torch.save(checkpoint, file)
-
-    def own_state(self) -> Any:
-        """Return the state that this rank saves in files of its own: its shards.
-
-        Returns:
-            `net` (name -> tensor) and `optimizer` (name of the parameter -> name of the state, such
-            as `exp_avg`, -> value). An empty dict if the net is not partitioned. Frozen tensors in
-            `base` are left out.
-
-        Raises:
-            ValueError: If the optimizer's state has a value that is neither a tensor nor plain.
-        """
-        if not self.parallel.is_partitioned:
-            return {}
-        parameters = self.saved_parameters()
-        stages = self.parallel.stages
-        state = states.sharded_state(self.net, parameters, self.optimizers[0], stages)
-        if self.base is not None:
-            names = state["net"].keys() - self.base.names
-            state["net"] = {name: state["net"][name] for name in sorted(names)}
-        return state
+        net = getattr(self.module, "net", None)  # a plain LightningModule need not have one
+        further = tied_names(net) if isinstance(net, nn.Module) else {}
+        tensors: dict[str, dict[str, Tensor]] = {MODEL: {}}
+        for name, tensor in checkpoint.pop("state_dict").items():
+            saved = states.saved_name(name)
+            if saved not in further:
+                tensors[MODEL][self.parallel.stages.aliases.get(saved, saved)] = tensor
+        for state in checkpoint.get("optimizer_states", ()):
+            tensors[OPTIMIZER] = state.pop("tensors")
+        if storage_options is None:
+            rank = self.global_rank  # ty: ignore[missing-attribute]
+            save_folder(Path(self.broadcast(filepath)), tensors, checkpoint, rank, gather)
+        else:
+            storage_options(tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Load the state file of a checkpoint of gptrain, or a file of Lightning's, on the CPU.
+        """Return what Lightning has collected for a checkpoint of gptrain, or a file of Lightning.
 
-        The shards of a sharded checkpoint are read later, by `load_model_state_dict` and
-        `load_optimizer_state_dict`.
+        The tensors of a partitioned net are not in it: `load_model_state_dict` reads them. Those of
+        another net are, because callbacks such as WeightAveraging exchange them.
 
         Args:
             checkpoint_path: Folder of a checkpoint, or path of a file.
             weights_only: Ignored. Only tensors and plain values are ever loaded.
-
-        Returns:
-            The content of the file, with the tensor names of the module's state dict.
 
         Raises:
             DamagedCheckpointError: If a file is damaged, or contains anything but tensors and plain
                 values.
             FileNotFoundError: If the file is missing.
         """
-        path = Path(checkpoint_path)
-        self._loaded = path
-        checkpoint = load_file(path / STATE_NAME if path.is_dir() else path)
-        checkpoint["state_dict"] = from_saved_names(checkpoint["state_dict"])
+        self._loaded = path = Path(checkpoint_path)
+        if not path.is_dir():
+            return load_file(path)
+        checkpoint = load_file(path / REST_NAME)
+        tensors = {} if self.parallel.is_partitioned else SavedTensors(path).full()
+        state = {states.module_name(name): tensor for name, tensor in tensors.items()}
+        for second, first in tied_names(self.module).items():
+            if first in state:
+                state[second] = state[first]
+        checkpoint["state_dict"] = state
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -210,41 +149,35 @@ class SavingStrategy(Strategy):
 
         Args:
             checkpoint: Result of `load_checkpoint`.
-            strict: Whether names outside `net` must be equal. Names of the net always must, unless
-                every rank holds the full net and the save is unsharded: then `strict` decides about
-                all names. Frozen tensors in `base` may be missing in either case.
+            strict: Whether names outside `net` must be equal. Names of a partitioned net always
+                must.
 
         Raises:
-            ValueError: If the tensors of a partitioned or sharded net have other names or shapes
-                than those of the module.
-            RuntimeError: The same, if every rank holds the full net and the save is unsharded.
-            DamagedCheckpointError: If a file of a sharded save is damaged.
+            ValueError: If the tensors of a partitioned net have other names or shapes.
+            RuntimeError: The same, if every rank holds the full net.
+            DamagedCheckpointError: If a file is damaged.
         """
-        reader = self._shard_reader()
-        state = checkpoint["state_dict"]
-        if reader is None and not self.parallel.is_partitioned:
-            own = self.module.state_dict()
-            state = {**{name: own[name] for name in self._names_left_out & own.keys()}, **state}
-            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        if not self.parallel.is_partitioned:
+            super().load_model_state_dict(checkpoint, strict)
             return
-        net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
-        optional = frozenset() if self.base is None else self.base.names
-        states.load_net_state(
-            self.net, reader or net, stages=self.parallel.stages, optional=optional
-        )
-        missing, unexpected = self.module.load_state_dict(_without_net(state), strict=False)
-        unmatched = [name for name in missing if not name.startswith(NET)] + list(unexpected)
-        if unmatched and strict:
-            raise ValueError(
-                f"{self._loaded}: does not fit the module outside its net; missing or unexpected: "
-                f"{', '.join(unmatched)}"
-            )
+        source = SavedTensors(self._loaded)
+        states.load_net_state(self.net, source, stages=self.parallel.stages)
+        own = {states.saved_name(name): t for name, t in self.module.state_dict().items()}
+        # Copies, because the state dict of a torchmetrics metric does not share its memory.
+        extra = {n: t.clone() for n, t in own.items() if n.startswith(states.EXTRA_PREFIX)}
+        saved = {name for name in source.shapes if name.startswith(states.EXTRA_PREFIX)}
+        if strict and (unmatched := saved ^ extra.keys()):
+            names = ", ".join(sorted(unmatched))
+            raise ValueError(f"{self._loaded}: missing or unexpected outside the net: {names}")
+        loaded = {name: tensor for name, tensor in extra.items() if name in saved}
+        source.read(loaded)
+        self.module.load_state_dict({states.module_name(n): t for n, t in loaded.items()}, False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer state from a checkpoint.
 
         Before that, the options of the parameter groups, as the config gives them, are copied to
-        `fresh_options`. All ranks must call this method.
+        `fresh_options`.
 
         Args:
             checkpoint: Dict that `load_checkpoint` returned. The states of the learning rate
@@ -254,14 +187,15 @@ class SavingStrategy(Strategy):
         Raises:
             ValueError: If parameters of one group were saved in groups with different options, or
                 if a parameter of the optimizer was not saved or is not one of the module.
-            DamagedCheckpointError: If a file of a sharded save is damaged.
+            DamagedCheckpointError: If a file is damaged.
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
         self.fresh_options = [states.options_of(group) for group in optimizer.param_groups]
-        source = self._shard_reader() or state["state"]
+        source = SavedTensors(self._loaded, OPTIMIZER)
         parameters = self.saved_parameters()
-        states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
+        values, saved_groups = state["values"], state["param_groups"]
+        states.load_optimizer_state(parameters, optimizer, source, values, saved_groups)
         groups = optimizer.param_groups  # a pipeline stage may have fewer groups than were saved
         for schedule in checkpoint["lr_schedulers"]:
             if len(schedule.get("base_lrs", groups)) != len(groups):
@@ -271,25 +205,6 @@ class SavingStrategy(Strategy):
                     schedule["lr_lambdas"] = []
 
     @property
-    def base_entries(self) -> dict[str, dict[str, str]]:
-        """Entry for the manifest of a checkpoint that names the file of frozen weights left out.
-
-        The dict has the key `base`, with path and sha256 of the file. It is empty if checkpoints
-        hold all weights.
-        """
-        return {} if self.base is None else {BASE: self.base.entry}
-
-    @property
-    def _names_left_out(self) -> Set[str]:
-        """Names in the module's state dict of the tensors that checkpoints leave out."""
-        return set() if self.base is None else {f"{NET}{name}" for name in self.base.names}
-
-    def _shard_reader(self) -> SafeFileSystemReader | None:
-        """Return a reader of the loaded checkpoint's shards, or None if it is unsharded."""
-        is_sharded = (self._loaded / INDEX_NAME).exists()
-        return SafeFileSystemReader(self._loaded) if is_sharded else None
-
-
-def _without_net(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a module's state dict that do not belong to its net."""
-    return {name: value for name, value in state.items() if not name.startswith(NET)}
+    def _saves_folder(self) -> bool:
+        """True if a save is a folder of safetensors files, False if it is a file of Lightning."""
+        return self.saves_to_store or self.parallel.is_partitioned
