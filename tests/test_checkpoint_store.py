@@ -19,6 +19,7 @@ import torch
 
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
+from gptrain.checkpoints.fileops import SaveFailedError
 from gptrain.checkpoints.lock import RunLock, is_held
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
@@ -31,7 +32,6 @@ from gptrain.checkpoints.manifest import (
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.checkpoints.shards import SavedTensors
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailedError
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "model.safetensors")
@@ -189,6 +189,14 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
         assert store.newest_intact().step == steps[-1] and holds(store.folder / "step-00000001", 1)
 
 
+def test_metrics_that_cannot_be_written_are_a_failed_save(store, monkeypatch):
+    save(store, 1)
+    Shim(monkeypatch).arm(1, errno.ENOSPC)
+    with pytest.raises(SaveFailedError, match="are intact"):
+        store.set_metrics(1, {"val/loss": 1.0})
+    assert store.newest_intact().manifest["metrics"] == {}
+
+
 class Medium:
     """What SIGKILL after each operation leaves, and a power cut in the worst case: what was synced.
 
@@ -303,10 +311,10 @@ def test_a_failed_save_names_its_rank_also_if_the_free_space_is_unknown(store, m
         raise OSError(errno.EACCES, "refused")
 
     def gather(mine: Any) -> list[Any]:
-        return [[] if isinstance(mine, list) else (None, {}), mine]
+        return [(None, [] if isinstance(mine[1], list) else {}), mine]
 
     save(store, 1)
-    monkeypatch.setattr(writer, "free_bytes", refuse)
+    monkeypatch.setattr(fileops, "free_bytes", refuse)
     with pytest.raises(SaveFailedError, match="rank 1; needs 6000 bytes, None bytes free"):
         save(store, 2, rank=1, needed_bytes=6000, gather=gather)
     assert os.listdir(store.folder) == ["step-00000001"] and store.newest_intact().step == 1

@@ -7,13 +7,13 @@ from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
 
+from gptrain.checkpoints.fileops import SaveFailedError
 from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
 from gptrain.checkpoints.status import (
     NonFiniteError,
     PreemptedError,
 )
-from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import (
     EXIT_CODES,
     UNKNOWN,

@@ -16,11 +16,11 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 
 from gptrain.checkpoints import rng
+from gptrain.checkpoints.fileops import SaveFailedError
 from gptrain.checkpoints.manifest import DamagedCheckpointError, verify
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError, load_file
 from gptrain.checkpoints.shards import SavedTensors
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailedError
 from tests.run import read_tensors
 
 

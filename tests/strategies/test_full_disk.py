@@ -1,4 +1,4 @@
-"""Sharded saves when the disk of one of two ranks is full, by a real limit of the process."""
+"""Sharded saves that fail on one of two ranks, for example by a real limit of its disk space."""
 
 import errno
 import resource
@@ -13,9 +13,9 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gptrain.checkpoints.fileops import SaveFailedError
 from gptrain.checkpoints.shards import MODEL, SavedTensors
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.parallel.mesh import gather
 
 
@@ -48,3 +48,20 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
     assert list(checkpoint.manifest["files"]) == [*names, "state.ckpt"]
     SavedTensors(newest).read({"w": loaded})
     assert torch.equal(loaded.full_tensor(), full)
+
+
+@on_ranks(2)
+def test_any_error_of_one_rank_fails_the_save_on_all_ranks():
+    store = CheckpointStore(gather(tempfile.mkdtemp())[0], "a" * 32)
+    rank = dist.get_rank()
+    for bad_rank, in_background in product((0, 1), (True, False)):
+        refused = {"x": torch.zeros(2, dtype=torch.complex128)}  # has no name in safetensors
+        tensors = refused if rank == bad_rank else {"w": torch.zeros(2)}
+        about = {"rank": rank, "gather": gather, "in_background": in_background}
+        with pytest.raises(TypeError if rank == bad_rank else RuntimeError, match="complex128"):
+            store.save(1, {MODEL: tensors}, {}, **about)
+            store.finish()
+        with pytest.raises((AttributeError, RuntimeError), match="pickle"):
+            store.save(1, {MODEL: {}}, [lambda: rank], **about)
+        dist.barrier()
+        assert gather([*store.folder.iterdir()]) == [[], []]

@@ -4,16 +4,54 @@ By POSIX, a file's bytes are safe after fsync of the file, and its name after fs
 that holds the name. A rename within one folder is atomic.
 """
 
+import errno
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 # Size of one write. Writing 540 MB took 0.3 s of processor time in pieces
 # of 64 MiB and 2.0 s in pieces of 4 MiB (ext4, Linux 6).
 _PIECE_BYTES = 1 << 26
+Gather = Callable[[Any], list[Any]]  # collective function: one value of each rank, on all ranks
+
+
+class SaveFailedError(OSError):
+    """Raised if a checkpoint cannot be written, for example because the disk is full.
+
+    Its files were removed, if there were any. Earlier checkpoints are intact.
+
+    Args:
+        number: Number of the operating system's error (errno).
+        path: Folder of the checkpoints.
+        needed: Expected size of the save in bytes.
+        free: Free space of the file system, in bytes. None if unknown.
+        rank: Rank whose file operation failed.
+    """
+
+    cause = "disk"
+
+    def __init__(
+        self, number: int, path: str | Path, needed: int, free: int | None, rank: int
+    ) -> None:
+        super().__init__(number, os.strerror(number), str(path))
+        self.path = Path(path)
+        self.needed = needed
+        self.free = free
+        self.rank = rank
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.errno, str(self.path), self.needed, self.free, self.rank)
+
+    def __str__(self) -> str:
+        name = errno.errorcode.get(self.errno, self.errno)
+        return (
+            f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; needs "
+            f"{self.needed} bytes, {self.free} bytes free; earlier checkpoints are intact"
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -110,3 +148,30 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def save_failed(error: OSError, folder: Path, needed_bytes: int, rank: int) -> SaveFailedError:
+    """Return the error of a save for an error of the operating system.
+
+    Args:
+        error: Error of the operating system.
+        folder: Folder of the checkpoints.
+        needed_bytes: Expected size of the save.
+        rank: Global rank of this process.
+    """
+    free = None
+    with suppress(OSError):
+        free = free_bytes(folder)
+    return SaveFailedError(error.errno or errno.EIO, folder, needed_bytes, free, rank)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the file system that holds a folder, in bytes. Ignores quotas.
+
+    Args:
+        folder: Folder. If it does not exist, its parent must exist, and counts instead.
+
+    Raises:
+        OSError: If neither exists.
+    """
+    return shutil.disk_usage(folder if folder.exists() else folder.parent).free

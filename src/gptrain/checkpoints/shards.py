@@ -9,7 +9,7 @@ tensor. Reading maps the files and copies only what a rank needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -30,8 +30,9 @@ SHARDING = "DCP_SHARDING_INFO"  # torch's entry of a file's header
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = Mapping[str, Tensor]
@@ -54,33 +55,28 @@ def shard_of(tensor: Tensor) -> Shard:
 
 
 def plan_files(
-    tensors: Mapping[str, Tensors], rank: int, gather: Callable[[Any], list[Any]]
+    shards: Mapping[tuple[str, str], Shard], held: list[list[tuple]], rank: int
 ) -> dict[str, dict[str, Shard]]:
-    """Return file name -> shards that this rank writes.
+    """Return file name -> name -> shard that this rank writes.
 
-    A shard that several ranks hold is written by the first of them. All ranks must call it.
+    A shard that several ranks hold is written by the first of them.
 
     Args:
-        tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
+        shards: MODEL or OPTIMIZER, and name -> shard of this rank.
+        held: The keys of `shards` of each rank, with the offsets of the shard.
         rank: Global rank of this process.
-        gather: Collective function that returns one value of each rank on all ranks.
     """
-    shards: dict[tuple[str, str], Shard] = {}
-    for kind in tensors:
-        for name, tensor in tensors[kind].items():
-            shard = shard_of(tensor)
-            if shard.data.numel() or not tensor.numel():  # a rank may have no row of a tensor
-                shards[kind, name] = shard
-    held = [(*key, shard.offsets) for key, shard in shards.items()]
-    writers: dict[Any, int] = {}
-    for number, keys in enumerate(gather(held)):
+    writers: dict[tuple, int] = {}
+    for number, keys in enumerate(held):
         for key in keys:
             writers.setdefault(key, number)
     files: dict[str, dict[str, Shard]] = {}
-    for kind in tensors:
+    for kind in (MODEL, OPTIMIZER):
         ranks = sorted({number for key, number in writers.items() if key[0] == kind})
         own = {
-            n: shards[k, n] for k, n, begin in held if k == kind and writers[k, n, begin] == rank
+            key[1]: shard
+            for key, shard in shards.items()
+            if key[0] == kind and writers[(*key, shard.offsets)] == rank
         }
         if own:
             part = f"-{ranks.index(rank) + 1:05d}-of-{len(ranks):05d}" if len(ranks) > 1 else ""
@@ -96,6 +92,8 @@ def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", SHARDING: json.dumps(offsets)}}
     begin = 0
     for name, (data, _) in ordered:
+        if data.dtype not in _NAMES:
+            raise TypeError(f"{name}: safetensors has no {data.dtype}")
         end = begin + data.nbytes
         shape = list(data.shape)
         header[name] = {"dtype": _NAMES[data.dtype], "shape": shape, "data_offsets": [begin, end]}

@@ -14,6 +14,8 @@ Folders with three more kinds of names are never loaded either:
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
 """
 
+from __future__ import annotations
+
 import errno
 import logging
 import os
@@ -21,9 +23,10 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gptrain.checkpoints import fileops, manifest
+from gptrain.checkpoints.fileops import Gather, SaveFailedError, free_bytes, save_failed
 from gptrain.checkpoints.manifest import (
     AllDamagedError,
     Checkpoint,
@@ -31,8 +34,10 @@ from gptrain.checkpoints.manifest import (
     OldFormatError,
     folder_name,
 )
-from gptrain.checkpoints.shards import Tensors
-from gptrain.checkpoints.writer import Gather, Save, SaveFailedError, free_bytes
+
+if TYPE_CHECKING:  # these modules import torch, which takes seconds; many stores only read
+    from gptrain.checkpoints.shards import Tensors
+    from gptrain.checkpoints.writer import Save
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +106,8 @@ class CheckpointStore:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
             ValueError: If the store has no `run_id`.
         """
+        from gptrain.checkpoints.writer import Save
+
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
@@ -154,14 +161,18 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpointError: If the manifest is damaged.
-            OSError: If the manifest cannot be written. The old one is unchanged then.
+            SaveFailedError: If the manifest cannot be written. The old one is unchanged then.
         """
         if self._unfinished is not None and self._unfinished[1]["step"] == step:
             self._unfinished[1]["metrics"] = metrics
         elif step in self.steps():
             path = self.folder / folder_name(step)
             entries = manifest.read_manifest(path) | {"metrics": metrics}
-            fileops.replace(path / manifest.MANIFEST_NAME, manifest.seal(entries))
+            text = manifest.seal(entries)
+            try:
+                fileops.replace(path / manifest.MANIFEST_NAME, text)
+            except OSError as error:
+                raise save_failed(error, self.folder, len(text), rank=0) from error
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
@@ -408,6 +419,8 @@ def save_folder(
     Raises:
         SaveFailedError: On all ranks, if a file operation failed on any rank.
     """
+    from gptrain.checkpoints.writer import Save
+
     about = {"needed_bytes": 0, "in_background": False, "progress": None}
     save = Save(path, tensors, rest, rank=rank, gather=gather, **about)
     entries = {"run_id": "", "step": rest["global_step"], "config": {}, "metrics": {}}

@@ -6,52 +6,15 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gptrain.checkpoints import fileops
+from gptrain.checkpoints.fileops import Gather, free_bytes, save_failed
 from gptrain.checkpoints.manifest import REST_NAME
-from gptrain.checkpoints.shards import Shard, Tensors, encode, plan_files
-
-Gather = Callable[[Any], list[Any]]  # collective function: one value of each rank, on all ranks
-
-
-class SaveFailedError(OSError):
-    """Raised if a checkpoint cannot be written, for example because the disk is full.
-
-    Its files were removed, if there were any. Earlier checkpoints are intact.
-
-    Args:
-        number: Number of the operating system's error (errno).
-        path: Folder of the checkpoints.
-        needed: Expected size of the save in bytes.
-        free: Free space of the file system, in bytes. None if unknown.
-        rank: Rank whose file operation failed.
-    """
-
-    cause = "disk"
-
-    def __init__(
-        self, number: int, path: str | Path, needed: int, free: int | None, rank: int
-    ) -> None:
-        super().__init__(number, os.strerror(number), str(path))
-        self.path = Path(path)
-        self.needed = needed
-        self.free = free
-        self.rank = rank
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.errno, str(self.path), self.needed, self.free, self.rank)
-
-    def __str__(self) -> str:
-        name = errno.errorcode.get(self.errno, self.errno)
-        return (
-            f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; needs "
-            f"{self.needed} bytes, {self.free} bytes free; earlier checkpoints are intact"
-        )
+from gptrain.checkpoints.shards import Shard, Tensors, encode, plan_files, shard_of
 
 
 class Save:
@@ -92,15 +55,15 @@ class Save:
         self.gather = gather
         self.needed_bytes = needed_bytes
         self.progress = progress
-        self.on_all_ranks(self._make_folder)
-        self._files = plan_files(tensors, rank, gather)
+        self._shards: dict[tuple[str, str], Shard] = {}
         self._rest = io.BytesIO()
-        if rank == 0:
-            torch.save(rest, self._rest)
+        held = self.on_all_ranks(lambda: self._prepare(tensors, rest))
+        self._files = plan_files(self._shards, held, rank)
+        self._shards.clear()
         self._written = None
         if in_background:
             self.progress = None
-            self._files = {name: copies(shards) for name, shards in self._files.items()}
+            self.on_all_ranks(self._copy)
             self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
 
     @property
@@ -120,34 +83,51 @@ class Save:
     def on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Call a function on this rank, and return its results on all ranks, in rank order.
 
+        Rank 0 removes the folder if it fails on any rank.
+
         Raises:
-            SaveFailedError: On all ranks, if it raised an OSError on any rank: that of the lowest
-                one. Rank 0 removes the folder then. Other exceptions pass at once.
+            SaveFailedError: On all ranks, if it raised an OSError on the lowest rank that failed.
+            RuntimeError: On the other ranks, if it raised any other exception on that rank, which
+                raises the exception itself.
         """
-        result = failure = None
+        result = error = failure = None
         try:
             result = action()
-        except OSError as error:
-            free = None
-            with suppress(OSError):
-                free = free_bytes(self.folder.parent)
-            number = error.errno or errno.EIO
-            failure = SaveFailedError(
-                number, self.folder.parent, self.needed_bytes, free, self.rank
-            )
-            failure.__cause__ = error
+        except OSError as own:
+            error = failure = save_failed(own, self.folder.parent, self.needed_bytes, self.rank)
+            error.__cause__ = own
+        except Exception as own:
+            error, text = own, f"{type(own).__name__}: {own}"
+            failure = RuntimeError(f"rank {self.rank} cannot save: {text}")
         outcomes = self.gather((failure, result))
-        for failure, _ in outcomes:
+        for rank, (failure, _) in enumerate(outcomes):
             if failure is not None:
                 if self.rank == 0:
                     shutil.rmtree(self.folder, ignore_errors=True)
-                raise failure
+                raise error if error is not None and rank == self.rank else failure
         return [result for _, result in outcomes]
 
+    def _prepare(self, tensors: Mapping[str, Tensors], rest: Any) -> list:
+        """Make the folder, and return the keys of `plan_files` of the shards of this rank."""
+        if self.rank == 0:
+            self._make_folder()
+            torch.save(rest, self._rest)
+        for kind in tensors:
+            for name, tensor in tensors[kind].items():
+                shard = shard_of(tensor)
+                if shard.data.numel() or not tensor.numel():  # a rank may have no row of a tensor
+                    self._shards[kind, name] = shard
+        return [(*key, shard.offsets) for key, shard in self._shards.items()]
+
+    def _copy(self) -> None:
+        """Replace the shards of this rank by copies in the memory of the host."""
+        self._files = {
+            file: {name: s._replace(data=s.data.to("cpu", copy=True)) for name, s in part.items()}
+            for file, part in self._files.items()
+        }
+
     def _make_folder(self) -> None:
-        """Make the folder on rank 0, if there is space, and remove what a failed save has left."""
-        if self.rank != 0:
-            return
+        """Make the folder if there is space, and remove what a failed save has left."""
         parent = self.folder.parent
         if free_bytes(parent) < self.needed_bytes:
             raise OSError(errno.ENOSPC, "too little space")
@@ -168,20 +148,3 @@ class Save:
             path, content = self.folder / REST_NAME, self._rest.getbuffer()
             entries[REST_NAME] = fileops.write_new_file(path, [content], self.progress)
         return entries
-
-
-def copies(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Return copies of shards in the memory of the host."""
-    return {name: Shard(s.data.to("cpu", copy=True), s.offsets) for name, s in shards.items()}
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space of the file system that holds a folder, in bytes. Ignores quotas.
-
-    Args:
-        folder: Folder. If it does not exist, its parent must exist, and counts instead.
-
-    Raises:
-        OSError: If neither exists.
-    """
-    return shutil.disk_usage(folder if folder.exists() else folder.parent).free
