@@ -25,7 +25,7 @@ from gptrain.core.small_files import UnreadableFileError, open_regular, read_byt
 MANIFEST_NAME = "manifest.json"
 REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
 FORMAT = 2
-LAST_OF_FORMAT_1 = "d822e80b"  # commit of gptrain
+LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
 STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
 # Errors of a network file system that does not answer. They do not mean that a file is damaged.
 _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
