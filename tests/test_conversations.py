@@ -135,9 +135,6 @@ def test_a_template_comes_from_its_file_or_is_chatml(folder):
         kept = load_tokenizer(folder / f"{number}")
         assert kept.chat_template == load_tokenizer(folder).chat_template == tokenizer.chat_template
     assert ChatFormat(load_tokenizer("bytes")).template == CHATML
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"chat_template.jinja: not UTF-8"):
-        load_tokenizer(folder)
     (folder / "chat_template.jinja").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     named_templates = [

@@ -210,7 +210,7 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
 
 
 def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path):
-    """Ids come from config.json or special_tokens_map.json, but not from another vocabulary."""
+    """Ids come from config.json or the tokenizer, but not from another vocabulary."""
     source, run, folder = (tmp_path / name for name in ("source", "run", "folder"))
     for place in (source, run, folder):
         place.mkdir()
@@ -219,7 +219,7 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     for place in (source, run):
         library.save(str(place / "tokenizer.json"))
     names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
-    (source / "special_tokens_map.json").write_text(json.dumps(names))
+    (source / "tokenizer_config.json").write_text(json.dumps(names))
     model_ids = {"eos_token_id": [2, 0], "bos_token_id": 4, "pad_token_id": None}
     (source / "config.json").write_text(json.dumps(model_ids))  # 4: not in this vocabulary
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)

@@ -126,8 +126,7 @@ def test_links_are_followed_and_each_file_is_read_once(tmp_path):
     for name, target in (("up", ".."), ("a/z", "../z"), ("z/a", "../a"), ("self", "self")):
         (folder / name).symlink_to(target)
     (folder / "gone").symlink_to("/unmounted/shard")
-    with pytest.warns(UserWarning, match="2 paths lead to no file, such as .*/(gone|self)$"):
-        found = sources(folder, tmp_path)
+    found = sources(folder, tmp_path)
     assert found == dict.fromkeys(("a/b.txt", "z/d.txt", "deep/c.txt"), 20)
 
 

@@ -267,8 +267,7 @@ def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp
     (tokens / "shard").symlink_to(disk)
     (tokens / "z.bin").symlink_to("a.bin")  # the file is read once, under its first name
     (tokens / "gone").symlink_to("/unmounted")
-    with pytest.warns(UserWarning, match="1 paths lead to no file, such as .*gone"):
-        names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
+    names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
     assert names == ["a.bin", "shard/train/b.bin"]
     assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]
 

@@ -111,8 +111,6 @@ def test_the_end_token_is_that_of_the_configuration_or_known_by_its_name(bpe, tm
     inner.add_special_tokens(["<stop>"])
     inner.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
-    # An older file with other names, which transformers once wrote, does not take precedence.
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     stop = load_tokenizer(tmp_path)
     assert stop.end_id == bpe.end_id + 1 and stop.special_ids() == {"eos_token_id": stop.end_id}

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import sysconfig
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
@@ -59,7 +58,7 @@ def find_files(
 
     Of a folder, the files below it at any depth are returned, sorted by name. Links are followed. A
     file to which several paths lead is returned once: one copy could otherwise be part of the
-    validation set while another copy is trained on. Warns about links that lead to no file.
+    validation set while another copy is trained on. Links that lead to no file are left out.
 
     Args:
         path: File, folder, glob pattern or a list of these.
@@ -73,7 +72,6 @@ def find_files(
         DataError: If no regular file is left.
     """
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
-    broken = []
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
         names = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
@@ -83,14 +81,9 @@ def find_files(
             found = [Path(name)]
             if os.path.isdir(name):
                 below = sorted(_walk(name, left_out), key=str)
-                found = [f for f in below if not f.is_file() or keep(str(f.relative_to(name)))]
-            for file in found:
-                if file.is_file():
-                    files.setdefault(os.path.realpath(file), file)
-                else:
-                    broken.append(file)
-    if broken:
-        warnings.warn(f"{len(broken)} paths lead to no file, such as {broken[0]}", stacklevel=2)
+                found = [file for file in below if keep(str(file.relative_to(name)))]
+            for file in filter(Path.is_file, found):
+                files.setdefault(os.path.realpath(file), file)
     if not files:
         raise DataError(f"{path}: no such file in it")
     return list(files.values())

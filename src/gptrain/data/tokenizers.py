@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -26,8 +25,7 @@ FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 BYTES = Path(__file__).with_name("bytes")  # folder of the tokenizer `bytes`
-# Files that may accompany a tokenizer.json. Older versions of transformers store the names of
-# special tokens in special_tokens_map.json.
+# Files that may accompany a tokenizer.json
 COMPANIONS = (CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", TEMPLATE_NAME)
 SPECIAL = ("bos_token", "eos_token", "pad_token")
 # End tokens of GPT-2, Llama 2, Llama 3, Gemma and models like BERT. They are tried in this order if
@@ -63,8 +61,7 @@ class Tokenizer:
 
     Raises:
         OSError: If the file does not exist or cannot be read.
-        DataError: If the file is not a tokenizer, or a chat_template.jinja in the same folder is
-            not UTF-8.
+        DataError: If the file is not a tokenizer.
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
@@ -83,9 +80,7 @@ class Tokenizer:
         # The ByteLevel decoder may be part of a sequence of decoders.
         self._is_byte_level = '"type": "ByteLevel"' in json.dumps(decoder)
         self.vocab_size = max(self.core.get_vocab().values(), default=-1) + 1
-        config: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", CONFIG_NAME):
-            config |= read_facts(self.path.with_name(name))
+        config = read_facts(self.path.with_name(CONFIG_NAME))
         added = self.core.get_added_tokens_decoder().items()
         self.control_tokens: Mapping[str, int] = {t.content: i for i, t in added if t.special}
         named = {name: config.get(name) for name in SPECIAL}
@@ -273,14 +268,10 @@ def read_chat_template(folder: Path) -> str | None:
 
     Raises:
         OSError: If chat_template.jinja cannot be read.
-        DataError: If chat_template.jinja is not UTF-8.
     """
     file = folder / TEMPLATE_NAME
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8: {error}") from None
+        return file.read_text(encoding="utf-8")
     template = read_facts(folder / CONFIG_NAME).get("chat_template")
     if isinstance(template, list):
         template = {item.get("name"): item.get("template") for item in template}.get("default")
