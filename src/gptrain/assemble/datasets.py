@@ -115,26 +115,12 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
         message = f"made a {type(dataset).__name__}, whose samples have no index"
         raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
     if find_stream(dataset):
-        check_stream(cfg, dataset)
+        check_end(cfg, f"{key}._target_", section.target, dataset)
+        if value := cfg.trainer.overfit_batches:
+            overfit, message = "trainer.overfit_batches", "a stream has no index, and is read once"
+            raise ConfigError.of(overfit, value, message, hint=f"{overfit}=0")
     module_type: Any = get_method(cfg.module.target)
     return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
-
-
-def check_stream(cfg: RunConfig, dataset: Dataset) -> None:
-    """Check that a run can read its training samples from an iterable dataset, a stream.
-
-    Args:
-        cfg: Configuration of the run.
-        dataset: Training set that reads the stream.
-
-    Raises:
-        ConfigError: If the stream has no length and nothing else ends the run, or if
-            trainer.overfit_batches needs samples with an index.
-    """
-    check_end(cfg, "data.train._target_", cfg.data.train.target, dataset)
-    if value := cfg.trainer.overfit_batches:
-        key, message = "trainer.overfit_batches", "a stream has no index, and is read once"
-        raise ConfigError.of(key, value, message, hint=f"{key}=0")
 
 
 def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
@@ -218,10 +204,11 @@ def check_samples(
         limit = getattr(cfg.trainer, f"limit_{name}_batches")
         if not is_read or limit == 0:
             continue
+        if name != "train" and len_of(dataset) == 0:
+            raise ConfigError.of(f"data.{name}", None, "no samples", code=BAD_DATA)
         is_own = name not in read_as_pairs(module)
-        if name != "train" and not isinstance(dataset, UserData):
-            size = cfg.data.batch_size
-            check_evaluation(f"data.{name}", dataset, world_size, is_own, size, limit)
+        if name != "train" and is_own and not isinstance(dataset, UserData):
+            check_evaluation(f"data.{name}", dataset, world_size, cfg.data.batch_size, limit)
         if not is_own and len_of(dataset):
             check_pair(f"data.{name}", dataset)
 
@@ -275,42 +262,30 @@ def describe_value(value: Any) -> str:
 
 
 def check_evaluation(
-    key: str,
-    dataset: Dataset,
-    world_size: int,
-    is_own: bool,
-    batch_size: int = 1,
-    limit: float | None = None,
+    key: str, dataset: Dataset, world_size: int, batch_size: int = 1, limit: float | None = None
 ) -> None:
-    """Check that an evaluation set is not empty and has a sample for each rank.
+    """Check that an evaluation set has a sample for each rank, for a step that a user wrote.
 
-    LanguageModel evaluates a batch without targets on a rank that has no sample. A step that a user
-    wrote cannot be given such a batch.
+    LanguageModel evaluates a batch without targets on a rank that has no sample. Other steps cannot
+    be given such a batch.
 
     Args:
         key: Config key of the dataset, for the error.
         dataset: Validation or test set. Each part of a mixture is checked.
         world_size: Number of ranks that see different samples.
-        is_own: Whether the step that reads the batches was written by the user.
         batch_size: Samples of a batch.
         limit: Number of batches that are evaluated, or their fraction. None for all.
 
     Raises:
-        ConfigError: If there is no sample, or if a rank would have none and the step was written by
-            the user, with exit code 65.
+        ConfigError: If a rank would have no sample, with exit code 65.
     """
-    parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
-    limited = limit_lengths([*map(len_of, parts.values())], batch_size, limit)
-    for (name, part), n_samples in zip(parts.items(), limited, strict=True):
-        place = f"{key} (part {name})" if name else key
-        if len_of(part) == 0:
-            hint = "trainer.limit_val_batches=0" if key == "data.val" else None
-            raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
-        if 0 < n_samples < world_size and is_own:
-            n_text = count_text(n_samples, "sample")
-            message = f"{n_text} for {world_size} ranks: a rank would have no batch"
-            hint = f"trainer.devices={n_samples}, or more samples"
-            raise ConfigError.of(place, None, message, hint=hint, code=BAD_DATA)
+    parts = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
+    n_samples = min(limit_lengths([*map(len_of, parts)], batch_size, limit))
+    if n_samples < world_size:
+        n_text = count_text(n_samples, "sample")
+        message = f"{n_text} for {world_size} ranks: a rank would have no batch"
+        hint = f"trainer.devices={n_samples}, or more samples"
+        raise ConfigError.of(key, None, message, hint=hint, code=BAD_DATA)
 
 
 def check_sample(cfg: RunConfig, sample: Any) -> int | None:
