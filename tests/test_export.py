@@ -210,7 +210,7 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
 
 
 def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path):
-    """Ids come from config.json or the tokenizer, but not from another vocabulary."""
+    """Ids come from the run or from its tokenizer, but not from another vocabulary."""
     source, run, folder = (tmp_path / name for name in ("source", "run", "folder"))
     for place in (source, run, folder):
         place.mkdir()
@@ -221,7 +221,8 @@ def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path)
     names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     model_ids = {"eos_token_id": [2, 0], "bos_token_id": 4, "pad_token_id": None}
-    (source / "config.json").write_text(json.dumps(model_ids))  # 4: not in this vocabulary
+    # 4: not in this vocabulary
+    (source / "generation_config.json").write_text(json.dumps(model_ids))
     copy_tokenizer_files([tmp_path / "nothing.json", source], run)
     (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
     write_companions(load_tokenizer(run), run, folder, "hf")
@@ -237,15 +238,16 @@ def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
     for place, template in ((source, "hello"), (second, "goodbye")):
         (place / "tokenizer.json").write_text('{"a": 0}')
         (place / "chat_template.jinja").write_text(template)
-    (source / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 5}')
-    (source / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 3}')
+    (source / "generation_config.json").write_text(
+        '{"bos_token_id": 1, "eos_token_id": 7, "top_k": 3}'
+    )
     (other / "tokenizer.json").write_text('{"b": 0}')
     for place in (run, other):
         copy_tokenizer_files([tmp_path / "nothing.json", source, second, other], place)
     assert (run / "tokenizer.json").read_text() == '{"a": 0}'
     assert (run / "chat_template.jinja").read_text() == "hello"
     assert (other / "tokenizer.json").read_text() == '{"b": 0}'
-    # The end token of the data precedes those of the weights, which are in the newer file.
+    # The end token of the data precedes those of the weights.
     for end_id, ends in ((None, 7), (9, [9, 7]), (7, [7, 9])):
         if end_id is not None:
             write_end_token(run, end_id)

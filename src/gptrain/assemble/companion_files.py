@@ -26,9 +26,6 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     tokenizer.json they are copied from each source without one. Files in the run folder are
     replaced; if several sources have a file, that of the first source counts.
 
-    Older folders of transformers have the ids of special tokens only in config.json. These ids are
-    added to the generation_config.json of the run.
-
     Args:
         sources: Folders of a tokenizer or of weights, or files in them.
         run_dir: Run folder. If it has no tokenizer.json, the files of TOKENIZER, such as
@@ -47,10 +44,6 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
             copy_files(folder, run_dir, (*COMPANIONS, GENERATION))
-            generation = read_facts(folder / GENERATION)
-            ids = read_ids(read_facts(folder / "config.json")) | read_ids(generation)
-            if ids.keys() - generation.keys():
-                fileops.replace(run_dir / GENERATION, to_json(generation | ids))
 
 
 def write_end_token(run_dir: Path, end_id: int) -> None:
