@@ -44,13 +44,6 @@ def test_tokens_are_uniform_over_the_vocabulary():
     assert abs(chi2 - 49) < 5 * math.sqrt(98)
 
 
-def test_neighbouring_tokens_and_samples_are_independent():
-    tokens, targets = DummyTextDataset(300, seq_len=301, vocab_size=2).__getitems__(range(300))
-    for first, second in [(tokens, targets), (tokens[1:], tokens[:-1])]:
-        agree = (first == second).double().mean().item()
-        assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(first.numel())  # five deviations
-
-
 def test_an_index_outside_is_an_index_error_with_which_iteration_ends():
     dataset = DummyTextDataset(7)
     for index in (7, -8, 2**40):

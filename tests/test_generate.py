@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import gptrain
 from gptrain.config.cli import compose_command, run_command
-from gptrain.core.errors import DataError
 from gptrain.data import Tokenizer, load_tokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, main, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
@@ -104,11 +103,6 @@ def test_a_text_ends_before_the_first_stop_text_that_is_made(text, stop):
         assert "".join(shown) == done[: min(done.index(s) for s in stop if s in done)]
 
 
-def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not():
-    assert pieces(b"xab-abc-", stop=["abc"]) == ["", "", "ab-", "", "", ""]
-    assert pieces(b"xab", stop=["abc"]) == ["", "ab"]  # the end
-
-
 # What is typed
 
 
@@ -191,14 +185,6 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
     assert write(speaker, "prompt=")[0] == 2
-
-
-def test_an_invalid_untrusted_tokenizer_is_one_line(write, speaker):
-    (speaker / "tokenizer.json").unlink()
-    (speaker / "tokenizer.json").write_text("{}")
-    code, out, err = write(speaker, "prompt=x")
-    assert (code, out, err.count("\n")) == (65, "", 1)
-    assert err.startswith(f"error: from_run={speaker}: {speaker}/tokenizer.json: ")
 
 
 # As a person sees it
@@ -287,36 +273,6 @@ def test_text_is_shown_as_it_is_made(monkeypatch):
     assert screen.shown[:7] == list(enumerate(texts))
 
 
-class WithoutAccents(Tokenizer):
-    """Tokenizer that has no token for é."""
-
-    def encode(self, text: str, special: bool = False) -> torch.Tensor:
-        if "é" in text:
-            raise DataError("no token for 'é'")
-        return super().encode(text, special)
-
-
-def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
-    writer, screen = on_a_terminal(monkeypatch)
-    writer.tokenizer = WithoutAccents(BYTES.path)
-    typed = iter(["\x1bx", "", "né", KeyboardInterrupt, "a"])
-
-    def read_line(mark):
-        assert mark == "> "
-        line = next(typed, EOFError)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr("builtins.input", read_line)
-    monkeypatch.setattr("sys.stdin", screen)  # a terminal
-    writer.run_interactively()
-    assert screen.getvalue() == "·xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n\n"
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("error: prompt=") and lines[1] == "error: no token for 'é'"
-    assert len(lines) == 2
-
-
 def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):
     texts = [write(speaker, f"prompt={prompt}", "temperature=0")[1] for prompt in ("ab", "def ")]
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ndef \n"))
@@ -325,12 +281,3 @@ def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("def \n"))  # typed after the prompt of the command
     out = write(speaker, "interactive=true", "prompt=ab", "temperature=0")[1]
     assert out == "".join(texts)
-
-
-def test_each_limit_reaches_the_sampling(speaker, write):
-    """Each limit admits only the most likely token, so that the temperature has no effect."""
-    words = ("prompt=def ", "seed=3", "n_tokens=24")
-    greedy = write(speaker, *words, "temperature=0")[1]
-    for limit in ("top_k=1", "top_p=1e-9"):
-        assert write(speaker, *words, "temperature=9", limit)[1] == greedy
-    assert write(speaker, *words, "temperature=9")[1] != greedy

@@ -17,7 +17,6 @@ from gptrain.data import (
     Mixture,
     MixtureOrder,
     TokenDataset,
-    TrainBatches,
     load_tokenizer,
 )
 
@@ -72,16 +71,6 @@ def test_the_order_of_a_mixture_is_the_same_in_every_version():
     """A run that is resumed by a later version of the library reads the samples that are left."""
     order = MixtureOrder({"a": 5, "b": 3}, {"a": 0.75, "b": 0.25}, seed=3)
     assert order.index(np.arange(8, 16)).tolist() == [1, 4, 7, 0, 3, 2, 6, 3]
-
-
-def test_the_order_follows_from_the_seed_and_the_position_alone():
-    mixed = mixture({"a": 1, "b": 2}, a=30, b=50)
-    both = [TrainBatches(mixed.order(1), 8 // ranks, 1, 0, ranks) for ranks in (1, 2)]
-    for step in range(25):
-        first, second = (batches.step_samples(step) for batches in both)
-        assert first.ravel().tolist() == second.ravel().tolist()
-    others = TrainBatches(mixed.order(2), 8)
-    assert others.step_samples(0).tolist() != both[0].step_samples(0).tolist()
 
 
 def test_the_samples_of_a_part_do_not_depend_on_the_place_of_its_name_in_the_config():

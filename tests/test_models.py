@@ -82,15 +82,6 @@ def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after
     assert count_matrix_weights(nn.Conv1d(3, 5, 2)) == 3 * 5 * 2  # the bias does not count
 
 
-def test_forward_is_head_of_norm_of_blocks_of_embed(net):
-    tokens = random_tokens()
-    x = net.embed(tokens)
-    for block in net.blocks:
-        x = block(x)
-    assert torch.equal(net(tokens), net.head(net.norm(x))) and net(tokens).shape == (3, 16, 97)
-    assert net.hidden(tokens).shape == net.embed(tokens).shape == (3, 16, 32)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_logits_of_a_packed_document_are_those_of_the_document_alone(net):
     """The block mask of FlexAttention gives the same as the dense one."""
@@ -144,26 +135,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(net(tokens), net(tokens))
     net.eval()
     assert torch.equal(net(tokens), net(tokens))
-
-
-@torch.no_grad()
-def test_half_of_the_embedding_is_dropped_and_the_rest_doubled():
-    net, tokens = small_gpt(dropout=0.5), random_tokens()
-    embedded, full = net.embed(tokens), net.eval().embed(tokens)
-    check_half_is_dropped(embedded, full)
-
-
-@pytest.mark.parametrize("silent", ["mlp.down_proj", "attention.out_proj"])
-@torch.no_grad()
-def test_half_of_each_residual_branch_is_dropped_and_the_rest_doubled(silent):
-    """The other branch adds nothing, and the attention weights are kept."""
-    block, x = small_gpt(dropout=0.5).blocks[0], torch.randn(3, 16, 32)
-    nn.init.zeros_(block.get_submodule(silent).weight)
-    branch, norm = {
-        "mlp.down_proj": (block.attention.eval(), block.norm_1),
-        "attention.out_proj": (block.mlp, block.norm_2),
-    }[silent]
-    check_half_is_dropped(block(x) - x, branch(norm(x)))
 
 
 @torch.no_grad()
@@ -248,14 +219,6 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
     assert is_tied == (expected.head.weight is expected.token_embedding.weight)
 
 
-def test_options_that_are_not_given_are_those_of_gpt_2_and_of_llama():
-    gpt = SimpleGPT(**SIZES)
-    assert {part.p for part in gpt.modules() if isinstance(part, nn.Dropout)} == {0.1}
-    llama = Llama(**SIZES, n_kv_heads=2, d_ff=40)
-    assert not [name for name, _ in llama.named_modules() if name.endswith(("norm_q", "norm_k"))]
-    assert llama.head.weight is not llama.token_embedding.weight
-
-
 # Llama's parts
 
 
@@ -335,11 +298,3 @@ def test_a_cache_takes_the_type_that_attention_computes_in(net):
     net.double()
     net(tokens, cache := net.new_cache())
     assert cache[0].v.dtype == torch.float64
-
-
-def test_without_a_cache_the_parts_of_a_net_get_one_argument_each(net):
-    seen = []
-    for block in net.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs)))
-    net(random_tokens(1, 2))
-    assert seen == [1, 1, 1]

@@ -23,7 +23,6 @@ from gptrain.data import (
 from gptrain.data.order import GOLDEN, mix64
 from gptrain.data.samples import count_batch_targets
 from gptrain.lit import TextDataModule
-from gptrain.lit.datamodule import Loader
 
 
 def epoch_of(n_samples, seed=0, epoch=0):
@@ -74,19 +73,6 @@ def test_epochs_and_seeds_have_other_orders():
         assert (first == second).mean() < 0.15  # unrelated orders agree at 1 of 100 places
 
 
-def test_every_sample_is_equally_likely_everywhere():
-    n_samples, n_epochs = 7, 2000
-    counts = np.zeros((n_samples, n_samples))
-    for epoch in range(n_epochs):
-        counts[np.arange(n_samples), epoch_of(n_samples, seed=9, epoch=epoch)] += 1
-    # Binomial with mean 286 and deviation 15.6; the worst of 49 stays within 4.5.
-    assert abs(counts - n_epochs / n_samples).max() < 4.5 * 15.6
-
-
-def test_all_orders_of_three_samples_occur():
-    assert len({tuple(epoch_of(3, seed=0, epoch=epoch)) for epoch in range(200)}) == 6
-
-
 @pytest.mark.parametrize("n_samples", [0, 7])
 def test_fewer_samples_than_one_step_are_an_error(n_samples):
     with pytest.raises(DataError, match=f"{n_samples} sequences, one step needs 8"):
@@ -134,15 +120,6 @@ def test_a_run_resumes_exactly_where_it_stopped(n_samples, world_size, accumulat
     assert run_of(order, 3, position=stop, **dealt) == whole[stop:]
 
 
-def test_the_position_is_asked_when_the_iterator_is_made():
-    done = 3
-    batches = TrainBatches(SampleOrder(40, 0), batch_size=4, position=lambda: done)
-    iterator = iter(batches)
-    done = 10  # the end of an epoch
-    assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
-    assert [*batches] == SampleOrder(40, 0).index(np.arange(40, 80)).reshape(10, 4).tolist()
-
-
 @settings(max_examples=40)
 @given(st.integers(8, 60), st.integers(1, 40), st.integers(0, 150))
 def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch_steps, where):
@@ -152,39 +129,6 @@ def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch
     assert len(batches) == 2 * epoch_steps  # micro-batches, also of several permutations
     end = (where // len(batches) + 1) * len(batches)  # the end of the current epoch
     assert list(batches) == run_of(order, end, **dealt)[where:end]
-
-
-def test_the_samples_of_any_step_can_be_named():
-    order, world_size, accumulate = SampleOrder(100, seed=8), 3, 2
-    runs = [
-        run_of(order, 3, batch_size=4, accumulate=accumulate, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    batches = TrainBatches(order, 4, accumulate, 0, world_size)
-    for step in range(3 * len(batches) // accumulate):
-        named = batches.step_samples(step)
-        assert named.shape == (accumulate, world_size, 4)
-        for micro_step, rank in itertools.product(range(accumulate), range(world_size)):
-            assert named[micro_step, rank].tolist() == runs[rank][accumulate * step + micro_step]
-
-
-def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
-    data = [(torch.zeros(2), torch.zeros(2))] * 40
-    lengths = RunLengths(BatchPlan(2, 2, 1), 2, epoch_steps=5, n_steps=5, validate_every=5)
-    module = TextDataModule(data, data, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
-    first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
-    # Ranks 4 to 7 are the second stage of a pipeline, which reads what the first stage reads.
-    stage = [first, first, second, second]
-    assert [module.step_samples(3, rank) for rank in range(8)] == [*stage, *stage]
-
-
-def test_the_targets_of_a_step_are_known_if_those_of_all_its_micro_batches_are():
-    pair = torch.zeros(3, dtype=torch.int64), torch.tensor([4, -100, 5])
-    loader = Loader([pair, pair, pair, {"x": pair[0]}, pair], batch_size=1, collate_fn=collate)
-    loader.read_ahead = 2
-    for _ in range(2):  # each epoch counts from 0
-        assert len([*loader]) == 5
-        assert (loader.step_targets, loader.number) == ([4, None, 2], 3)
 
 
 class Noise(Dataset):

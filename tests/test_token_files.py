@@ -75,34 +75,6 @@ def test_the_error_of_a_token_file_names_the_file(tmp_path, write, message):
         open_token_file(path, "uint16")
 
 
-# ---- which files
-
-
-def test_patterns_and_lists_name_files_in_order(tmp_path):
-    for name in ("b.bin", "a.bin", "c.txt", "[x].bin"):
-        write_raw(tmp_path / name, range(9))
-    names = [file.name for file in find_token_files(str(tmp_path / "*.bin"))]
-    assert names == ["[x].bin", "a.bin", "b.bin"]
-    assert find_token_files(tmp_path / "[x].bin") == [tmp_path / "[x].bin"]
-    both = find_token_files([tmp_path / "b.bin", str(tmp_path / "*.txt")])
-    assert [file.name for file in both] == ["b.bin", "c.txt"]
-
-
-def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    for missing in (tmp_path / "no.bin", tmp_path / "*.bin"):
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            TokenDataset(missing, 8, "uint16")
-    with pytest.raises(DataError, match="no such file in it"):
-        TokenDataset(tmp_path, 8, split="train")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads any folder")
-def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path):
-    (tmp_path / "closed").mkdir(mode=0)
-    with pytest.raises(PermissionError, match="closed"):
-        find_token_files(tmp_path / "closed")
-
-
 # ---- windows
 
 
@@ -257,19 +229,6 @@ def test_of_a_folder_of_shards_each_split_has_its_own(tmp_path):
     assert find_token_files(tmp_path, "val") == find_token_files([tmp_path], "val")
     assert names == {"train": ["train_000001", "train_000002"], "val": ["val_000000"]}
     assert len(TokenDataset(tmp_path, 3, split="val", keep_tail=True)) == 3
-
-
-def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp_path):
-    tokens, disk = tmp_path / "tokens", tmp_path / "disk"
-    for path in (tokens / "a.bin", disk / "train" / "b.bin", disk / "val" / "c.bin"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_raw(path, range(9))
-    (tokens / "shard").symlink_to(disk)
-    (tokens / "z.bin").symlink_to("a.bin")  # the file is read once, under its first name
-    (tokens / "gone").symlink_to("/unmounted")
-    names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
-    assert names == ["a.bin", "shard/train/b.bin"]
-    assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]
 
 
 def test_shards_of_a_terabyte_are_not_read_at_the_start(tmp_path):
