@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
-from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command, run_command
-from gptrain.config.compose import plain
+from gptrain.config.compose import plain, typed
+from gptrain.config.rules import check_rules
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -48,6 +48,6 @@ def accepted(*words: str) -> list[str]:
 
 def compose_run(*words: str) -> RunConfig:
     """Return the typed config of a command line that is valid by itself."""
-    checked = check_config(plain(compose_command(list(words))))
-    assert not checked.errors, checked.errors
-    return checked.run
+    run = typed(plain(compose_command(list(words))), RunConfig)
+    assert not [problem for problem in check_rules(run) if problem.code], words
+    return run

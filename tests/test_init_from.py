@@ -12,8 +12,6 @@ import gptrain
 from gptrain.assemble.weights import load_weights
 from gptrain.checkpoints.status import read_status
 from gptrain.config import compose_command
-from gptrain.config.check import check_config
-from gptrain.config.compose import plain
 from gptrain.parallel.unmatched import Unmatched
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
@@ -38,7 +36,6 @@ def test_a_run_and_the_file_in_its_checkpoint_are_starts(train, saved_twice):
         assert begun.out.startswith("start ")
         resume = compose_command(shlex.split(read_status(begun.folder)["resume"])[2:])
         assert (resume.ckpt_path, resume.init_from) == ("last", str(source))
-        assert check_config(plain(resume)).errors == []
 
 
 def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(train, saved_twice):

@@ -39,11 +39,12 @@ from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core import labels
+from gptrain.core.data_schema import DummyTextConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import parallel_dims, strategy_name
+from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
@@ -54,7 +55,12 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
-from gptrain.parallel.requirements import IncompatibleModelError, check_fit, check_layout
+from gptrain.parallel.requirements import (
+    IncompatibleModelError,
+    check_batch,
+    check_fit,
+    check_layout,
+)
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
@@ -134,10 +140,17 @@ def check(cfg: RunConfig) -> None:
             batch.
     """
     devices = find_devices(cfg)
-    with as_config_errors(cfg, "strategy.name"):
+    sized = (axis for axis in (CONTEXT, TENSOR, PIPELINE) if cfg.strategy.axis_size(axis))
+    with as_config_errors(
+        cfg, next((f"strategy.{axis}_parallel_size" for axis in sized), "trainer.devices")
+    ):
         dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     with as_config_errors(cfg, "data.global_batch_size"):
-        cfg.batch_plan(dims.data)
+        batch = cfg.batch_plan(dims.data)
+        check_batch(cfg.strategy, dims, batch)
+    if isinstance(cfg.data, DummyTextConfig) and not batch.steps_per_epoch(cfg.data.num_samples):
+        message = f"one step needs {batch.global_batch_size} sequences"
+        raise ConfigError.of("data.num_samples", cfg.data.num_samples, message)
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,10 +22,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.timeline import begin_command
-from gptrain.config.check import check_config
 from gptrain.config.compose import REFUSALS, compose_words, open_hydra, plain, typed
 from gptrain.config.from_run import expand
-from gptrain.config.preflight import check_machine, check_paths
+from gptrain.config.machine import (
+    check_classes,
+    check_devices,
+    check_files,
+    check_folder,
+    check_launcher,
+)
+from gptrain.config.rules import check_rules
 from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
@@ -190,24 +197,28 @@ def check(
         folder: Folder into which the job will write. Defaults to `run_dir`.
 
     Raises:
-        ConfigError: If there are errors, of which it contains all that were found before torch was
-            imported. Also if the environment variables of a launcher are damaged.
+        ConfigError: If there are errors: all of the first kind of check that finds one. Also if the
+            environment variables of a launcher are damaged.
     """
     problems = list(refused)
     try:
-        checked = check_config(plain(cfg), schema)
+        values = plain(cfg)
+        run = typed(values, schema)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    if schema.runs_here and not problems:
-        checked.add(check_paths(checked, folder or checked.run.run_dir))
-        if not checked.errors:  # check_machine imports torch, which takes seconds
-            checked.add(check_machine(checked))
-    problems += checked.problems
-    if any(problem.code for problem in problems):
-        raise ConfigError(problems)
+    stages = [check_rules(run)]
+    if schema.runs_here:
+        is_first = this_process().rank == 0  # another rank may see what rank 0 has written
+        of_folder = check_folder(run, folder or run.run_dir) if is_first else ()
+        stages[0] = chain(stages[0], check_launcher(run), of_folder, check_files(run))
+        stages.append(chain(check_classes(values), check_devices(run)))  # torch takes seconds
+    for stage in stages:
+        problems += stage
+        if any(problem.code for problem in problems):
+            raise ConfigError(problems)
     if CHECKED not in os.environ:  # else the parent of this rank has printed them
         _print(problem.line for problem in problems)
-    return checked.run
+    return run
 
 
 def compose_command(words: list[str]) -> DictConfig:

@@ -7,10 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from gptrain.core.lengths import BatchPlan
 from gptrain.core.strategies import (
     STRATEGIES,
+    DDPOptions,
     ParallelDims,
+    PipelineOptions,
     StrategyOptions,
+    count_microbatches,
     divisors,
     strategy_name,
 )
@@ -129,6 +133,34 @@ def check_split(net: Net, dims: ParallelDims) -> None:
             shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
             message = "a pipeline can share one weight, between embedding and head"
             raise IncompatibleModelError("strategy.name", f"{message}; this net shares {shared}")
+
+
+def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) -> None:
+    """Check that a strategy can divide the batch and the ranks of a step.
+
+    Args:
+        options: Options of the `strategy` group.
+        dims: Number of ranks along each axis.
+        batch: Batch arithmetic of the run.
+
+    Raises:
+        IncompatibleModelError: If replicas or microbatches do not divide, or if `static_graph` is
+            combined with gradient accumulation.
+    """
+    if dims.data % dims.replicas:
+        message = f"does not divide the {dims.data} data-parallel ranks"
+        raise IncompatibleModelError("strategy.replicas", message)
+    if isinstance(options, PipelineOptions):
+        n_micro = count_microbatches(options.microbatches, dims.pipeline)
+        if batch.batch_size % n_micro:
+            message = f"not divisible into {n_micro} microbatches"
+            raise IncompatibleModelError("data.batch_size", message)
+        if options.schedule == "1f1b" and n_micro < dims.pipeline:
+            message = f"1f1b needs at least one microbatch per stage ({dims.pipeline})"
+            raise IncompatibleModelError("strategy.microbatches", message)
+    if batch.accumulate > 1 and isinstance(options, DDPOptions) and options.static_graph:
+        message = "torch supports no static graph with gradient accumulation"
+        raise IncompatibleModelError("strategy.static_graph", message)
 
 
 def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
