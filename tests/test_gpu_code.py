@@ -17,12 +17,9 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 
-from gptrain.assemble.planned import plan_run
 from gptrain.assemble.provenance import describe_run
 from gptrain.checkpoints import rng
 from gptrain.core.strategies import default_options
-from gptrain.costs.choice import compare
-from gptrain.costs.hardware import machine_of
 from gptrain.lit import measure
 from gptrain.lit.measure import Peak, measure_matmul, wait_for
 from gptrain.lit.strategies import base
@@ -35,7 +32,6 @@ from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
 from gptrain.runtime.process import expand_gpu_segments
 from gptrain.text.sampling import Sampling, generate
-from tests.command_line import compose_run
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -222,28 +218,6 @@ def test_a_checkpoint_has_the_random_state_of_a_gpu_that_was_used(is_used, monke
     state.pop("cuda", None)
     rng.restore(state)  # the checkpoint was saved on a CPU
     assert [int(value) for value in states] == ([1, 2] if is_used else [1])
-
-
-def test_the_plan_of_a_run_on_gpus_is_that_of_their_data_sheet(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
-    cfg = compose_run("model=gpt_7b", "trainer.precision=bf16-mixed")
-    line = plan_run(cfg, "ddp", 128, RunDevices("cuda", 4, 2))
-    machine = machine_of("h100_sxm", 4)
-    plan = compare(cfg, 128, machine, 2)
-    row = plan["strategies"]["ddp"]
-    gib = row["bytes_per_device"]["total"] / 2**30
-    speed = f"{1e3 * row['step_s']:,.0f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
-    assert not row["fits"] and plan["best"] != "ddp"
-    assert line == (
-        f"{gib:,.3g} GiB of tensors per device (does not fit) · {speed} · "
-        f"best: {plan['best']} · {machine.source}"
-    )
-    assert "does not fit" not in plan_run(cfg, plan["best"], 128, RunDevices("cuda", 4, 2))
-    with pytest.raises(ValueError, match="no estimate of strategy none"):
-        plan_run(cfg, "none", 128, RunDevices("cuda", 4, 2))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Z1")
-    with pytest.raises(ValueError, match="not in the table"):
-        plan_run(cfg, "ddp", 128, RunDevices("cuda", 4, 2))
 
 
 def test_a_run_on_gpus_has_their_name_backend_and_precision(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.assemble.start_report import precision_text
 from gptrain.core.precision import PRECISIONS
 from gptrain.runtime.devices import RunDevices, native_precision, precision_for
 
@@ -24,9 +23,6 @@ AMPERE, TURING = 8, 7
 )
 def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision):
     assert precision_for(accelerator, cuda_major) == precision
-    hint = ": bf16-mixed is native here; try trainer=gpu" if precision == "bf16-mixed" else ""
-    assert precision_text("32-true", precision) == f"precision 32-true{hint}"
-    assert precision_text("bf16-mixed", precision) == "precision bf16-mixed"
 
 
 def test_lightning_scales_the_loss_of_fp32_weights_that_are_multiplied_in_fp16():

@@ -51,7 +51,7 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert "warning:" not in two.err and two.err.count("UserWarning: of the first rank") == 1
     one_log_and_no_traces_of_other_ranks(two.folder)
     labels = [line.split()[0] for line in two.out.splitlines()]
-    names = ["model", "strategy", "batch", "plan", "run", "warning:", "result", "next"]
+    names = ["model", "strategy", "batch", "run", "warning:", "result", "next"]
     assert labels == names  # the other rank logs errors only
     lines = (two.folder / "train.log").read_text().splitlines()
     assert "[train] a detail of the first rank" in lines  # not on the terminal

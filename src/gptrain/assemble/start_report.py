@@ -1,7 +1,6 @@
 """Builds the lines that describe a run at its start."""
 
 import re
-from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.module import takes_net
 from gptrain.assemble.optimizer import peak_lr
-from gptrain.assemble.planned import plan_run
 from gptrain.assemble.provenance import describe_run
 from gptrain.config.from_run import NOT_TAKEN
 from gptrain.core import labels
@@ -21,7 +19,7 @@ from gptrain.core.shell import by_key
 from gptrain.lit.lightning import strategy_of
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.report import Report
-from gptrain.runtime.devices import RunDevices, native_precision
+from gptrain.runtime.devices import RunDevices
 
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
 
@@ -36,9 +34,8 @@ def build_report(
 ) -> Report:
     """Build the report of a run, with the lines that it prints at the start.
 
-    There are up to six lines: the model, the strategy, the data if the dataset describes itself,
-    the batch, the plan if the planner knows the net and the devices, and the run folder. Only rank
-    0 makes the plan and reads git.
+    There are up to five lines: the model, the strategy, the data if the dataset describes itself,
+    the batch, and the run folder. Only rank 0 reads git.
 
     Args:
         cfg: Configuration of the run.
@@ -49,8 +46,7 @@ def build_report(
         module: Module, whose net is counted.
     """
     batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
-    uses_net = takes_net(type(module))
-    if uses_net:
+    if takes_net(type(module)):
         model = [info.net_name, parameters_text(info.n_parameters, info.n_trained)]
         model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
     else:
@@ -58,8 +54,7 @@ def build_report(
         n_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         model = [type(module).__name__, parameters_text(n_parameters, n_trained)]
     device_text = f"{devices.world_size} x {devices.accelerator}"
-    precision = precision_text(str(trainer.precision), native_precision(devices))
-    strategy = [info.name, device_text, precision]
+    strategy = [info.name, device_text, f"precision {trainer.precision}"]
     if devices.accelerator == "cpu":
         strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
@@ -85,13 +80,6 @@ def build_report(
     lines["batch"] = " · ".join(parts)
     facts: dict[str, Any] = describe_run(devices) if trainer.is_global_zero else {"overrides": []}
     options = cfg.plain() | {"typed": typed_options(cfg, facts)}
-    is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
-    if trainer.is_global_zero and is_planned:
-        precise = cfg.changed(
-            {"trainer.precision": str(trainer.precision), "data.batch_size": batch.batch_size}
-        )
-        with suppress(ValueError):  # the planner does not know this net or these devices
-            lines["plan"] = plan_run(precise, info.name, lengths.sample_tokens, devices)
     lines["run"] = cfg.run_dir
     return Report(lines, options, facts)
 
@@ -109,18 +97,6 @@ def parameters_text(n_parameters: int, n_trained: int) -> str:
         return f"{n_trained:,} of {n_parameters:,} parameters are trained"
     is_small = n_parameters < 50_000
     return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
-
-
-def precision_text(precision: str, native: str) -> str:
-    """Return the entry of the start line for the precision, with a hint if another one is faster.
-
-    Args:
-        precision: Precision of the run.
-        native: Precision that `trainer.precision=auto` means on the devices of the run.
-    """
-    is_slow = precision == "32-true" and native != precision
-    hint = f": {native} is native here; try trainer=gpu" if is_slow else ""
-    return f"precision {precision}{hint}"
 
 
 def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
