@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, read_ends
-from gptrain.assemble.weights import BestBy, find_weights, load_weights, named_source
+from gptrain.assemble.weights import find_weights, load_weights, named_source
 from gptrain.checkpoints.safe_load import load_file
 from gptrain.checkpoints.signature import read_signed_record
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
@@ -65,7 +65,7 @@ def load(
     content, run_dir = _read_config(source, trust)
     match content.get("checkpoint"):
         case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
-            weights = find_weights(source, which, BestBy(monitor, mode))
+            weights = find_weights(source, which, monitor, mode)
         case _:
             weights = find_weights(source, which)
     try:

@@ -154,7 +154,7 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
     source = cfg.from_run or cfg.run_dir if requested in (None, "best", "last") else requested
     key = "from_run" if requested is None else "ckpt_path"
     with named_source(key, cfg.value_of(key)):
-        return find_weights(source, which, cfg.checkpoint)
+        return find_weights(source, which, cfg.checkpoint.monitor, cfg.checkpoint.mode)
 
 
 # Comparing with the saved run

@@ -3,9 +3,7 @@
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
-from gptrain.core.schema import CheckpointConfig, RunConfig
+from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
 from gptrain.parallel.state import EXTRA_PREFIX, NET, NO_STAGES, Stages, load_net_state
 from gptrain.parallel.unmatched import Unmatched
@@ -30,27 +28,11 @@ from gptrain.parallel.unmatched import Unmatched
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class BestBy:
-    """The logged metric by which the best checkpoint of a run is chosen.
-
-    The defaults are for a run whose config is not known.
-
-    Attributes:
-        monitor: Logged name of the metric.
-        mode: Whether the lowest or the highest value is the best.
-    """
-
-    monitor: str = "val/loss"
-    mode: Literal["min", "max"] = "min"
-
-
-VAL_LOSS = BestBy()
 SAFETENSORS = "model.safetensors"
 
 
 def find_weights(
-    source: str | Path, which: str = "best", by: BestBy | CheckpointConfig = VAL_LOSS
+    source: str | Path, which: str = "best", monitor: str = "val/loss", mode: str = "min"
 ) -> Checkpoint | Path:
     """Return the verified checkpoint, or the file of weights, that `source` names.
 
@@ -61,7 +43,8 @@ def find_weights(
         source: Run folder, checkpoint folder, folder of safetensors files, or a file.
         which: For a run folder, "best" for the checkpoint with the best metric (the newest if no
             metric was measured), or "last" for the newest complete checkpoint.
-        by: Metric of the best checkpoint: a `checkpoint` group or a BestBy.
+        monitor: Logged name of the metric. The default is for a run whose config is not known.
+        mode: "min" if its lowest value is the best, "max" if the highest is.
 
     Raises:
         FileNotFoundError: If there are no weights.
@@ -72,7 +55,7 @@ def find_weights(
     source = expand_home(source)
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
-        best = store.best(by.monitor, by.mode) if which == "best" else None
+        best = store.best(monitor, mode) if which == "best" else None
         if checkpoint := best or store.newest_intact():
             return checkpoint
     folder = source.parent if source.is_file() else source
@@ -174,15 +157,15 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
-        weights = find_weights(source, by=cfg.checkpoint)
+        weights = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
         path, left_out = load_weights(
             net, weights, strict=cfg.init_strict, resizes=True, stages=stages
         )
     log.info(labels.line("start", f"from the weights of {path}"))
     for line in left_out.describe_positions():
         log.warning("warning: %s", line)
-    if consequences := left_out.describe_consequences():
-        log.warning("warning: init_strict=false: %s", consequences)
+    if names := left_out.describe():
+        log.warning("warning: init_strict=false: not loaded: %s", names)
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:

@@ -168,8 +168,8 @@ class Mirror:
     def _put(self, source: Path) -> None:
         """Copy a checkpoint to the mirror: the files that it does not have yet, then the manifest.
 
-        Does nothing if the copy has the same manifest. Another manifest is removed before any file
-        is copied.
+        An older manifest is removed before a file is copied. One that lists the same files is only
+        replaced, so that new metrics do not make the copy incomplete.
 
         Args:
             source: Folder of the checkpoint in the store.
@@ -180,15 +180,18 @@ class Mirror:
         """
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
-        copied: dict[str, dict] = {}
-        with suppress(FileNotFoundError, DamagedCheckpointError):
+        files, old_text = manifest.parse(text, source)["files"], b""
+        with suppress(FileNotFoundError):
             old_text = self._manifest(source.name)
-            if old_text == text:
-                return
-            self.files.rm_file(f"{target}/{MANIFEST_NAME}")
+        if old_text == text:
+            return
+        copied: dict[str, dict] = {}
+        with suppress(DamagedCheckpointError):
             copied = manifest.parse(old_text, source)["files"]
+        if old_text and copied != files:
+            self.files.rm_file(f"{target}/{MANIFEST_NAME}")
         self.files.makedirs(target, exist_ok=True)
-        for file, entry in manifest.parse(text, source)["files"].items():
+        for file, entry in files.items():
             if copied.get(file) != entry:
                 self.files.put_file(str(source / file), f"{target}/{file}")
         # Write the manifest as it was read. If the step was saved again, the next update sees it.
