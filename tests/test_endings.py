@@ -1,9 +1,8 @@
-"""The table from exceptions to exit codes, and the detection of old heartbeats."""
+"""The exit code and the line of an exception."""
 
 from __future__ import annotations
 
 import errno
-from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -15,13 +14,10 @@ from gptrain.checkpoints.status import (
     PreemptedError,
 )
 from gptrain.core.errors import (
-    EXIT_CODES,
-    UNKNOWN,
     ConfigError,
     ConfigIssue,
     code_of,
     ending_of,
-    exit_code,
     first_line,
     show,
 )
@@ -56,7 +52,6 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert ending.line and "\n" not in ending.line
     assert bool(ending.trace) == (cause in ("error", "memory"))
     assert ("at step 7" in ending.line) == (cause == "error")
-    assert code in EXIT_CODES
     expected_rank = {SaveFailedError: 3}.get(type(error))
     assert ending.rank == expected_rank
 
@@ -105,17 +100,3 @@ def test_an_error_of_the_memory_of_a_gpu_ends_with_what_is_free():
     others = "Process 462 has 920.00 MiB memory in use. If reserved memory is large try setting …"
     error = RuntimeError(f"CUDA out of memory. {needs} is free. {others}")
     assert ending_of(error).line == f"error: out of memory: {needs} is free"
-
-
-def test_the_exit_code_table_documents_the_consequence_of_each_code():
-    """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
-
-    def codes(consequence: str) -> set[int]:
-        return {code for code in EXIT_CODES if getattr(exit_code(code), consequence)}
-
-    assert codes("is_restarted") == {70, 76, 128 + SIGKILL, 128 + SIGSEGV}
-    assert codes("is_requeued") == {75, 128 + SIGUSR1, 128 + SIGTERM}
-    assert codes("ends_sweep") == {75, 130}
-    assert set(EXIT_CODES) - codes("ends_ranks") == {0, 75}
-    assert exit_code(3) == UNKNOWN
-    assert not UNKNOWN.is_restarted and not UNKNOWN.is_requeued

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
-from gptrain.assemble.config_errors import as_config_errors, missing_monitor_as_config_error
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     Datasets,
     build_datasets,
@@ -107,11 +107,7 @@ class TrainingRun:
         cfg, trainer = self.cfg, self.trainer
         use_checkpoint(trainer, self.checkpoint)
         self.report.start(trainer)
-        with (
-            as_config_errors(cfg),
-            misconfiguration_as_config_error(),
-            missing_monitor_as_config_error(cfg, trainer),
-        ):
+        with as_config_errors(cfg), misconfiguration_as_config_error():
             if cfg.task == "fit":
                 trainer.fit(self.module, datamodule=self.datamodule)
             if cfg.task == "validate":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.checkpoints.status import to_json
-from gptrain.core.errors import printable
+from gptrain.core.errors import BAD_DATA, RunError, printable
 from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
@@ -32,7 +32,7 @@ _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH
 _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
 
 
-class DamagedCheckpointError(Exception):
+class DamagedCheckpointError(RunError):
     """Raised if a checkpoint, or one of its files, is missing, damaged or not a checkpoint at all.
 
     Args:
@@ -40,6 +40,7 @@ class DamagedCheckpointError(Exception):
         reason: Explanation for the user, in a few words.
     """
 
+    code = BAD_DATA
     cause = "data"
 
     def __init__(self, path: str | Path, reason: str) -> None:
@@ -55,7 +56,7 @@ class OldFormatError(DamagedCheckpointError):
     """Raised if a checkpoint was written by a version of gptrain with another format."""
 
 
-class AllDamagedError(Exception):
+class AllDamagedError(RunError):
     """Raised if there are checkpoints and all of them are damaged. The user must decide what to do.
 
     Args:
@@ -63,6 +64,7 @@ class AllDamagedError(Exception):
         damaged: Error of each checkpoint.
     """
 
+    code = BAD_DATA
     cause = "data"
 
     def __init__(self, folder: Path, damaged: list[DamagedCheckpointError]) -> None:

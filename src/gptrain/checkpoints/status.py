@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from gptrain.checkpoints import fileops
-from gptrain.core.errors import DONE
+from gptrain.core.errors import DONE, NON_FINITE, PREEMPTED, RunError
 from gptrain.core.small_files import read_facts
 
 STATUS_NAME = "status.json"
@@ -31,6 +31,7 @@ class PreemptedError(BaseException):
         step: Number of optimizer steps that are done and saved. None if there was nothing to save.
     """
 
+    code = PREEMPTED
     cause = "preempted"
 
     def __init__(self, step: int | None = None) -> None:
@@ -39,7 +40,7 @@ class PreemptedError(BaseException):
         self.step = step
 
 
-class RefusedStepError(Exception):
+class RefusedStepError(RunError):
     """Raised if the update of an optimizer step was left out and the run ends because of it.
 
     The weights are those from before the step.
@@ -48,6 +49,8 @@ class RefusedStepError(Exception):
         message: Description of the step.
         step: Number of the step, counted from 0.
     """
+
+    code = NON_FINITE
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -76,7 +79,7 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
         run_dir: Folder of the run.
         replace: Whether to replace an existing status. The parent of local ranks needs this: only
             the parent knows that a rank was killed before the other ranks failed.
-        facts: Entries of the status: cause (a key of `core.errors.CAUSES`, such as `disk`),
+        facts: Entries of the status: cause (such as `disk`),
             exit_code, rank, step, checkpoint (newest one), resume (command that resumes from it),
             message, traceback.
 

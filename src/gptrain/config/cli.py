@@ -308,7 +308,7 @@ def run_job(
                 folder.rmdir()  # Hydra created the folder for this job
                 if is_sweep:
                     record_refusal(folder, node.overrides.task, codes[-1], first_line(error))
-        if is_sweep and errors.exit_code(codes[-1]).ends_sweep:
+        if is_sweep and codes[-1] in errors.ENDS_SWEEP:
             raise SystemExit from error  # after an Exception, Hydra would run the next job
         kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]
         if is_sweep and kinds != ["BasicSweeper", "BasicLauncher"]:

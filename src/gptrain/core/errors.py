@@ -24,102 +24,28 @@ HUNG = 76
 NON_FINITE = 79
 INTERRUPTED = 130
 
-
-@dataclass(frozen=True)
-class ExitCode:
-    """Meaning of an exit code, and how gptrain reacts to it.
-
-    Attributes:
-        meaning: Description of a few words.
-        is_restarted: True if a restart may help. Local ranks are then started again, and a batch
-            script requeues its job, at most `launcher.max_restarts` times.
-        is_requeued: True if the run was asked to stop and resumes later. A batch script then always
-            requeues its job.
-        ends_ranks: True if the other ranks end when one rank has recorded this code.
-        ends_sweep: True if a sweep starts no further job, because the user or the scheduler wants
-            to stop.
-    """
-
-    meaning: str
-    is_restarted: bool = False
-    is_requeued: bool = False
-    ends_ranks: bool = True
-    ends_sweep: bool = False
-
-
-# An exit code above 128 means that signal number (code - 128) ended the process.
-EXIT_CODES = {
-    DONE: ExitCode("done", ends_ranks=False),
-    BAD_CONFIG: ExitCode("bad config"),
-    BAD_DATA: ExitCode("bad data or checkpoint"),
-    INPUT_NOT_FOUND: ExitCode("input not found"),
-    FAILED: ExitCode("any other failure", is_restarted=True),
-    FOLDER_UNUSABLE: ExitCode("folder unusable"),
-    IO_ERROR: ExitCode("I/O error or disk full"),
-    PREEMPTED: ExitCode("saved on request", is_requeued=True, ends_ranks=False, ends_sweep=True),
-    HUNG: ExitCode("a rank hung", is_restarted=True),
-    NON_FINITE: ExitCode("loss not finite, or too many spikes"),
-    INTERRUPTED: ExitCode("interrupted twice", ends_sweep=True),
-    128 + 9: ExitCode("SIGKILL, often sent when memory is full", is_restarted=True),
-    128 + 11: ExitCode("SIGSEGV", is_restarted=True),
-    # During the imports a run has no signal handlers yet, so it ends without a checkpoint when its
-    # job is preempted or reaches its time limit.
-    128 + 10: ExitCode("SIGUSR1 before the start", is_requeued=True),
-    128 + 15: ExitCode("SIGTERM before the start", is_requeued=True),
-}
-UNKNOWN = ExitCode("a code that gptrain does not return")
-
-
-def exit_code(code: int) -> ExitCode:
-    """Return the entry of an exit code in EXIT_CODES, or UNKNOWN for a code that is not there."""
-    return EXIT_CODES.get(code, UNKNOWN)
-
+# Codes after which the ranks are started again, at most `launcher.max_restarts` times. A code above
+# 128 means that signal number (code - 128) ended the process: SIGKILL, often sent when memory is
+# full, or SIGSEGV.
+RESTARTED = {FAILED, HUNG, 128 + 9, 128 + 11}
+# Codes of a run that was asked to stop and resumes later. During the imports a run has no signal
+# handlers yet, so SIGUSR1 and SIGTERM end it.
+REQUEUED = {PREEMPTED, 128 + 10, 128 + 15}
+ENDS_SWEEP = {PREEMPTED, INTERRUPTED}  # codes after which a sweep starts no further job
 
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value in an error message
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Consequences of one cause, for example `data`, by which a command or a rank can end.
-
-    An exception class of gptrain names its cause in its class attribute `cause`.
-
-    Attributes:
-        code: Exit code of these exception classes. None if `ending_of` has to look at the exception
-            itself.
-    """
-
-    code: int | None = None
-
-
-CAUSES = {
-    "done": Cause(),
-    "preempted": Cause(PREEMPTED),  # the step was saved before the exception was raised
-    "interrupted": Cause(),
-    "config": Cause(),
-    "data": Cause(BAD_DATA),
-    "disk": Cause(),  # also an OSError of a dataset
-    "memory": Cause(),
-    "nonfinite": Cause(NON_FINITE),
-    "spike": Cause(NON_FINITE),
-    "hang": Cause(HUNG),
-    "killed": Cause(),
-    "peer": Cause(),  # another rank has exited
-    "error": Cause(),  # any other exception
+# Parts of error messages of gloo, NCCL and torch, and what is printed before them, by cause.
+PHRASES = {
+    "hang": ("Timed out waiting|timed out after|Watchdog caught coll", "a collective timed out"),
+    "peer": ("closed by peer|reset by peer|Broken pipe|process exited", "another rank has exited"),
+    "memory": ("can't allocate memory|out of memory", "out of memory"),
 }
-
-# Parts of error messages of gloo and NCCL after another rank has exited.
-PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 # The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
 CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\..*")
-# Parts of error messages of torch when memory runs out, on a CPU and on a GPU.
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 # First line of an error that torch raises again for a data worker.
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
-# Parts of error messages of gloo and NCCL after the timeout of a collective.
-TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")
 
 
 @dataclass(frozen=True)
@@ -213,7 +139,21 @@ def first_line(error: object) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
-class ConfigError(Exception):
+class RunError(Exception):
+    """Error whose message explains it, so that no traceback is printed.
+
+    Any exception with these two attributes is reported in the same way.
+
+    Attributes:
+        code: Exit code of the command or the run.
+        cause: Kind of the ending in status.json.
+    """
+
+    code = FAILED
+    cause = "error"
+
+
+class ConfigError(RunError):
     """Raised for wrong input. Nothing was started or written, unless a restart finds the problem.
 
     Attributes:
@@ -221,6 +161,8 @@ class ConfigError(Exception):
             but at least one is an error.
         code: Exit code: 2 if one of the problems has it, else that of the first error.
     """
+
+    cause = "config"
 
     def __init__(self, problems: list[ConfigIssue]):
         self.problems = problems
@@ -246,16 +188,14 @@ class ConfigError(Exception):
         return cls([ConfigIssue(key, value, message, **more)])
 
 
-class DataError(ValueError):
-    """Raised for data that is empty, damaged or does not fit the run.
+class DataError(RunError, ValueError):
+    """Raised for data that is empty, damaged or does not fit the run."""
 
-    A run that raises this error ends with exit code 65.
-    """
-
+    code = BAD_DATA
     cause = "data"
 
 
-class JobFailedError(Exception):
+class JobFailedError(RunError):
     """Raised after a job failed and its error was printed. A job is a run, or one run of a sweep.
 
     Attributes:
@@ -277,7 +217,7 @@ class Ending:
 
     Attributes:
         code: Exit code.
-        cause: Kind of the ending, a key of CAUSES.
+        cause: Kind of the ending, such as `data`.
         line: Printed message. It has several lines only for a config with several problems.
         trace: Traceback, or an empty string if the message explains the error.
         rank: Rank that caused the error, if the exception names it. None otherwise.
@@ -293,10 +233,10 @@ class Ending:
 def ending_of(error: BaseException, doing: str = "") -> Ending:
     """Return how a command or a rank ends after an exception: exit code, cause and message.
 
-    The class attribute `cause` of the exception decides, if CAUSES has an exit code for it.
-    Otherwise the type and the text of the exception decide: a ConfigError, an OSError of the disk,
-    a missing package, an interrupt, an error of a collective, or memory that ran out. Any other
-    exception ends with code FAILED (70), and its traceback is part of the result.
+    A RunError has code and cause. Otherwise the type and the text of the exception decide: an
+    OSError of the disk, a missing package, an interrupt, an error of a collective, or memory that
+    ran out. Any other exception ends with code FAILED (70), and its traceback is part of the
+    result.
 
     Args:
         error: Exception that ended the command or the rank.
@@ -305,34 +245,23 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     message = first_line(error)
     rank = getattr(error, "rank", None)
     cause: str = getattr(type(error), "cause", "")
-    code = CAUSES[cause].code if cause in CAUSES else None
-    if code is not None:
-        line = message if cause == "preempted" else f"error: {message}"
-        return Ending(code, cause, line, rank=rank)
-    match error:
-        case ConfigError():
-            return Ending(error.code, "config", str(error))
-        case OSError() if cause == "disk" or error.errno in DISK:
-            message = message if cause else f"{type(error).__name__}: {message}"
-            return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
-        case ModuleNotFoundError() if "." not in (error.name or ""):  # a whole package is missing
-            hint = f"pip install {error.name}" if error.name else ""
-            missing = ConfigIssue("", None, message, hint=hint)
-            return Ending(BAD_CONFIG, "config", missing.line)
-        case KeyboardInterrupt():
-            return Ending(INTERRUPTED, "interrupted", "interrupted")
-        case RuntimeError() if _has(TIMED_OUT, error):
-            return Ending(HUNG, "hang", f"error: a collective timed out: {message}")
-        case RuntimeError() if _has(PEER_GONE, error):
-            return Ending(FAILED, "peer", f"error: another rank has exited: {message}")
+    if cause and (code := getattr(error, "code", None)):
+        is_told = isinstance(error, ConfigError) or code == PREEMPTED
+        return Ending(code, cause, str(error) if is_told else f"error: {message}", rank=rank)
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(INTERRUPTED, "interrupted", "interrupted")
+    if isinstance(error, OSError) and (cause == "disk" or error.errno in DISK):
+        message = message if cause else f"{type(error).__name__}: {message}"
+        return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
+    if isinstance(error, ModuleNotFoundError) and "." not in (error.name or ""):  # a whole package
+        hint = f"pip install {error.name}" if error.name else ""
+        return Ending(BAD_CONFIG, "config", ConfigIssue("", None, message, hint=hint).line)
     trace = "".join(traceback.format_exception(error))
-    if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
-        message = CUDA_MEMORY.sub(r"\1", message)
-        return Ending(FAILED, "memory", f"error: out of memory: {message}", trace)
+    for cause, (phrases, what) in PHRASES.items():
+        is_phrase = isinstance(error, RuntimeError) and re.search(phrases, str(error))
+        if is_phrase or (cause == "memory" and isinstance(error, MemoryError)):
+            message = CUDA_MEMORY.sub(r"\1", message)
+            code, trace = HUNG if cause == "hang" else FAILED, trace if cause == "memory" else ""
+            return Ending(code, cause, f"error: {what}: {message}", trace)
     line = f"error: {type(error).__name__}: {message}" + (f"; at {doing}" if doing else "")
     return Ending(FAILED, "error", line, trace)
-
-
-def _has(phrases: tuple[str, ...], error: BaseException) -> bool:
-    """Return whether the message of an exception contains one of the phrases."""
-    return any(phrase in str(error) for phrase in phrases)

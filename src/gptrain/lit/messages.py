@@ -30,6 +30,10 @@ LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
 # Beginning of the RuntimeError by which Lightning refuses two callbacks that would store their
 # states under the same key.
 SAME_STATE_KEY = "Found more than one stateful callback"
+# Errors about a value that is monitored and was never logged: the name of the value.
+MISSING_MONITOR = re.compile(
+    r"conditioned on metric `?(.+?)`? which is not available|ModelCheckpoint\(monitor='(.+?)'\)"
+)
 
 
 @contextmanager
@@ -41,12 +45,15 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
     Raises:
         ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
-            message begins with SAME_STATE_KEY. Other errors pass unchanged.
+            message begins with SAME_STATE_KEY or is about a missing monitor. The key of the latter
+            is `monitor`. Other errors pass unchanged.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
+        if missing := MISSING_MONITOR.search(message):
+            raise ConfigError.of("monitor", missing[1] or missing[2], message) from error
         if isinstance(error, RuntimeError) and not message.startswith(SAME_STATE_KEY):
             raise
         raise ConfigError.of(key, None, message) from error

@@ -65,7 +65,7 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
     words.append(override("run_dir", cfg.run_dir))
     for left in reversed(range(cfg.launcher.max_restarts + 1)):
         code = start_ranks([script, *words], cfg, n_ranks, stop)
-        if not (errors.exit_code(code).is_restarted and left) or stop:
+        if not (code in errors.RESTARTED and left) or stop:
             break
         print(f"warning: started again, {left - 1} more times at most", file=sys.stderr)
         if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
