@@ -20,3 +20,8 @@ def make_fast(composed: dict[tuple, bytes] | None = None) -> None:
     composed_once.made.update(composed or {})
     os.fsync = lambda _: None
     gc.freeze()
+
+
+def some_flops_per_s(*_: object) -> float:
+    """Return a speed, in FLOP/s, that a run would measure for longer than it trains."""
+    return 1e10

@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptrain.lit import measure
 from gptrain.runtime import launch
+from tests.fast import some_flops_per_s
 
 PRELOAD = [  # before Python 3.13, a fork server can only import installed packages
     "gptrain.assemble",
@@ -90,8 +91,3 @@ def is_of_torchrun(name: str) -> bool:
     """Return whether torch's agent sets this variable for each rank."""
     ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return name.endswith(ends) or name.startswith("TORCHELASTIC_")
-
-
-def some_flops_per_s(*_: object) -> float:
-    """Return a constant speed, in FLOP/s, instead of measuring it."""
-    return 1e10

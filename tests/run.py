@@ -34,8 +34,10 @@ from hashlib import sha1
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 from tests import composed_once
+from tests.fast import some_flops_per_s
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train.py")
@@ -228,13 +230,16 @@ class Made:
 
 def run_script(words: list[str], module: str = "") -> int:
     """Run train.py, or a module, with these words in this process; return its exit code."""
+    from gptrain.lit import measure
+
     argv = sys.argv
     sys.argv = [module or SCRIPT, *words]
     try:
-        if module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(SCRIPT, run_name="__main__")
+        with patch.object(measure, "measure_matmul", some_flops_per_s):
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(SCRIPT, run_name="__main__")
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     finally:

@@ -32,24 +32,6 @@ def answer(typed):
     torch.set_num_threads(n_threads)
 
 
-@pytest.mark.slow
-def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
-    options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
-               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
-               f"output_dir='{tmp_path}/é = 1'")  # fmt: skip
-    code, _, err = answer(*options)
-    assert code == 0, err
-    (result,) = tmp_path.rglob("result.json")
-    loops = {loop["name"]: loop for loop in json.loads(result.read_text())["loops"]}
-    assert loops.keys() == {"tutorial", "bare", "ours"}
-    for loop in loops.values():
-        step_s = loop["step_s"]
-        assert step_s["low"] <= step_s["median"] <= step_s["high"]
-        assert loop["peak_bytes"] > 100e6  # torch alone
-        assert 0 < loop["mfu"] < 1
-    assert len(list(tmp_path.rglob("ours/checkpoints/step-*"))) == 2  # after 1 + 3 turns of 2 steps
-
-
 def test_ratios_are_taken_within_a_round():
     ours = {"name": "ours", "n_ranks": 2, "peak_bytes": 30, "steps_s": [4.0, 1.0, 2.0]}
     bare = {"name": "bare", "n_ranks": 2, "peak_bytes": 20, "steps_s": [2.0, 2.0, 3.0]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 
-import numpy as np
 import pytest
 import torch
 
@@ -179,35 +178,6 @@ def test_an_lstm_and_a_user_optimizer_resume_exactly(train, lab):
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
     net = gptrain.load(again.folder, "last")
     assert type(net).__name__ == "LSTM" and not net.training
-
-
-def test_token_files_and_an_external_optimizer_resume_exactly(train, tmp_path):
-    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
-    yaml = tmp_path / "conf" / "optimizer" / "adafactor.yaml"
-    yaml.write_text("_target_: torch.optim.Adafactor\n")
-    tokens = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint16)
-    tokens[:2000].tofile(tmp_path / "train.bin")  # nanoGPT: nothing but tokens
-    header = np.zeros(256, dtype=np.int32)  # llm.c
-    header[:3] = 20240520, 1, 1000
-    (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens[2000:].tobytes())
-    options = (
-        *EXACT, "scheduler=constant", "data=tokens", f"data.train_path={tmp_path}/tr*.bin",
-        f"data.val_path={tmp_path}/val.bin", "data.dtype=uint16", "trainer.limit_val_batches=null",
-        "--config-dir", str(tmp_path / "conf"), "optimizer=adafactor", "optimizer.lr=3e-2",
-        "optimizer.weight_decay=0.1",
-    )  # fmt: skip
-    run = train("trainer.max_steps=6", *options)
-    assert run.code == 0, run.err
-    whole = run.losses()
-    run.cut_back(3)
-    groups = run.state(3)["optimizer_states"][0]["param_groups"]
-    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.1, 3e-2), (0.0, 3e-2)]
-    again = train("trainer.max_steps=6", "ckpt_path=last", *options)
-    assert again.code == 0, again.err
-    assert again.losses() == whole
-    tokens[1000:].tofile(tmp_path / "train.bin")
-    other = train("trainer.max_steps=7", "ckpt_path=last", *options)
-    assert other.code == 2 and "data=" in other.err and "the checkpoint was made with" in other.err
 
 
 def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():

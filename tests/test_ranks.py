@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import warnings
 from threading import Thread
 
@@ -17,10 +16,10 @@ import torch
 from lightning.pytorch import Callback
 
 from gptrain.checkpoints.json_lines import read_json_lines
-from gptrain.checkpoints.status import PreemptedError, read_status
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.parallel.mesh import start_group
 from tests.command_line import compose_run, unwatched
-from tests.conftest import ROOT, TINY
+from tests.conftest import TINY
 from tests.processes import wait_until
 
 LOGGED = ("logger=none", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
@@ -60,28 +59,6 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert phases.count("starting") == 1  # the first rank alone records its times
 
 
-@pytest.mark.slow
-def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command, tmp_path):
-    (tmp_path / "anywhere").mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    # There is no checkpoint yet, so `last` means none. Rank 0 decides it for all ranks.
-    options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED, "ckpt_path=last"]
-    run = command(*torchrun, str(ROOT / "train.py"), *options, cwd=tmp_path / "anywhere")
-    assert run.returncode == 0, run.stderr
-    assert [line.split()[0] for line in run.stdout.splitlines()].count("model") == 1
-    (folder,) = (tmp_path / "train").iterdir()
-    one_log_and_no_traces_of_other_ranks(folder)
-    assert not list((tmp_path / "anywhere").iterdir())
-
-
-ALONE_OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-
-
-def free_port() -> str:
-    with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def test_a_request_to_stop_ends_the_wait_for_a_rank_that_never_comes(tmp_path, monkeypatch):
     # An earlier test of this process may have made a group.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
@@ -99,12 +76,3 @@ def test_a_request_to_stop_ends_the_wait_for_a_rank_that_never_comes(tmp_path, m
             start_group("gloo", device, 0, 2, 600.0, store)
     with pytest.raises(TimeoutError):
         start_group("gloo", device, 0, 3, 0.1, store)
-
-
-@pytest.mark.slow
-def test_a_rank_that_no_other_rank_joins_ends(command, tmp_path):
-    place = ALONE_OF_TWO | {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    options = ("trainer.devices=2", "strategy.timeout_s=1", "launcher.timeout_s=1")
-    words = (*TINY, *options, f"run_dir={tmp_path / 'run'}")
-    run = command("train.py", *words, env=os.environ | place)
-    assert run.returncode != 0 and read_status(tmp_path / "run")["exit_code"] == run.returncode

@@ -155,7 +155,6 @@ TABLE = {
     "a full disk": Row(RICH, (
         full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
     )),
-    "a shorter run": Row(RICH, (until(6),)),
     "a shorter run, by epochs": Row((*RICH, "trainer.val_check_interval=4"), (
         until(-1, "trainer.max_epochs=1"),
     )),
@@ -231,10 +230,6 @@ SLOW = {
     ),
     "tensor parallelism": Row(
         (*PLAIN, DRAWS, "strategy=tensor_parallel"), (asked("on_train_batch_end", 1, rank=1),),
-        ranks=2,
-    ),
-    "context parallelism": Row(
-        (*PLAIN, DRAWS, "strategy=context_parallel"), (asked("on_train_batch_end", 1, rank=1),),
         ranks=2,
     ),
     "a stream on two ranks": Row(

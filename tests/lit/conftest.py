@@ -121,31 +121,6 @@ def refused(fit) -> Callable[..., str]:
     return lambda *words: fit(*words, name="refused", code=2).errors[0]
 
 
-@pytest.fixture
-def resumes(fit) -> Callable[..., Ended]:
-    """Return a function that checks that a run resumed at each of `stops` is bit-identical."""
-
-    def check(
-        *words: str, stops: tuple[int, ...] = (3, 4), n: int = 6, start: tuple[str, ...] = ()
-    ) -> Ended:
-        words = (
-            "checkpoint.every_n_steps=1", "checkpoint.keep=99", "model.dropout=0.1",
-            "trainer.val_check_interval=3", f"trainer.max_steps={n}", *words,
-        )  # fmt: skip
-        full = fit(*words, *start, name="full")
-        assert full.steps() == list(range(1, n + 1)), full.steps()
-        for stop in stops:
-            copy = full.copy_until(stop, f"{full.folder.name}-{stop}")
-            resumed = fit(*words, "ckpt_path=last", name=copy)
-            mismatches = differences(full.state(n), resumed.state(n))
-            assert not mismatches, (stop, mismatches[:8])
-            assert same_rows(full.rows, resumed.rows), (stop, full.rows, resumed.rows)
-            assert same_rows([full.metrics], [resumed.metrics])
-        return full
-
-    return check
-
-
 def differences(first: Any, second: Any, at: str = "") -> list[str]:
     """List the entries in which two checkpoints are not bit-identical."""
     if isinstance(first, torch.Tensor):

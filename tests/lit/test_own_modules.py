@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from gptrain.checkpoints.store import CheckpointStore
@@ -17,7 +13,6 @@ from gptrain.lit.strategies import saving
 from gptrain.lit.strategies.base import OneDevice
 from gptrain.parallel.base import Parallel
 from gptrain.parallel.state import module_name, saved_name
-from gptrain.parallel.step_mean import StepMean
 from tests.lit.conftest import ACCURACY, OWN, differences
 from tests.lit.own.modules import WithExtraParameters
 
@@ -102,54 +97,6 @@ def replace_rates(parameters, optimizer, *_):
         group |= {"lr": rate / 10, "initial_lr": rate}
 
 
-class AsksForDivisor(LightningModule):
-    """Notes in training_step by which object a loss is divided, and whether gradients are kept."""
-
-    def __init__(self, parallel):
-        super().__init__()
-        self.weight, self.parallel, self.seen = nn.Parameter(torch.ones(1)), parallel, []
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append((self.parallel.step_mean, self.weight.grad is not None))
-        if batch == "broken":
-            raise ValueError("broken")
-
-
-def test_only_a_loss_in_training_step_is_divided_by_the_targets_of_the_step():
-    """A loss that a callback computes between two steps is the mean of its own batch."""
-    strategy = OneDevice(Parallel())
-    strategy.connect(module := AsksForDivisor(strategy.parallel))
-    module.trainer = trainer = SimpleNamespace(accumulate_grad_batches=2)
-    strategy.optimizers = [torch.optim.SGD(module.parameters())]
-    strategy.step_mean = mean = StepMean(None, torch.device("cpu"))
-    for index, batch in enumerate(("a", "b", "c", "broken")):
-        trainer.fit_loop = SimpleNamespace(batch_idx=index)
-        module.weight.grad = torch.ones(1)
-        with pytest.raises(ValueError, match="broken") if batch == "broken" else nullcontext():
-            strategy.training_step(batch, batch_idx=index)
-        assert strategy.parallel.step_mean is None
-    # The first micro-batch of a step frees the gradients of the step before.
-    assert module.seen == [(mean, False), (mean, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("device", "is_partitioned", "is_moved"),
-    [("cpu", False, True), ("cpu", True, False), ("cuda", False, False), ("cuda", True, False)],
-)
-def test_only_a_full_net_on_the_cpu_is_torn_down_as_lightning_does(
-    device, is_partitioned, is_moved, monkeypatch
-):
-    """Lightning would copy weights and optimizer states from the GPU into the host memory."""
-    moved, torn_down = [], []
-    monkeypatch.setattr(SingleDeviceStrategy, "teardown", lambda _: moved.append(1))
-    strategy = OneDevice(Parallel(device=torch.device(device)))
-    strategy.parallel.is_partitioned = is_partitioned
-    part = SimpleNamespace(teardown=lambda: torn_down.append(part))
-    strategy.accelerator = strategy.precision_plugin = part
-    strategy.teardown()
-    assert (len(moved), len(torn_down)) == (is_moved, 2 * (not is_moved))
-
-
 def test_a_name_in_a_checkpoint_loses_only_the_prefix_of_the_net():
     names = {
         "net.head.weight": "head.weight", "net.inner.net.bias": "inner.net.bias",
@@ -169,18 +116,17 @@ def test_a_module_may_override_the_loss_and_use_label_smoothing(fit):
 # Two ranks
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit, strategy):
+def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit):
     words = (
         f"{MODULES}.WithExtraParameters", "optimizer.lr=0.01", "trainer.max_steps=3", ACCURACY,
         "module.loss.label_smoothing=0.1", "module.loss.z_loss=0.01", "data.val.num_samples=9",
     )  # fmt: skip
     one_rank = fit(*ONE, *words, name=None)
-    words += (*TWO, f"strategy={strategy}", "trainer.val_check_interval=2", "checkpoint.keep=9")
+    words += (*TWO, "strategy=fsdp", "trainer.val_check_interval=2", "checkpoint.keep=9")
     two_ranks = fit(*words, name="two")
     expected, state = one_rank.state(3)["state_dict"], two_ranks.state(3)["state_dict"]
     assert torch.allclose(expected["module.gain"], state["module.gain"], atol=1e-6)
-    assert state["module.steps_seen"] == (3 if "dp" in strategy else 6)  # micro-steps of a rank
+    assert state["module.steps_seen"] == 3
     # Each rank has read other samples, and the buffers of all ranks are those of the checkpoint.
     assert two_ranks.metrics["val/token_sum"] == state["module.samples.token_sum"] > 0
     assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-5)

@@ -71,18 +71,6 @@ def test_options_that_the_user_did_not_give_are_not_changed(fit):
 
 
 @pytest.mark.slow
-def test_a_new_learning_rate_is_used_on_two_ranks(fit):
-    words = (*CONSTANT, "trainer.devices=2", "strategy=fsdp")
-    fit(*words, "trainer.max_steps=2")
-    run = fit(
-        *words, "ckpt_path=last", "optimizer.lr=3e-5", "allow_changes=[optimizer.lr]",
-        "trainer.max_steps=4",
-    )  # fmt: skip
-    assert run.column("lr") == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5])
-    assert (run.folder / "train.log").read_text().count("0.0003 before, 3e-05 now") == 1
-
-
-@pytest.mark.slow
 def test_a_stage_with_fewer_parameter_groups_than_the_net_resumes(fit):
     """A stage between the first and the last has two of Muon's three parameter groups."""
     words = (

@@ -16,20 +16,10 @@ from sent import Sent
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gptrain.lit import LanguageModel
-
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
 )  # fmt: skip
-
-
-class Penalised(LanguageModel):
-    """Adds a loss term that does not depend on the targets."""
-
-    def training_step(self, batch):
-        penalty = sum(p.square().sum() for p in self.parameters() if p.ndim < 2)
-        return self.loss(*batch) + 0.1 * penalty / len(self.state_dict())
 
 
 class Record(pl.Callback):

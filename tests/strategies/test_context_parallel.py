@@ -16,7 +16,6 @@ from kinds import (
     OneProcess,
     Parallel,
     check_equals_one_process,
-    check_logits_of_documents,
     close,
 )
 from ranks import on_ranks
@@ -26,15 +25,6 @@ from torch import nn
 from gptrain.loss import LossOptions
 from gptrain.models import Llama
 from gptrain.parallel import base
-
-
-@on_ranks(2)
-def test_a_step_equals_one_process_also_with_masked_documents_and_recomputation():
-    for packs, options in ((False, {}), (True, {"recomputes": "full"})):
-        kind = Parallel("context_parallel", **options)
-        check_equals_one_process(kind, packs)
-        check_logits_of_documents(kind)
-    check_equals_one_process(Parallel("context_parallel", recomputes="selective"))
 
 
 def make_llama(n_heads, n_kv_heads):

@@ -201,18 +201,6 @@ def test_fsdp_and_activation_checkpointing_accept_any_forward():
         assert record.getMessage().startswith(expected), record.getMessage()
 
 
-@pytest.mark.slow
-@on_ranks(4)
-def test_combined_strategies_compare_the_net_too():
-    for name in ("fsdp_tensor_parallel", "ddp_pipeline"):
-        build(name, own_nets.OwnNet)
-    check_refused(
-        "fsdp_tensor_parallel",
-        {own_nets.Fused: LOGITS},
-    )
-    check_refused("ddp_pipeline", OF_FORWARD)
-
-
 def words_of(net_class):
     """Return the overrides of a run that trains a net of `own_nets`."""
     return (

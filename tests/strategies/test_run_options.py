@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from itertools import groupby
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import FAILED, HUNG, PREEMPTED
 from gptrain.lit.callbacks import checkpoints
-from gptrain.runtime import rank
 from gptrain.runtime.watchdog import Guard
 
 ONE, TWO = helpers.PLACES["single"], helpers.PLACES["ddp"]
@@ -119,34 +117,6 @@ def train(tmp_path, *words):
     words = (*helpers.WORDS, *helpers.MODEL, *helpers.DATA, *ONE, *words)
     code = helpers.run_train([*words, f"run_dir={tmp_path / 'run'}"], tmp_path / "output")
     return code, (tmp_path / "output").read_text()
-
-
-def test_blocks_are_compiled_and_the_watchdog_allows_time_for_the_compilation(tmp_path):
-    """A compiler that changes nothing replaces torch's, which takes half a minute."""
-    beats, beat = [], Guard.beat
-
-    def note(heart, step=None, phase=None, allow_s=0.0):
-        beats.append((step, phase, allow_s))
-        beat(heart, step, phase, allow_s)
-
-    options = ("model.compile=blocks", "trainer.max_steps=1", "launcher.timeout_s=77")
-    with (
-        patch.object(torch, "compile", side_effect=lambda function: function) as compiled,
-        patch.object(Guard, "beat", note),
-        patch.object(rank, "Guard", wraps=Guard) as guard,
-    ):
-        assert train(tmp_path, *options)[0] == 0
-    assert compiled.call_count == 4
-    assert guard.call_args.kwargs["timeout_s"] == 77
-    phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
-    assert phases == ["import", "connect", "data", "build", "train", "validate", "train", "end"]
-    allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
-    assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
-    assert allowed["import"] == rank.IMPORTING_S
-    assert allowed["data"] > allowed["build"] > 0
-    assert [step for step, phase, _ in beats if phase == "train" and step is not None][-1] == 1
-    # Writing a file sends heartbeats without step and phase; the first one is from the start.
-    assert beats.count((None, None, 0.0)) > 1
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -8,7 +8,6 @@ import torch
 
 import gptrain
 
-SLOW = pytest.mark.slow
 TWO_STEPS = ("trainer.max_steps=2", "trainer.val_check_interval=2")
 
 
@@ -16,10 +15,7 @@ def run_of(runs, name, *words):
     return runs(*helpers.PLACES[name], *TWO_STEPS, *words)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ddp", "tensor_parallel", *(pytest.param(n, marks=SLOW) for n in ("fsdp", "pipeline"))],
-)
+@pytest.mark.parametrize("name", ["ddp", "tensor_parallel"])
 def test_each_rank_draws_its_own_dropout(name, runs):
     run = run_of(runs, name, *helpers.DROPOUT[:2])
     masks = [run.record(rank)["mask"][:200] for rank in range(2)]

@@ -44,16 +44,6 @@ def test_the_callback_samples_with_its_own_options(caplog):
     assert len(caplog.messages) == 1
 
 
-def test_a_validation_samples_nothing_if_no_logger_accepts_text():
-    trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
-    trainer.state = SimpleNamespace(fn="fit")
-    SampleText("ab").on_validation_epoch_end(trainer, None)  # the trainer has no net to sample from
-    trainer.loggers = [SimpleNamespace(log_note=None)]
-    for fn, is_sanity_check in (("validate", False), ("fit", True)):
-        trainer.state.fn, trainer.sanity_checking = fn, is_sanity_check
-        SampleText("ab").on_validation_epoch_end(trainer, None)
-
-
 @pytest.mark.slow
 def test_a_sharded_net_samples_the_same_text_as_one_process(runs, tmp_path_factory):
     path = helpers.shared_folder(tmp_path_factory) / "text.txt"

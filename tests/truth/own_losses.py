@@ -223,15 +223,6 @@ class ClipsInHook(Recorded):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
 
 
-class ClipsInOverride(Recorded):
-    """Clips in the method that Lightning offers for it."""
-
-    def configure_gradient_clipping(
-        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-    ):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
-
-
 class ClipsByTrainer(Recorded):
     """Clips in this method by the method of the module."""
 

@@ -64,11 +64,6 @@ class Chain(nn.Module):
 # What `forward` does in training only
 
 
-class DropsHidden(Chain):
-    def before_head(self, x):
-        return dropout(x, 0.5, self.training)
-
-
 class CapsLogits(Chain):
     def after_head(self, logits):
         return 0.3 * torch.tanh(logits / 0.3) if self.training else logits
@@ -109,16 +104,10 @@ class WithHidden(Chain):
         return self.norm(x)
 
 
-class DropsHiddenParts(DropsHidden, WithHidden): ...
-
-
 class CapsLogitsParts(CapsLogits, WithHidden): ...
 
 
 class NoisyEmbeddingParts(NoisyEmbedding, WithHidden): ...
-
-
-class SkipsBlocksParts(SkipsBlocks, WithHidden): ...
 
 
 class DropsInHeadParts(DropsInHead, WithHidden): ...
@@ -147,15 +136,6 @@ class Replaces(Counts):
         return x + torch.sin(self.seen / 4 * Block.forward(self, x))
 
 
-class RunningScale(Counts):
-    """The block divides by a running mean of its own inputs."""
-
-    def forward(self, x):
-        if self.training:
-            self.seen.lerp_(x.detach().abs().mean(), 0.5)
-        return x + torch.sin(Block.forward(self, x) / (self.seen + 0.1))
-
-
 class Normalized(Block):
     """The block normalizes over the batch, which changes running averages."""
 
@@ -177,10 +157,6 @@ class CountsNet(Chain):
 
 class ReplacesNet(Chain):
     block = Replaces
-
-
-class RunningScaleNet(Chain):
-    block = RunningScale
 
 
 # Parameters that a batch may not use

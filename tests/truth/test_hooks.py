@@ -19,11 +19,7 @@ def test_clipping_in_a_hook_is_clipping_by_the_trainer(place, train):
     assert own.norms[0] == pytest.approx(norms, rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["single", "pipeline", pytest.param("tensor_parallel", marks=pytest.mark.slow)],
-)
-def test_clipping_in_configure_gradient_clipping_is_clipping_by_the_trainer(place, train):
-    own = see(train, "ClipsInOverride" if place == "single" else "ClipsByTrainer", *PLACES[place])
-    trainers = see(train, "Recorded", *PLACES[place], "trainer.gradient_clip_val=0.5")
+def test_clipping_in_configure_gradient_clipping_is_clipping_by_the_trainer(train):
+    own = see(train, "ClipsByTrainer", *PLACES["pipeline"])
+    trainers = see(train, "Recorded", *PLACES["pipeline"], "trainer.gradient_clip_val=0.5")
     assert own.column("train/loss") == pytest.approx(trainers.column("train/loss"), rel=2e-6)

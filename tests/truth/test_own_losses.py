@@ -134,18 +134,9 @@ RUNS = [
     ("fsdp", "MaskedPenalty"),
     ("pipeline", "TwoLosses"),
 ]
-SLOW_RUNS = [
-    ("ddp", "LogitPenalty, weighted"),
-    ("fsdp", "TwoLosses"),
-    ("tensor_parallel", "LogitPenalty"),
-    ("context_parallel", "MaskedPenalty"),
-    ("pipeline", "MaskedInPlace"),
-]
 
 
-@pytest.mark.parametrize(
-    ("place", "case"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)]
-)
+@pytest.mark.parametrize(("place", "case"), RUNS)
 def test_a_loss_of_the_user_has_the_value_that_was_written(place, case, train):
     loss_of, of_step, words = CASES[case]
     run = see(train, case.split(",")[0], *PLACES[place], *words)

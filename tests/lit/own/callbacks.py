@@ -56,17 +56,6 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
-class LogsLater(Callback):
-    """Logs the step in each validation except the sanity check."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def on_validation_epoch_end(self, trainer, module):
-        if not trainer.sanity_checking:
-            module.log(self.name, float(trainer.global_step))
-
-
 class Forwards(Callback):
     """Forwards its hooks to another callback."""
 
@@ -80,13 +69,9 @@ class Forwards(Callback):
 class Saves(Callback):
     """Calls trainer.save_checkpoint at step 3."""
 
-    def __init__(self, weights_only=False):
-        self.weights_only = weights_only
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 3:
-            path = Path(trainer.default_root_dir) / "x.ckpt"
-            trainer.save_checkpoint(path, weights_only=self.weights_only)
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
 
 
 class FailsInHook(Callback):

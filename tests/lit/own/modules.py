@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassF1Score
@@ -46,15 +45,6 @@ class Returns(LanguageModel):
         return None if once or self.kind == "none" else loss
 
     skipped = False
-
-
-class WrapsBlocks(LanguageModel):
-    """Wraps each block for activation checkpointing, which adds a prefix to its parameters."""
-
-    def __init__(self, net, *args, **kwargs):
-        super().__init__(net, *args, **kwargs)
-        for i, block in enumerate(net.blocks):
-            net.blocks[i] = checkpoint_wrapper(block)
 
 
 class BringsFinder(LanguageModel):
@@ -146,22 +136,6 @@ class OwnOptimizers(LanguageModel):
         if self.kind == "plateau_steps":
             config |= {"interval": "step", "frequency": 4, "monitor": "train/loss"}
         return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-class HalfRates(LanguageModel):
-    """Changes the optimizer of the optimizer group and returns no schedule."""
-
-    def configure_optimizers(self):
-        optimizer = self.make_optimizer(self)
-        optimizer.param_groups[0]["lr"] /= 2
-        return optimizer
-
-
-class OwnGroups(LanguageModel):
-    """Uses the optimizer and the schedule of the config, as a module that adds groups does."""
-
-    def configure_optimizers(self):
-        return super().configure_optimizers()
 
 
 class Manual(LanguageModel):

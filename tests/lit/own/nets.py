@@ -6,20 +6,6 @@ import torch
 from torch import nn
 
 
-class LowRank(nn.Module):
-    """A frozen linear layer and a trained low-rank update. Its parameter names are new."""
-
-    def __init__(self, base: nn.Linear, rank: int):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, hidden):
-        return self.base(hidden) + self.up(self.down(hidden))
-
-
 class Tied(nn.Module):
     """A net that only maps tokens to logits."""
 
@@ -29,17 +15,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens):
         return self.out(self.table(tokens))
-
-
-class ReturnsPair(Tied):
-    """A net whose forward returns a pair, like those of transformers with a cache."""
-
-    def __init__(self, **sizes):
-        super().__init__(**sizes)
-        self.blocks = nn.ModuleList()
-
-    def forward(self, tokens):
-        return super().forward(tokens), None
 
 
 class RunningMeans(nn.Module):
