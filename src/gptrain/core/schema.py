@@ -496,7 +496,6 @@ class RunConfig(Section):
         from_run: Folder of a run whose overrides come before those that were typed.
         trust: Whether the config of `from_run` is used although another person started that run.
         debug: Whether tracebacks are printed.
-        print_config: Whether the composed config is printed at the start.
         model: Net.
         module: LightningModule around the net.
         data: Datasets and batch sizes.
@@ -532,7 +531,6 @@ class RunConfig(Section):
     from_run: LocalPath | None
     trust: bool
     debug: bool
-    print_config: bool
     model: Annotated[ModelConfig, by_target(ModelConfig)]
     module: Annotated[ModuleConfig, by_target(ModuleConfig)]
     data: Annotated[DataConfig, Chosen(DATA, find_data_kind)]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.loggers import Logger
@@ -140,7 +139,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         super().__init__(
             save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
         )
-        self._config = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write one point per metric, on rank 0.
@@ -157,9 +155,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
         """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0.
 
-        The full configuration is kept until `discard_after` writes it into the TEXT tab. Does
-        nothing if `params` has no key `typed`: those are the hyperparameters that Lightning logs
-        for a module with `save_hyperparameters()`, and the configuration contains them already.
+        Does nothing if `params` has no key `typed`: those are the hyperparameters that Lightning
+        logs for a module with `save_hyperparameters()`, and the configuration contains them
+        already.
 
         Args:
             params: Configuration of the run as nested dicts. `params["typed"]` holds the
@@ -169,7 +167,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
             **__: Keyword arguments of Lightning's method, ignored.
         """
         if "typed" in params:
-            self._config = yaml.safe_dump(params, sort_keys=False)
             # These values only name the columns. Without a step they draw no point.
             columns = dict.fromkeys((params["objective"], *COMPARED), 0.0)
             super().log_hyperparams(params["typed"], columns)
@@ -188,7 +185,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Make TensorBoard hide the points after `step`, and write the configuration as a text.
+        """Make TensorBoard hide the points after `step`.
 
         The points stay in the event files. A SessionLog START event makes TensorBoard hide them.
 
@@ -200,7 +197,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         proto: Any = event_pb2  # the generated protobuf module has no type stubs
         start = proto.SessionLog(status=proto.SessionLog.START)
         self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
-        self.log_note("config", self._config, step)
 
     @rank_zero_only
     def save(self) -> None:

@@ -3,8 +3,6 @@
 import resource
 import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -99,38 +97,17 @@ class Speed:
         return metrics
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak memory to the memory in use, so that a later job in this process has its own.
-
-    A sweep runs its jobs in one process. Does nothing on a CPU if the operating system cannot reset
-    the peak of a process: only Linux can, and a container may forbid it.
-
-    Args:
-        device: Device of this rank.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes.
 
-    On a CUDA device this is the memory of tensors in PyTorch's allocator, on any other device the
-    resident memory of this process. The peak is that since the last `reset_peak_memory`, where this
-    can reset it, or else since the start of the process.
+    On a CUDA device this is the memory of tensors in PyTorch's allocator since `Report.start`, on
+    any other device the resident memory of this process since its start.
 
     Args:
         device: Device of this rank.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, StopIteration):
-        status = Path("/proc/self/status").read_text().splitlines()
-        line = next(line for line in status if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024  # VmHWM: 123456 kB
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import OmegaConf
 
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.status import RESULT_NAME, write_result
@@ -17,7 +17,7 @@ from gptrain.core import labels, shell
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.lightning import callbacks_of, data_of, is_fast_dev_run, strategy_of
 from gptrain.lit.loggers import STEP
-from gptrain.lit.perf import peak_memory_bytes, reset_peak_memory
+from gptrain.lit.perf import peak_memory_bytes
 from gptrain.lit.user_data import has_loader
 from gptrain.parallel.mesh import gather
 
@@ -51,18 +51,16 @@ class Report:
     def start(self, trainer: pl.Trainer) -> None:
         """Start the clock, print `lines` and log the hyperparameters.
 
-        With print_config=true the whole config is printed first. The measurement of the peak memory
-        begins again. All ranks must call this method before the Trainer runs; only rank 0 prints.
+        On a GPU the measurement of the peak memory begins again. All ranks must call this method
+        before the Trainer runs; only rank 0 prints.
 
         Args:
             trainer: Trainer of the run.
         """
         self.start_s = time.perf_counter()
-        reset_peak_memory(strategy_of(trainer).root_device)
+        if strategy_of(trainer).root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         if trainer.is_global_zero:
-            if self.hyper_parameters["print_config"]:
-                config = {k: v for k, v in self.hyper_parameters.items() if k != "typed"}
-                log.info(OmegaConf.to_yaml(config))
             for label, text in self.lines.items():
                 log.info(labels.line(label, text))
         for logger in trainer.loggers:
