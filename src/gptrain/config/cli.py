@@ -187,8 +187,8 @@ def check(
 ) -> RunConfig:
     """Check a composed config and return the typed config. Warnings are printed.
 
-    The run folder, the launcher, the classes and the devices are checked only if `schema.runs_here`
-    is true.
+    The run folder, the launcher and the files are checked only for a training or an evaluation,
+    classes and devices only if `schema.runs_here` is true.
 
     Args:
         cfg: Composed config.
@@ -207,10 +207,11 @@ def check(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     stages = [check_rules(run)]
-    if schema.runs_here:
+    if schema is RunConfig:  # a command with a schema of its own reads no data and makes no run
         is_first = this_process().rank == 0  # another rank may see what rank 0 has written
         of_folder = check_folder(run, folder or run.run_dir) if is_first else ()
         stages[0] = chain(stages[0], check_launcher(run), of_folder, check_files(run))
+    if schema.runs_here:
         stages.append(chain(check_classes(values), check_devices(run)))  # torch takes seconds
     for stage in stages:
         problems += stage

@@ -224,11 +224,31 @@ class StreamPositions:
         return dict(self._after_steps)[n_batches] if n_batches else self.start
 
 
+class StoredStream(WrappedDataset):
+    """Dataset that reads a stream into memory at once, for an evaluation.
+
+    Args:
+        dataset: Stream of the samples of all ranks. It must end, or `n_samples` must be given.
+        name: Config key of the stream.
+        n_samples: Largest number of samples to read, or None for all.
+    """
+
+    def __init__(self, dataset: Any, name: str, n_samples: int | None):
+        super().__init__(dataset, name)
+        self.samples = list(islice(iter(dataset), n_samples))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """Wrap a stream as a dataset whose samples have an index.
 
-    The training stream becomes a StreamDataset. The samples of any other stream are read at once,
-    into a list. An object that is not a stream is returned unchanged.
+    The training stream becomes a StreamDataset. The samples of any other stream are read into
+    memory at once. An object that is not a stream is returned unchanged.
 
     Args:
         dataset: Dataset or stream.
@@ -237,9 +257,8 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """
     if not is_stream(dataset):
         return dataset
-    if name == "data.train":
-        return StreamDataset(dataset, name)
-    return list(islice(iter(dataset), n_samples))
+    is_training = name == "data.train"
+    return StreamDataset(dataset, name) if is_training else StoredStream(dataset, name, n_samples)
 
 
 def find_stream(dataset: Any) -> StreamDataset | None:
