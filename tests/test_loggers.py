@@ -13,7 +13,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from gptrain.checkpoints.lock import RunLock, read_run_id
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.lit import loggers
-from gptrain.lit.callbacks import checkpoints
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import JsonLinesLogger, TensorBoardLogger
 
@@ -98,24 +97,6 @@ def test_every_logger_that_can_discards_points_and_takes_notes():
     loggers.discard_after(cast(Any, trainer), 4)
     loggers.log_note(cast(Any, trainer), "sample", "to be")
     assert calls == [(0, 4), (1, 4), (0, "sample", "to be", 7), (1, "sample", "to be", 7)]
-
-
-def test_a_saved_step_has_a_row_if_the_run_fails_before_lightning_logs_it(train, monkeypatch):
-    """A resumed run begins with the next step, so that nothing else would write the row."""
-    write = checkpoints.write_checkpoint
-
-    def write_and_fail(trainer, *args, **options):
-        write(trainer, *args, **options)
-        if trainer.global_step == 2:
-            raise RuntimeError("after the save")
-
-    monkeypatch.setattr(checkpoints, "write_checkpoint", write_and_fail)
-    words = ("checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1", "scheduler=constant")
-    run = train(*words, "trainer.val_check_interval=3", "logger=none")
-    assert run.code == 70 and "after the save" in run.err
-    assert (run.folder / "checkpoints" / "step-00000002").is_dir()
-    table = json_rows(run.folder)
-    assert [row["step"] for row in table] == [1, 2] and all(row["train/loss"] for row in table)
 
 
 def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
