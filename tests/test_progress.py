@@ -71,9 +71,14 @@ def test_without_a_terminal_a_line_has_the_values_of_its_own_step(train):
     assert lines_of(run)[-1][2] == "0:00:00"
 
 
-def test_a_short_run_prints_its_first_and_last_step(train):
+def test_a_short_run_prints_its_first_and_last_step_and_the_size_of_each_validation(train):
     run = train(*STEPS, BAR.format(1e9))
     assert [step for step, *_ in lines_of(run)] == ["1", "6"]
+    shown = [line.split()[0] for line in run.out.splitlines()]
+    assert [label for label in shown if label in ("step", "validate")] == [
+        "step", "validate", "step", "validate",
+    ]  # fmt: skip
+    assert "validate  2 batches" in run.out.splitlines()
 
 
 class Count:

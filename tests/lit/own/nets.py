@@ -17,6 +17,13 @@ class Tied(nn.Module):
         return self.out(self.table(tokens))
 
 
+class ReturnsPair(Tied):
+    """A net whose forward returns a pair, like those of transformers with a cache."""
+
+    def forward(self, tokens):
+        return super().forward(tokens), None
+
+
 class RunningMeans(nn.Module):
     """A net whose buffers change in training: those of BatchNorm, and one that is replaced."""
 

@@ -24,7 +24,7 @@ class ProgressBar(TQDMProgressBar):
 
     If the output is not a terminal, a line is printed after the first and the last step, and as
     often as no more than `every_s` seconds pass between two lines. Its values are those of its own
-    step.
+    step. An evaluation prints its size before it starts, and then how far it is.
 
     Args:
         every_s: Longest time between two printed lines, in seconds, if no step takes longer.
@@ -60,9 +60,7 @@ class ProgressBar(TQDMProgressBar):
             lengths: Lengths of the run. The remaining time is shown if the last step is known.
             is_logged: Whether the step was logged.
         """
-        # A line is due now if the next step would come too late for it.
-        is_due = time.monotonic() + step_s >= self._printed_s + self.every_s
-        is_shown = is_logged if self.in_terminal else trainer.should_stop or is_due
+        is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
         if not is_shown or not trainer.is_global_zero:
             return
         step = trainer.global_step
@@ -74,11 +72,9 @@ class ProgressBar(TQDMProgressBar):
         self._shown[f"{lengths.unit}/s"] = f"{lengths.step_tokens / step_s:,.0f}"
         if lengths.n_steps:
             self._shown["left"] = timedelta(seconds=round((lengths.n_steps - step) * step_s))
-        if not self.in_terminal:
-            values = self.get_metrics(trainer, trainer.lightning_module)
-            words = [f"{name} {value}" for name, value in values.items()]
-            log.info(labels.line("step", " · ".join(words).removeprefix("step ")))
-            self._printed_s = time.monotonic()
+        values = self.get_metrics(trainer, trainer.lightning_module)
+        words = [f"{name} {value}" for name, value in values.items()]
+        self._print("step", " · ".join(words).removeprefix("step "))
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values of the last shown step, and those logged with prog_bar=True."""
@@ -86,9 +82,54 @@ class ProgressBar(TQDMProgressBar):
         # v_num is the version of a logger.
         return {name: value for name, value in values.items() if name != "v_num"}
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the bar of a validation, or print the number of its batches."""
+        super().on_validation_start(trainer, pl_module)
+        is_check = trainer.sanity_checking
+        sizes = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
+        self._begin_evaluation("check" if is_check else "validate", sum(sizes))
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the bar of a test, or print the number of its batches."""
+        super().on_test_start(trainer, pl_module)
+        self._begin_evaluation("test", sum(trainer.num_test_batches))
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the bar of a validation, or print a line if one is due."""
+        super().on_validation_batch_end(*args, **kwargs)
+        self._end_evaluation_batch()
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the bar of a test, or print a line if one is due."""
+        super().on_test_batch_end(*args, **kwargs)
+        self._end_evaluation_batch()
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Close the bar, so that the error message begins on a new line."""
         if self._train_progress_bar is not None:
             self._train_progress_bar.close()
+
+    def _begin_evaluation(self, label: str, n_batches: int | float) -> None:
+        """Print the number of batches of an evaluation, and begin to count them."""
+        self._evaluation = (label, n_batches)
+        self._n_evaluated = 0
+        self._print(label, f"{n_batches} batches")
+
+    def _end_evaluation_batch(self) -> None:
+        """Count a batch of an evaluation, and print a line if one is due."""
+        self._n_evaluated += 1
+        label, n_batches = self._evaluation
+        if self._is_due(0):
+            self._print(label, f"{self._n_evaluated}/{n_batches} batches")
+
+    def _is_due(self, next_s: float) -> bool:
+        """Return whether a line must be printed now, because the next one comes in `next_s`."""
+        return time.monotonic() + next_s >= self._printed_s + self.every_s
+
+    def _print(self, label: str, text: str) -> None:
+        """Print a line, unless a bar is shown in a terminal."""
+        if not self.in_terminal:
+            log.info(labels.line(label, text))
+            self._printed_s = time.monotonic()
