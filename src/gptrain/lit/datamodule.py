@@ -124,15 +124,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loaded_tokens + (self.step - self._loaded_step) * self.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its training data, for a checkpoint.
-
-        The number of steps alone would not be enough to resume with another global batch size. All
-        ranks must call this method if the training data is a stream.
-
-        Returns:
-            `step` (optimizer steps done), `tokens` (positions trained on) and `read` (samples read
-            by all ranks). With a stream also `stream`, the positions of all its parts.
-        """
+        """Return the position of the run in its training data, for a checkpoint."""
         state = {"step": self.step, "read": self.batches.n_read(self.step), "tokens": self.tokens}
         if self.stream is not None:
             own = self.positions.after((self.step - self._loaded_step) * self.accumulate)
@@ -142,16 +134,7 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position in the training data to that of a checkpoint.
-
-        Does nothing in an evaluation.
-
-        Args:
-            state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
-
-        Raises:
-            ConfigError: If the training data is a stream that other numbers of ranks have read.
-        """
+        """Set the position in the training data to that of a checkpoint."""
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return
         self._loaded_step = state_dict["step"]
@@ -167,10 +150,7 @@ class TextDataModule(pl.LightningDataModule):
             self.positions.start = positions[self.rank]
 
     def train_dataloader(self) -> DataLoader:
-        """Return the loader of this rank's training batches, from the run's position on.
-
-        The loader reads all micro-batches of an optimizer step before it yields the first of them.
-        """
+        """Return the loader of this rank's training batches, from the run's position on."""
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
         if self.stream is not None:
@@ -212,15 +192,7 @@ class TextDataModule(pl.LightningDataModule):
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
-        """Return a loader of this rank's batches of an evaluation.
-
-        If the dataset is a mixture, no batch holds samples of two parts. The loader replaces that
-        to which `part_of` and `eval_batches` refer.
-
-        Args:
-            dataset: Dataset to evaluate.
-            name: Config key of the dataset, for error messages.
-        """
+        """Return a loader of this rank's batches of an evaluation."""
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
         lengths = [len_of(part) for part in parts.values() or [dataset]]
         self.eval_parts = list(parts)
@@ -229,17 +201,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader(dataset, name, self.eval_batches)
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
-        """Return a loader of the batches whose sample indices a batch sampler yields.
-
-        Reads the first sample of a dataset whose samples are checked, to learn its length, and
-        checks that the strategy can run samples of this length.
-
-        Args:
-            dataset: Dataset from which samples are read.
-            name: Config key of the dataset, such as `data.train`. It names the dataset in error
-                messages, and decides by `equal_lengths` whether the samples are checked.
-            batches: Batch sampler: lists of indices into the dataset.
-        """
+        """Return a loader of the batches whose sample indices a batch sampler yields."""
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
         parallel = getattr(getattr(self.trainer, "strategy", None), "parallel", None)
@@ -305,16 +267,7 @@ class Loader(DataLoader):
 
     # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
-        """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded.
-
-        The attributes `number`, `waited_s` and `step_targets` are updated with each group. Workers
-        start with stop signals blocked, so that a signal for the process group does not end them
-        before their rank has saved. They are killed when this process exits.
-
-        Raises:
-            DataError: If the dataset raises one, or gptrain's check of a batch, for example because
-                its samples cannot be stacked. Other errors of the dataset pass unchanged.
-        """
+        """Yield the batches of one epoch, after each group of `read_ahead` batches was loaded."""
         with block_stop_signals():
             batches: Iterator[Any] = super().__iter__()
         if self.positions is not None:
@@ -335,12 +288,6 @@ class Loader(DataLoader):
 
 
 def start_stream_worker(stream: StreamDataset, part: tuple[Any, ...], worker_id: int) -> None:
-    """Let a data worker ignore the stop signals, and begin to read its part of a stream.
-
-    Args:
-        stream: Stream of the training.
-        part: Arguments of `StreamDataset.start`.
-        worker_id: Number of the worker, which DataLoader passes.
-    """
+    """Let a data worker ignore the stop signals, and begin to read its part of a stream."""
     ignore_in_worker(worker_id)
     stream.start(*part)

@@ -207,11 +207,7 @@ class StepGuard:
         return {"n_skipped": int(self._state[IN_A_ROW]), "history": self.spikes.history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, so that steps are decided as in a run without a stop.
-
-        Args:
-            state: Dict that the method `state_dict` returned.
-        """
+        """Restore the state of a checkpoint, so that steps are decided as in a run without a stop."""
         self._state[IN_A_ROW] = state["n_skipped"]
         self.spikes.history = state["history"]
 

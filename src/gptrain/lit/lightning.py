@@ -54,11 +54,7 @@ class RankEnvironment(TorchElasticEnvironment):
         return self.process.rank // self.n_local
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: accept any number of devices.
-
-        On GPUs `assemble.trainer` always passes `devices=1` to the Trainer, so that Lightning's
-        comparison with the world size would fail.
-        """
+        """Do nothing: accept any number of devices."""
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -113,19 +109,7 @@ def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
 
 
 def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -> dict[str, Any]:
-    """Return the state of Lightning's fit loop with which a run resumes after an optimizer step.
-
-    Lightning itself would save the values that its counters have in the middle of a hook, and would
-    later guess from them where the save happened. gptrain saves after an optimizer step only.
-    Therefore the arguments determine all counters, on any number of ranks, and checkpoints need not
-    contain them.
-
-    Args:
-        trainer: Trainer of the resumed run, whose loops have not run yet.
-        step: Number of optimizer steps done.
-        repeats_validation: Whether the run begins with the validation after this step, and with the
-            hooks of the epoch's end if the step ends an epoch.
-    """
+    """Return the state of Lightning's fit loop with which a run resumes after an optimizer step."""
     accumulate = trainer.accumulate_grad_batches
     epoch_steps = data_of(trainer).epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
@@ -156,40 +140,18 @@ def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the optimizer step that was taken most recently is the last of its epoch.
-
-    Also returns True before the first step of the run.
-    """
+    """Return whether the optimizer step that was taken most recently is the last of its epoch."""
     return trainer.global_step % data_of(trainer).epoch_steps == 0
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Return whether Lightning runs a validation right after an optimizer step.
-
-    A validation is due at the validation interval, and also when training is about to stop
-    (`trainer.should_stop`). The result is False in a run without validations, for example with
-    trainer.limit_val_batches=0.
-
-    Args:
-        trainer: Trainer of the run.
-        step: Number of optimizer steps done, including the step in question.
-    """
+    """Return whether Lightning runs a validation right after an optimizer step."""
     is_due = step % data_of(trainer).validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
 def finish_step(trainer: pl.Trainer, step: int) -> None:
-    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
-
-    A run that resumes from a step within an epoch would otherwise miss the update. Does nothing if
-    the validation after the step is repeated, because the resumed run then passes this part of
-    Lightning's loop again. A schedule is left out if Lightning would not step it here, or if its
-    metric is not logged.
-
-    Args:
-        trainer: Trainer that resumes the run.
-        step: Number of optimizer steps done.
-    """
+    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step."""
     step_in_epoch = step % data_of(trainer).epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
         return
@@ -203,14 +165,7 @@ def finish_step(trainer: pl.Trainer, step: int) -> None:
 
 
 def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict[str, Any]:
-    """Return the state of one of the objects in which Lightning counts batches, steps or epochs.
-
-    Args:
-        total: Value of the counters since the run began.
-        current: Value of the counters in the current epoch.
-        names: Names of the counters.
-        ahead: Counter's name -> what to add to both of its values.
-    """
+    """Return the state of one of the objects in which Lightning counts batches, steps or epochs."""
     return {
         "total": {name: total + ahead.get(name, 0) for name in names},
         "current": {name: current + ahead.get(name, 0) for name in names},
@@ -218,22 +173,12 @@ def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) ->
 
 
 def clear_restarting_flags(trainer: pl.Trainer) -> None:
-    """Clear the flags by which Lightning treats a resumed run differently from any other run.
-
-    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It would
-    then leave out the ReduceLROnPlateau update at the end of the first epoch. The flag of the fit
-    loop is always cleared; that of the epoch loop only if the run resumes between two epochs.
-    """
+    """Clear the flags by which Lightning treats a resumed run differently from any other run."""
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether a micro-batch is the last one of its optimizer step.
-
-    Args:
-        trainer: Trainer of the run.
-        batch_idx: Index of the micro-batch in its epoch, which begins with a new optimizer step.
-    """
+    """Return whether a micro-batch is the last one of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

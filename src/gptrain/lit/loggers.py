@@ -28,12 +28,7 @@ FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 
 
 def discard_after(trainer: Trainer, step: int) -> None:
-    """Call `discard_after` of each logger that has this method.
-
-    Args:
-        trainer: Trainer of the run.
-        step: Number of optimizer steps after which training starts or resumes.
-    """
+    """Call `discard_after` of each logger that has this method."""
     for logger in trainer.loggers:
         if discard := getattr(logger, "discard_after", None):
             discard(step)
@@ -80,20 +75,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write metrics into the row of a step, on rank 0 only.
-
-        Lightning passes the values of a step in several calls. Metrics of a step before the last
-        row are added to the last row, because some Lightning callbacks number the steps from 0
-        during a validation.
-
-        Args:
-            metrics: Name -> value.
-            step: Number of optimizer steps done. None means 0.
-
-        Raises:
-            OSError: If the file cannot be written.
-            UnreadableFileError: If the file is not a regular file.
-        """
+        """Write metrics into the row of a step, on rank 0 only."""
         file = self._file or self._open(float("inf"))
         last_step = self._last_row.get(STEP, -1)
         row = {STEP: max(int(step or 0), last_step)}
@@ -107,15 +89,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Remove the rows of later steps, and a last row that was written only in part, on rank 0.
-
-        Args:
-            step: Number of optimizer steps after which training starts or resumes.
-
-        Raises:
-            OSError: If the file cannot be written.
-            UnreadableFileError: If the file is not a regular file.
-        """
+        """Remove the rows of later steps, and a last row that was written only in part, on rank 0."""
         if self.path.exists():
             self._open(step)
 
@@ -141,31 +115,13 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write one point per metric, on rank 0.
-
-        Args:
-            metrics: Logged name -> value.
-            step: Number of optimizer steps done. None, as of the columns in the HPARAMS tab, writes
-                nothing.
-        """
+        """Write one point per metric, on rank 0."""
         if step is not None:
             super().log_metrics(metrics, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0.
-
-        Does nothing if `params` has no key `typed`: those are the hyperparameters that Lightning
-        logs for a module with `save_hyperparameters()`, and the configuration contains them
-        already.
-
-        Args:
-            params: Configuration of the run as nested dicts. `params["typed"]` holds the
-                overrides that distinguish this run, and `params["objective"]` the logged name by
-                which a sweep compares its jobs.
-            *_: Positional arguments of Lightning's method, ignored.
-            **__: Keyword arguments of Lightning's method, ignored.
-        """
+        """Write the overrides of the run and the metric columns into the HPARAMS tab, on rank 0."""
         if "typed" in params:
             # These values only name the columns. Without a step they draw no point.
             columns = dict.fromkeys((params["objective"], *COMPARED), 0.0)
@@ -185,13 +141,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Make TensorBoard hide the points after `step`.
-
-        The points stay in the event files. A SessionLog START event makes TensorBoard hide them.
-
-        Args:
-            step: Number of optimizer steps after which training starts or resumes.
-        """
+        """Make TensorBoard hide the points after `step`."""
         from tensorboard.compat.proto import event_pb2
 
         proto: Any = event_pb2  # the generated protobuf module has no type stubs
@@ -227,11 +177,7 @@ class WandbLogger(pl_loggers.WandbLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Finish the Weights & Biases run, so that the next job in this process starts its own.
-
-        Args:
-            status: Lightning's status. Any status but `success` marks the run as failed.
-        """
+        """Finish the Weights & Biases run, so that the next job in this process starts its own."""
         super().finalize(status)
         if self._experiment is not None:
             self._experiment.finish(exit_code=0 if status == "success" else 1)

@@ -33,16 +33,7 @@ class Peak:
 
 
 def find_peak(device: torch.device, precision: str) -> Peak:
-    """Return the peak speed of a device in matrix multiplications, from a table or by measurement.
-
-    For a GPU in the table of `gptrain.costs.hardware` it is the dense 16-bit peak of the data
-    sheet. Any other device, also every CPU, is measured for a fraction of a second.
-
-    Args:
-        device: Device of this rank.
-        precision: Lightning's name of the precision. It decides the dtype of a measurement, but
-            not the peak of a known GPU, which is always the 16-bit one.
-    """
+    """Return the peak speed of a device in matrix multiplications, from a table or by measurement."""
     if device.type == "cuda":
         known = device_of(torch.cuda.get_device_name(device))
         if known is not None:
@@ -56,18 +47,7 @@ def find_peak(device: torch.device, precision: str) -> Peak:
 def measure_matmul(
     device: torch.device, dtype: torch.dtype, side: int | None = None, seconds: float = MEASURE_S
 ) -> float:
-    """Return the FLOP/s of the fastest of many multiplications of two square matrices.
-
-    The matrices hold random values, as in training: a GPU at its power limit multiplies constants
-    at a higher clock, because fewer bits toggle. The result fits into fp16, because its elements
-    have a standard deviation of sqrt(side). Does not change the global random state.
-
-    Args:
-        device: Device of the measurement. A CPU uses torch's present number of threads.
-        dtype: Type of the matrices.
-        side: Number of rows and columns. Defaults to a side that suits the device.
-        seconds: Duration of the measurement, which makes at least one multiplication.
-    """
+    """Return the FLOP/s of the fastest of many multiplications of two square matrices."""
     side = side or (CPU_SIDE if device.type == "cpu" else SIDE)
     generator = torch.Generator(device).manual_seed(0)
     left, right, out = (

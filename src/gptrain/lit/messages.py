@@ -82,8 +82,5 @@ def quiet_lightning() -> None:
 
 
 def is_for_users(record: logging.LogRecord) -> bool:
-    """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter.
-
-    A record is printed if it comes from a file outside of Lightning, or is a warning or an error.
-    """
+    """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter."""
     return record.levelno >= logging.WARNING or not record.pathname.startswith(LIGHTNING_FOLDER)

@@ -167,15 +167,7 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of the evaluation, if this module is used with a plain Trainer.
-
-        In a run of gptrain this hook logs nothing, because the callback TrainingMonitor has taken
-        and logged the metrics before. So they are logged even if a subclass overrides this hook.
-
-        Raises:
-            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
-                were -100.
-        """
+        """Log the metrics of the evaluation, if this module is used with a plain Trainer."""
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -218,24 +210,7 @@ class LanguageModel(pl.LightningModule):
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
-        """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
-
-        All ranks must call this method.
-
-        Args:
-            prefix: First part of the logged names, `val` or `test`.
-
-        Returns:
-            Scalar tensors by their logged names: `<prefix>/loss`, `<prefix>/perplexity`,
-            `<prefix>/bits_per_byte` if `token_bytes` was given, the values of `metrics`, and
-            `<prefix>/<part>/loss` for each part of a mixture. The dict is empty if `evaluate` was
-            not called since the last call, for example because a subclass evaluates in its own way.
-
-        Raises:
-            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
-                were -100.
-            TypeError, RuntimeError: If the value of a metric is not made of numbers.
-        """
+        """Reduce the sums of the evaluation over all ranks, reset them and return the metrics."""
         values: dict[str, Tensor] = {}
         if self.eval_sums is not None:
             nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums)
@@ -260,15 +235,7 @@ class LanguageModel(pl.LightningModule):
         return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     def _check_counted(self, n_targets: Tensor, name: str) -> None:
-        """Check that an evaluation had targets, because the mean loss of no target is not defined.
-
-        Args:
-            n_targets: Number of targets that were counted on all ranks, a scalar tensor.
-            name: Name of the evaluation in the message, such as `val` or `val (part code)`.
-
-        Raises:
-            DataError: If no target was counted. The message names `data.<name>`.
-        """
+        """Check that an evaluation had targets, because the mean loss of no target is not defined."""
         if float(n_targets) == 0:
             raise DataError(f"data.{name}: {NO_TARGET}")
 
@@ -366,11 +333,7 @@ class LanguageModel(pl.LightningModule):
         strategy.clip(optimizer, gradient_clip_val)
 
     def _parallel(self) -> Parallel:
-        """Return the object that computes losses and logits under the run's strategy.
-
-        Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, the object
-        runs the full net on one device.
-        """
+        """Return the object that computes losses and logits under the run's strategy."""
         with suppress(RuntimeError):  # `self.trainer` raises RuntimeError without a Trainer
             if isinstance(strategy := self.trainer.strategy, GPTStrategy):
                 return strategy.parallel
@@ -378,19 +341,7 @@ class LanguageModel(pl.LightningModule):
 
 
 def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
-    """Return the value of a metric as a dict: logged name -> scalar tensor.
-
-    A value with one element keeps the name. The elements of a larger tensor or of a list get a
-    number, such as `f1/0` and `f1/1`, and the values of a dict get their key, such as
-    `rouge/fmeasure`. Nested values get several of these.
-
-    Args:
-        name: Logged name of the metric.
-        value: Result of the metric's compute().
-
-    Raises:
-        TypeError, RuntimeError: If a part of the value is not a number.
-    """
+    """Return the value of a metric as a dict: logged name -> scalar tensor."""
     if isinstance(value, Mapping):
         items = list(value.items())
     elif isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.numel() != 1):

@@ -98,14 +98,7 @@ class Speed:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes.
-
-    On a CUDA device this is the memory of tensors in PyTorch's allocator since `Report.start`, on
-    any other device the resident memory of this process since its start.
-
-    Args:
-        device: Device of this rank.
-    """
+    """Return the peak memory of this rank in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -113,14 +106,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights that take part in a matrix multiplication for every token.
-
-    These are the elements of all parameters with two or more dimensions, except those that only an
-    nn.Embedding holds. An output head that is tied to the embedding counts once.
-
-    Args:
-        net: Full net, which may be on the meta device.
-    """
+    """Return the number of weights that take part in a matrix multiplication for every token."""
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
     return sum(weight.numel() for weight in weights if weight.ndim >= 2)

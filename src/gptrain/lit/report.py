@@ -148,11 +148,7 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves.
-
-        The evaluation is a test, or a validation if the module has no `test_step` or the data
-        module no `test_dataloader`. It is left out if neither is possible, or without a checkpoint.
-        """
+        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves."""
         if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
         tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))

@@ -66,31 +66,16 @@ class UserData(Dataset):
         self.batch_size = size
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch on all ranks. Each batch counts as a full one.
-
-        For a stream the result is at least UNKNOWN_LENGTH, because `epoch_batches` then is
-        UNKNOWN_LENGTH.
-        """
+        """Return the number of samples of an epoch on all ranks. Each batch counts as a full one."""
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the first batch, whatever the index.
-
-        Raises:
-            DataError: If the loader has no batch.
-        """
+        """Return the first sample of the first batch, whatever the index."""
         batch = self._first_batch()
         return tree_map(lambda leaf: leaf[0] if getattr(leaf, "ndim", 0) else leaf, batch)
 
     def _first_batch(self) -> Any:
-        """Return the first batch as the training step gets it, but as a tuple if it is a list.
-
-        The batch goes through the hooks by which the user's data module transfers a batch to the
-        device, which may change it. The device is the CPU.
-
-        Raises:
-            DataError: If the loader has no batch.
-        """
+        """Return the first batch as the training step gets it, but as a tuple if it is a list."""
         batch = next(iter(self.loader), None)
         if batch is None:
             raise DataError(f"the loader of {type(self.module).__name__} has no batch")
@@ -148,13 +133,7 @@ class UserData(Dataset):
 
 
 def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
-    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
-
-    Args:
-        loader: Loader of the user.
-        batch_size: Samples of a batch, or 1 if each index of the sampler gives a batch.
-        world_size: Number of ranks over which Lightning divides the samples of the loader.
-    """
+    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream."""
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
     is_divided = isinstance(loader.sampler, DistributedSampler)
     if world_size == 1 or is_divided or isinstance(loader.dataset, IterableDataset):

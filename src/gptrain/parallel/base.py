@@ -274,11 +274,7 @@ class Parallel:
         return total / divisor.to(total.dtype)
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Return the number by which the sum of the losses of targets (B, T) is divided.
-
-        In a training_step with gradients it is that of `StepMean.count_and_get_divisor`. Otherwise
-        it is the number of targets that are not -100, at least 1.
-        """
+        """Return the number by which the sum of the losses of targets (B, T) is divided."""
         if self.step_mean is not None and torch.is_grad_enabled():
             return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
@@ -322,16 +318,7 @@ class Parallel:
         return not self.forward_only and supports_chunked_loss(net)
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Return the sum of the losses in nats of hidden states, through `net.head`.
-
-        The logits are computed in chunks, unless the head has a bias.
-
-        Args:
-            net: Net with `head`, an nn.Linear.
-            hidden: Hidden states (..., D) after the final norm.
-            targets: Next tokens (...). The loss ignores -100.
-            options: Label smoothing and z-loss.
-        """
+        """Return the sum of the losses in nats of hidden states, through `net.head`."""
         arguments: dict[str, Any] = {"reduction": "sum", **asdict(options)}
         if net.head.bias is not None:
             return next_token_loss(net.head(hidden), targets, **arguments)
@@ -469,18 +456,7 @@ def supports_chunked_loss(net: nn.Module) -> bool:
 
 
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
-    """Run the net on tokens (B, T) and return its logits (B, T, V).
-
-    Args:
-        net: Net, which is called with the tokens and, if it is given, with `layout`.
-        tokens: Token ids (B, T).
-        targets: Next tokens (B, T), only to check the shape of the logits.
-        layout: Argument `layout` of the net, if documents must not see each other.
-
-    Raises:
-        IncompatibleModelError: If the net returns no tensor, for example a tuple, or a tensor whose
-            shape is not that of `targets` and one more dimension.
-    """
+    """Run the net on tokens (B, T) and return its logits (B, T, V)."""
     logits = net(tokens, **layout)
     is_tensor = isinstance(logits, Tensor)
     if not is_tensor or logits.shape[:-1] != targets.shape:

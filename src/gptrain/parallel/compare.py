@@ -153,11 +153,7 @@ class Comparison:
             return False
 
     def _compare_partitioned(self, tokens: Tensor, targets: Tensor) -> str:
-        """Compare the partitioned net, and return why the plain net cannot be run, or "".
-
-        An exception of the partitioned net is raised at once, because the other ranks may be
-        waiting in a collective.
-        """
+        """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
         expected, reason = {}, ""
         try:
             expected = self._run(tokens, targets)
@@ -225,12 +221,7 @@ class Comparison:
 
     @torch.no_grad()
     def _set_values(self, net: nn.Module) -> None:
-        """Add noise to all parameters of a net.
-
-        The noise depends only on the name of a parameter. Its standard deviation is
-        1 / sqrt(columns) for matrices, which keeps activations near 1 and attention far from
-        uniform, and 0.1 for vectors.
-        """
+        """Add noise to all parameters of a net."""
         device = self.parallel.device
         for name, parameter in self._parameters(net).items():
             if parameter.is_floating_point():
@@ -242,10 +233,7 @@ class Comparison:
                 local_shard(parameter).add_(local_shard(noise))
 
     def _parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of a net by their first names in the full net, the last first.
-
-        Errors propagate backwards, so the first gradient that differs is the cause.
-        """
+        """Return the parameters of a net by their first names in the full net, the last first."""
         first_names = tied_names(self.full_net)
         return {first_names.get(n, n): p for n, p in reversed([*net.named_parameters()])}
 
@@ -266,10 +254,7 @@ class Comparison:
 
 
 def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """Return "<name> differs" for the first tensor that differs from the expected one, or "".
-
-    Gradients that are zero except for rounding are compared with the largest gradient.
-    """
+    """Return "<name> differs" for the first tensor that differs from the expected one, or ""."""
     tolerance = TOLERANCES[torch.get_default_dtype()]
     pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}
     scales = {
@@ -284,17 +269,7 @@ def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> s
 
 
 def make_batch(sample: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets (B, T) for a comparison, made from one sample.
-
-    The rows of the batch are the beginnings of rotated copies of the sample, because reading a
-    second sample may advance the random generators of a dataset. T is at most N_TOKENS + world
-    size, and leaves the same remainder as the sample when divided by the world size, so that the
-    strategy pads this batch if it would pad the sample.
-
-    Args:
-        sample: Tokens of one sample, (T,).
-        parallel: Strategy of the run.
-    """
+    """Return tokens and targets (B, T) for a comparison, made from one sample."""
     n_tokens, world_size = len(sample), parallel.dims.world_size
     if n_tokens > N_TOKENS + world_size:
         n_tokens = N_TOKENS + (n_tokens - N_TOKENS) % world_size
@@ -305,11 +280,7 @@ def make_batch(sample: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
 
 
 def prepare_net(net: nn.Module, parallel: Parallel) -> None:
-    """Set evaluation mode and the default dtype of a full net in place, before it is partitioned.
-
-    A net with more than MAX_PARAMETERS parameters keeps only as many blocks as a pipeline has
-    stages, and at least 2.
-    """
+    """Set evaluation mode and the default dtype of a full net in place, before it is partitioned."""
     blocks = net._modules.get("blocks")
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
     if n_parameters > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):

@@ -50,18 +50,7 @@ class PartLayout(SequenceLayout):
 def apply_context_parallel(
     net: Net, group: dist.ProcessGroup, check_length: Callable[[int], None]
 ) -> None:
-    """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place.
-
-    The modules that `net.context_plan` names get an `exchange`, through which attention sees the
-    positions of all ranks. Callers still pass full sequences and get full outputs, but all ranks of
-    the group must now call `forward` and `hidden` together, and without a cache.
-
-    Args:
-        net: Net with `context_plan`.
-        group: Ranks that share a sequence.
-        check_length: Function that raises an error for a number of positions that the net must not
-            get.
-    """
+    """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place."""
     exchange = AllToAllHeads(group)
     for _, attention, _ in planned_layers(net, net.context_plan):
         attention.exchange = exchange
@@ -78,26 +67,7 @@ def run_part(
     cache: None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Run a method of the net on this rank's part of the sequences.
-
-    All ranks of the context group must call this function.
-
-    Args:
-        method: Method `forward` or `hidden` of the net.
-        group: Ranks that share a sequence.
-        check_length: Function that raises an error for a number of positions that the net must not
-            get.
-        tokens: Full sequences (B, T), identical on all ranks of the group; or, with a
-            `PartLayout`, the t positions of this rank (B, t).
-        cache: Must be None. The argument exists because `forward` of a net has it.
-        layout: Layout of the full sequences, or the `PartLayout` of `tokens`.
-
-    Returns:
-        Outputs (B, T, ...) of the full sequences, or (B, t, ...) of the part.
-
-    Raises:
-        ValueError: If `cache` is not None.
-    """
+    """Run a method of the net on this rank's part of the sequences."""
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
     if isinstance(layout, PartLayout):
@@ -114,16 +84,7 @@ def run_part(
 def part_layout(
     tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
 ) -> PartLayout:
-    """Return the layout of this rank's part of the sequences.
-
-    The sequences are padded at their end with copies of the last token, which does not change the
-    other outputs of a causal net.
-
-    Args:
-        tokens: Full sequences, (B, T).
-        group: Ranks that share a sequence.
-        layout: Layout of the full sequences. By default the positions are 0 to T - 1.
-    """
+    """Return the layout of this rank's part of the sequences."""
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
     padded = torch.arange(part_length * group.size(), device=tokens.device)  # (T',)
@@ -198,11 +159,5 @@ class AllToAllHeads:
 
 
 def exchange_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order.
-
-    All n ranks of the group must call this function. The backward pass sends the gradients back.
-
-    The function is a functional collective of torch, as DTensor's are. torch 2.11 compiles an
-    autograd function around `dist.all_to_all_single` into code whose gradients are zero.
-    """
+    """Send row r of (n, ...) to rank r, and return the rows of all ranks in their order."""
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), None, None, group))

@@ -47,8 +47,5 @@ def build_comm_hook(name: str) -> tuple[object, Callable] | None:
 
 
 def _bf16_compress(group, bucket):
-    """Return the result of torch's bf16_compress_hook, as a hook with another name.
-
-    DDP with gloo refuses the hook by its name, although gloo supports bf16 now.
-    """
+    """Return the result of torch's bf16_compress_hook, as a hook with another name."""
     return default_hooks.bf16_compress_hook(group, bucket)

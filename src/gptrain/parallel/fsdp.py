@@ -26,14 +26,7 @@ from gptrain.parallel.requirements import Net
 
 
 def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: str) -> None:
-    """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
-
-    Args:
-        net: Net after tensor parallelism, activation checkpointing and compile.
-        mesh: Mesh over which the parameters are sharded.
-        options: Options of the strategy.
-        precision: Precision as Lightning names it.
-    """
+    """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net."""
     # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
     # in fp32. Under any other precision both keep the type of the parameters.
     autocast = find_precision(precision).autocast
@@ -61,11 +54,7 @@ def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: s
 
 
 def watch_use(net: Any) -> set[str]:
-    """Return a set that records the names of the parameters that get a gradient on this rank.
-
-    FSDP2 reduces only the gradients that a rank has. If the ranks had gradients of different
-    parameters, it would sum these.
-    """
+    """Return a set that records the names of the parameters that get a gradient on this rank."""
     # torch 2.11 has no such method
     if reduce_unused := getattr(net, "set_reduce_scatter_unused_params", None):
         reduce_unused(True)
@@ -87,16 +76,7 @@ def watch_use(net: Any) -> set[str]:
 
 
 def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows.
-
-    If tensor parallelism shards the rows, FSDP shards the columns, provided that they divide
-    evenly. Two shardings of one dimension would interleave, which DTensor cannot represent for a
-    vocabulary of odd size.
-
-    Args:
-        parameter: Parameter after tensor parallelism, if any.
-        mesh: Mesh over which FSDP2 shards.
-    """
+    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows."""
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
     rows_are_sharded = parameter.placements[0].is_shard(0)

@@ -18,24 +18,7 @@ def sum_gradients(
     divisor: int = 1,
     finds_unused: bool | None = None,
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
-
-    All ranks of the group must call this function once per optimizer step, with the same parameters
-    in the same order. All vectors and scalars together take one all-reduce, and every other
-    gradient takes one. The local shards of DTensors are summed. Does nothing if the group has one
-    rank.
-
-    Args:
-        parameters: Parameters whose gradients are summed. Those without a gradient are skipped.
-        group: Ranks over which the gradients are summed.
-        divisor: Number by which the sums are divided.
-        finds_unused: Whether a parameter may have a gradient on some ranks only. The others then
-            add zeros. None if the caller knows that all ranks have the same gradients.
-
-    Raises:
-        IncompatibleModelError: If `finds_unused` is False, and this rank has no gradient of a
-            parameter that has one on another rank.
-    """
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`."""
     if group.size() == 1:
         return
     if finds_unused is not None:
@@ -63,23 +46,7 @@ def check_use(
     group: dist.ProcessGroup,
     finds_unused: bool,
 ) -> None:
-    """Make the ranks of a group agree on which parameters have a gradient in this step.
-
-    A parameter that only other ranks use gets a gradient of zeros, unless it has one. The gradient
-    of a parameter that no rank uses is removed, so that an optimizer skips the parameter. All ranks
-    of the group must call this function, with the same parameters in the same order. Only a rank
-    without one of the gradients waits for its device.
-
-    Args:
-        parameters: Parameters of the same step on all ranks.
-        is_used: Whether each parameter has got a gradient on this rank.
-        group: Ranks that sum their gradients.
-        finds_unused: Whether ranks may use different parameters.
-
-    Raises:
-        IncompatibleModelError: If they must not, and another rank uses a parameter that this rank
-            does not use.
-    """
+    """Make the ranks of a group agree on which parameters have a gradient in this step."""
     if not parameters:
         return
     unused = [index for index, used in enumerate(is_used) if not used]
@@ -109,26 +76,7 @@ def clip_grad_norm(
     groups: Sequence[dist.ProcessGroup] = (),
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Clip gradients in place to `max_norm`, and return their global norm before clipping.
-
-    norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
-    first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
-    per group, and no synchronization with the host. It is computed in fp32, for fp64 parameters
-    in fp64. All ranks of the mesh and of `groups` must call this function. A norm that is NaN or
-    infinite raises no error, but clipping by it makes gradients NaN or 0.
-
-    Args:
-        parameters: Parameters that this rank trains.
-        max_norm: Largest norm after clipping. None or 0 does not clip.
-        groups: Groups over which the net is split in addition to the DTensors' mesh: the stages of
-            a pipeline.
-        counted_on_other_stage: Parameters that another rank of `groups` counts, for example tied
-            weights.
-
-    Returns:
-        Norm of the gradients of the entire net. The value is identical on all ranks of the mesh and
-        of `groups`.
-    """
+    """Clip gradients in place to `max_norm`, and return their global norm before clipping."""
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
@@ -160,10 +108,7 @@ def clip_grad_norm(
 
 
 def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors in one list for each device, as torch's `_foreach` functions need them.
-
-    FSDP's CPU offload keeps the net on the CPU, and parameters outside the net on the GPU.
-    """
+    """Return the tensors in one list for each device, as torch's `_foreach` functions need them."""
     groups: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
@@ -171,11 +116,7 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    """Return the device to which gradients are moved for a collective, or None without gradients.
-
-    It is the device of their mesh, or that of the first plain gradient. FSDP's CPU offload keeps
-    gradients on the CPU, but the collectives of a GPU mesh need GPU tensors.
-    """
+    """Return the device to which gradients are moved for a collective, or None without gradients."""
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             return gradient.device_mesh.device_type
@@ -183,14 +124,7 @@ def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | N
 
 
 def _is_counted_on_this_rank(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
-    """Return whether this rank is the first of those that hold the same values of a gradient.
-
-    A plain tensor is identical on all ranks of the mesh, a DTensor along its replicated axes.
-
-    Args:
-        gradient: Plain tensor or DTensor.
-        axes: Process groups of the mesh's axes. Empty without a mesh.
-    """
+    """Return whether this rank is the first of those that hold the same values of a gradient."""
     if not isinstance(gradient, DTensor):
         return all(axis.rank() == 0 for axis in axes)
     coordinates = gradient.device_mesh.get_coordinate() or ()

@@ -23,30 +23,13 @@ AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Build the device mesh with the four axes, also those of one rank.
-
-    Every rank must call this function, after the process group was created.
-
-    Args:
-        device_type: Type of the ranks' devices, for example "cuda".
-        dims: Number of ranks along each axis.
-    """
+    """Build the device mesh with the four axes, also those of one rank."""
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh over which FSDP shards the parameters.
-
-    Without replicas this is the data axis of `mesh`. With a context axis it is one axis of all
-    ranks. With replicas (hybrid sharding) it has two axes, "replicate" and "shard", which together
-    replace the data axis. The ranks that share one copy of the net are neighbours, because they
-    all-gather weights; the copies exchange gradients only. Every rank must call this function.
-
-    Args:
-        mesh: Mesh of `build_mesh`.
-        dims: Number of ranks along each axis, and number of copies of the net.
-    """
+    """Return the mesh over which FSDP shards the parameters."""
     if dims.context > 1:
         return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))
     if dims.replicas == 1:

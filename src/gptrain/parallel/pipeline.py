@@ -124,13 +124,7 @@ class Pipeline(Parallel):
         return [parameter for name, parameter in self.net.named_parameters() if name in names]
 
     def logits_of_parts(self, net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return logits (B, T, V) by the chain of parts that the stages run, of a full net.
-
-        Args:
-            net: Full net on one rank.
-            tokens: Token ids (B, T).
-            targets: Next tokens (B, T), not used.
-        """
+        """Return logits (B, T, V) by the chain of parts that the stages run, of a full net."""
         x = net.embed(tokens)
         for block in net.blocks:
             x = block(x)
@@ -178,15 +172,7 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
-        """Multiply gradients by a factor, and add them to those of their parameters.
-
-        Args:
-            gradients: Parameter -> gradient, which is changed in place.
-            factor: Scalar tensor.
-
-        Raises:
-            IncompatibleModelError: If other code has changed a gradient of the net.
-        """
+        """Multiply gradients by a factor, and add them to those of their parameters."""
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -330,19 +316,7 @@ class Pipeline(Parallel):
         loss: Loss,
         documents: Tensor | None,
     ) -> Tensor:
-        """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
-
-        All ranks of the pipeline must call this method. In training, the gradients are added to
-        those of the parameters.
-
-        Args:
-            training: Whether to run backward passes after the forward passes.
-            microbatches: Number of microbatches. It divides B.
-            tokens: Token ids (B, T).
-            targets: Next tokens (B, T).
-            loss: Function of a microbatch's hidden states and targets that returns a scalar.
-            documents: Index of the document of each token, (B, T), or None.
-        """
+        """Run a schedule and return the sum of `loss` over the microbatches, on every rank."""
         # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))
         if key not in self._schedules:
@@ -365,15 +339,7 @@ class Pipeline(Parallel):
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
-        """Build and return a schedule of torch.distributed.pipelining for the stage of this rank.
-
-        The schedule calls the loss function that `self._loss` is when it runs.
-
-        Args:
-            training: Whether the schedule runs backward passes, too.
-            microbatches: Number of microbatches of a batch.
-            device: Device of this rank.
-        """
+        """Build and return a schedule of torch.distributed.pipelining for the stage of this rank."""
         stage = Stage(self.net, self.rank, self.n_stages, self.n_blocks)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.
@@ -387,10 +353,7 @@ class Pipeline(Parallel):
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """Return a loss whose gradients the schedule has already computed.
-
-    The backward pass adds them to the gradients of the parameters, multiplied by that of the loss.
-    """
+    """Return a loss whose gradients the schedule has already computed."""
 
     @staticmethod
     def forward(ctx, anchor, total, add_gradients):
@@ -445,19 +408,7 @@ class Stage(nn.Module):
 
 
 def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to the given stage.
-
-    The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
-    indices of the blocks in the full net. The last stage keeps `norm` and `head`. The first stage
-    keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may use.
-    A removed module or parameter outside of `blocks` becomes None. A net on the meta device never
-    allocates the memory of removed layers.
-
-    Args:
-        net: Net that is changed in place.
-        stage: Index of the stage to be kept.
-        n_stages: Number of stages.
-    """
+    """Remove from a net, in place, all layers that do not belong to the given stage."""
     blocks = list(cast(Net, net).blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})

@@ -73,11 +73,7 @@ def make_net_on(
 
 
 def can_init_by_parameter(net: nn.Module) -> bool:
-    """Return whether the net can be built on the meta device and initialized afterwards.
-
-    Such a net has a method `init_parameter` and no buffers. The values of a buffer that was built
-    on the meta device would be lost.
-    """
+    """Return whether the net can be built on the meta device and initialized afterwards."""
     return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
 
 
@@ -99,17 +95,7 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def copy_from_full(target: Tensor, full: Tensor) -> None:
-    """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor.
-
-    There is no communication: every rank must pass the same full tensor.
-
-    Args:
-        target: Plain tensor or DTensor. Its values are replaced.
-        full: Full tensor of the same shape.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
+    """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor."""
     if target.shape != full.shape:
         raise ValueError(
             f"cannot copy a tensor of shape {tuple(full.shape)}; "
@@ -123,15 +109,7 @@ def copy_from_full(target: Tensor, full: Tensor) -> None:
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """Shard a full tensor in the same way as a parameter, without communication.
-
-    Args:
-        value: Full tensor of the parameter's shape. Any other value is returned unchanged.
-        parameter: Plain tensor or DTensor.
-
-    Returns:
-        Copy of `value` on the device of the parameter: a DTensor if the parameter is one.
-    """
+    """Shard a full tensor in the same way as a parameter, without communication."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     sharded = torch.empty_like(parameter.detach(), dtype=value.dtype)
@@ -146,11 +124,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, without gradient.
-
-    All ranks of the mesh must call this function. The result is on the mesh's device. A plain
-    tensor is returned as it is, but detached.
-    """
+    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, without gradient."""
     if isinstance(tensor, DTensor):
         # FSDP's CPU offload keeps shards on the CPU. A GPU mesh can only gather GPU tensors.
         on_mesh = cast(DTensor, tensor.to(tensor.device_mesh.device_type))

@@ -100,12 +100,7 @@ def check_fit(
 
 
 def check_split(net: Net, dims: ParallelDims) -> None:
-    """Check that the ranks of a job can divide the heads and the blocks of a net.
-
-    Raises:
-        IncompatibleModelError: If they cannot, if `context_plan` names no module or one without
-            `exchange`, or if stages share other weights than one between embedding and head.
-    """
+    """Check that the ranks of a job can divide the heads and the blocks of a net."""
     for axis, n_ranks, names in (
         ("tensor", dims.tensor, ("n_kv_heads", "n_heads")),
         ("context", dims.context, ("n_heads",)),
@@ -164,10 +159,7 @@ def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) 
 
 
 def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, layer, pattern) of each layer whose name matches a pattern of fnmatch.
-
-    If several patterns match, the first one counts.
-    """
+    """Yield (name, layer, pattern) of each layer whose name matches a pattern of fnmatch."""
     for name, layer in net.named_modules():
         for pattern in patterns:
             if fnmatch(name, pattern):

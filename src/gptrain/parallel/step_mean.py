@@ -70,13 +70,7 @@ class StepMean:
         self._n_targets = None
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Count the targets of a loss, and return the number by which its sum is divided.
-
-        The first loss of a run that does not get the targets of its batch is explained in one line.
-
-        Args:
-            targets: Next tokens (B, T) that are passed to the loss. -100 is not counted.
-        """
+        """Count the targets of a loss, and return the number by which its sum is divided."""
         n_targets = (targets != IGNORED).sum()
         self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
         if self.counted is not None:

@@ -47,24 +47,7 @@ else:
 def apply_tensor_parallel(
     net: nn.Module, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
-
-    Tied weights stay tied. `net(tokens)` still returns the full logits (B, T, V) on every rank.
-    `net.hidden(tokens)` returns the full hidden states (B, T, D); its backward pass sums their
-    gradient over the ranks, so that only `vocab_parallel_loss` may be computed from them.
-
-    After the last backward pass of a step, the caller must sum the gradients of
-    `partial_parameters` over the axis.
-
-    Args:
-        net: Net with `tensor_plan`. It is identical on all ranks, or on the meta device.
-        mesh: Device mesh with an axis "tensor".
-        check_length: Function that raises an error for a number of positions that the net must not
-            get. It is called in each forward pass.
-
-    Raises:
-        KeyError: If `net.tensor_plan` has an unknown role.
-    """
+    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says."""
     group = mesh["tensor"].get_group()
     net = cast(Net, net)
     roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
@@ -84,11 +67,7 @@ def apply_tensor_parallel(
 
 
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Return the replicated parameters whose gradients cover only this rank's positions or heads.
-
-    These are the parameters of norms, the position table, and biases that are added to a shard of
-    the sequence. Their gradients must be summed over the tensor axis once per optimizer step.
-    """
+    """Return the replicated parameters whose gradients cover only this rank's positions or heads."""
     parameters: list[nn.Parameter] = []
     net = cast(Net, net)
     for _, module, pattern in planned_layers(net, net.tensor_plan):
@@ -101,13 +80,7 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter as a DTensor on the tensor axis, which requires gradients as before.
-
-    Args:
-        parameter: Full parameter, identical on all ranks.
-        dim: Dimension that is split. None replicates the parameter.
-        mesh: Device mesh with an axis "tensor".
-    """
+    """Return a parameter as a DTensor on the tensor axis, which requires gradients as before."""
     placements = [Replicate() if dim is None else Shard(dim)]
     # src_data_rank=None sends nothing: the full parameter is identical on all ranks.
     shard = distribute_tensor(parameter.detach(), mesh["tensor"], placements, src_data_rank=None)
@@ -117,16 +90,7 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 def _without_padding(
     method, n_ranks: int, check_length, tokens: Tensor, *arguments, **options
 ) -> Tensor:
-    """Call a method of the net and cut its result to the length of the tokens.
-
-    Args:
-        method: Method that pads its tokens and returns a tensor (B, T', ...) with T' >= T.
-        n_ranks: Number of ranks of the tensor axis, of which T' is a multiple.
-        check_length: Function that raises an error if the net must not be run on T positions.
-        tokens: Token ids, (B, T).
-        arguments: Further arguments of the method.
-        options: Keyword arguments of the method. A `layout` is padded as the tokens are.
-    """
+    """Call a method of the net and cut its result to the length of the tokens."""
     check_length(tokens.shape[1])
     if layout := options.get("layout"):
         options["layout"] = _pad_layout(layout, n_ranks)
@@ -138,16 +102,7 @@ def _without_padding(
 
 
 def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
-    """Pad a sequence layout at its end to a multiple of `n_ranks` positions.
-
-    Without documents, the padding gets position 0. With documents it gets document 0, and all
-    positions are computed again from the documents. Returns the layout unchanged if the ranks
-    divide its positions.
-
-    Args:
-        layout: Positions (..., T) of the tokens, and their documents or None.
-        n_ranks: Number of ranks of the tensor axis.
-    """
+    """Pad a sequence layout at its end to a multiple of `n_ranks` positions."""
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
     if layout.documents is None:
@@ -160,19 +115,7 @@ def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
 
 
 class _Role(nn.Module):
-    """Base class of the roles of layers under tensor parallelism.
-
-    A role replaces `forward` of a layer, see `_mixed_class`. This class only declares attributes
-    for the type checker.
-
-    Attributes:
-        weight: Weight of the layer as a DTensor.
-        bias: Bias of the layer as a DTensor, or None.
-        num_embeddings: Number of rows of an nn.Embedding.
-        out_features: Number of outputs of an nn.Linear.
-        tensor_group: Ranks of the tensor axis.
-        layer_forward: Method `forward` of the layer's own class.
-    """
+    """Base class of the roles of layers under tensor parallelism."""
 
     weight: DTensor
     bias: DTensor | None
@@ -183,10 +126,7 @@ class _Role(nn.Module):
 
 
 class _Colwise(_Role):
-    """Linear layer that is split by outputs.
-
-    The input (..., in) is full; the result is this rank's outputs (..., out / n).
-    """
+    """Linear layer that is split by outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to_local()
@@ -194,11 +134,7 @@ class _Colwise(_Role):
 
 
 class _Rowwise(_Role):
-    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums.
-
-    The input is this rank's columns (B, T', in / n). The result is this rank's t = T' / n
-    positions, (B, t, out). T' is the length of the padded sequence, n the number of ranks.
-    """
+    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
@@ -206,25 +142,14 @@ class _Rowwise(_Role):
 
 
 class _PerHead(_Role):
-    """Norm of q or k that normalizes this rank's heads (..., d_head), without a collective.
-
-    Every rank holds the full weight, as a replicated DTensor. This class calls the `forward` of the
-    norm's own class with plain tensors in the place of DTensors (see `_LocalParameters`).
-    """
+    """Norm of q or k that normalizes this rank's heads (..., d_head), without a collective."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer_forward(_LocalParameters(self), x)
 
 
 class _LocalParameters:
-    """View of a layer without children, in which DTensors appear as their local shards.
-
-    `_PerHead` passes it as `self` to the `forward` of the layer's own class, which cannot compute
-    with DTensors and plain tensors together.
-
-    Args:
-        layer: Layer whose attributes the view shows.
-    """
+    """View of a layer without children, in which DTensors appear as their local shards."""
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
@@ -235,11 +160,7 @@ class _LocalParameters:
 
 
 class _Sequence(_PerHead):
-    """Norm that runs on this rank's positions and returns the normalized full sequence.
-
-    The result of (B, t, D) is all-gathered to (B, T', D). T' is the length of the padded sequence,
-    and t is T' divided by the number of ranks.
-    """
+    """Norm that runs on this rank's positions and returns the normalized full sequence."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -251,11 +172,7 @@ class _Sequence(_PerHead):
 
 
 class _PositionEmbedding(_Role):
-    """Table of positions that looks up only this rank's positions, (..., T) -> (..., t, D).
-
-    All ranks hold the full table. T positions are padded to a multiple of the number of ranks, and
-    t of them belong to each rank.
-    """
+    """Table of positions that looks up only this rank's positions, (..., T) -> (..., t, D)."""
 
     def forward(self, positions: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
@@ -264,11 +181,7 @@ class _PositionEmbedding(_Role):
 
 
 class _VocabEmbedding(_Role):
-    """Token embedding whose rows are split over the ranks.
-
-    Each rank looks up the tokens (B, T) that are in its rows. A reduce-scatter sums the results and
-    gives each rank its t positions of the padded sequence, (B, t, D).
-    """
+    """Token embedding whose rows are split over the ranks."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
@@ -282,10 +195,7 @@ class _VocabEmbedding(_Role):
 
 
 class _VocabHead(_Colwise):
-    """Head whose outputs are split over the ranks, with the full logits (B, T', V) on every rank.
-
-    Each rank computes the logits of its own tokens of the vocabulary; an all-gather joins them.
-    """
+    """Head whose outputs are split over the ranks, with the full logits (B, T', V) on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (B, T', v)
@@ -301,14 +211,7 @@ class _VocabHead(_Colwise):
 
 @cache
 def _mixed_class(role: type, layer: type[nn.Module]) -> type:
-    """Return a class that inherits from a role and then from a layer's class.
-
-    The new class has the name of the layer's class, and `layer_forward` is that class's `forward`.
-
-    Args:
-        role: Subclass of `_Role`, whose `forward` replaces the layer's.
-        layer: Class of the layer, for example nn.Linear.
-    """
+    """Return a class that inherits from a role and then from a layer's class."""
     return type(layer.__name__, (role, layer), {"layer_forward": staticmethod(layer.forward)})
 
 
@@ -325,51 +228,17 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the shards of a sequence into the full sequence, with gradients.
-
-    All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
-    gradient of a shard is the sum over ranks of the gradients of this rank's positions.
-
-    Args:
-        shard: Positions of this rank, (..., t, D).
-        group: Ranks that hold the shards, in the order of the positions.
-
-    Returns:
-        Full sequence (..., T', D), with T' = t times the number of ranks.
-    """
+    """All-gather the shards of a sequence into the full sequence, with gradients."""
     return _AlongSequence.apply(shard, group, True)
 
 
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum tensors over the ranks and return this rank's positions of the sum, with gradients.
-
-    This is a reduce-scatter. The backward pass is an all-gather. All ranks of the group must call
-    this function.
-
-    Args:
-        partial_sum: Term of this rank, (..., T', D). The number of ranks divides T'.
-        group: Ranks over which is summed. The rank in the group selects the positions.
-
-    Returns:
-        Positions of this rank in the sum, (..., t, D), with t = T' divided by the number of ranks.
-    """
+    """Sum tensors over the ranks and return this rank's positions of the sum, with gradients."""
     return _AlongSequence.apply(partial_sum, group, False)
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Return the loss in nats of hidden states under a head that is split by rows.
-
-    All ranks of the head's mesh must call this function; the result is identical on all of them.
-    The gradient of `hidden` covers only this rank's columns of the logits: it must be summed over
-    the ranks, as the backward pass of `gather_sequence` does.
-
-    Args:
-        hidden: Full hidden states (..., D), identical on all ranks.
-        head_weight: DTensor (V, D), sharded along V over a mesh with one axis.
-        targets: Next tokens (...), int64. The loss ignores -100.
-        options: Arguments chunk_tokens (tokens per chunk of logits), reduction ("sum" or "mean"),
-            label_smoothing and z_loss of `loss.chunked_next_token_loss`.
-    """
+    """Return the loss in nats of hidden states under a head that is split by rows."""
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
     operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -405,20 +274,14 @@ class _AlongSequence(torch.autograd.Function):
 
 
 def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients.
-
-    All ranks of the group must call this function.
-    """
+    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients."""
     full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
 
 def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients.
-
-    All ranks of the group must call this function.
-    """
+    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients."""
     shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
     return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)

@@ -8,18 +8,7 @@ from gptrain.lit.lightning import callbacks_of
 
 
 def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> dict[str, str]:
-    """Return the reason why a fit ended without an error, for the result line and result.json.
-
-    Args:
-        trainer: Trainer of the run, at the end of the fit.
-        lengths: Lengths of the run.
-        first_step: Number of steps done when training started. None if no step was left to train.
-
-    Returns:
-        `reason`: "steps done", "epochs done", "tokens done", "max_time", "early stop", "stopped" or
-        "nothing left to train". `detail`: the option that set the length of the run, or else the
-        last step, with the metric that stopped the run or a hint where possible.
-    """
+    """Return the reason why a fit ended without an error, for the result line and result.json."""
     step = trainer.global_step
     detail = f"at step {step}"
     timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]

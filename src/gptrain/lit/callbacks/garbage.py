@@ -24,14 +24,7 @@ class QuietCollector(Callback):
         self._is_frozen = False
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Freeze all objects that exist, once, when the first FIRST_STEPS micro-steps are done.
-
-        Does nothing if the process has frozen objects already.
-
-        Args:
-            *_: Arguments of the hook, ignored.
-            **__: Other keyword arguments of the hook, ignored.
-        """
+        """Freeze all objects that exist, once, when the first FIRST_STEPS micro-steps are done."""
         self._n_steps += 1
         if self._n_steps == FIRST_STEPS + 1 and not gc.get_freeze_count():
             gc.collect()
@@ -39,18 +32,12 @@ class QuietCollector(Callback):
             self._is_frozen = True
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
-        """Collect garbage among the objects that were made since the others were frozen.
-
-        Does nothing if this callback has frozen no objects.
-        """
+        """Collect garbage among the objects that were made since the others were frozen."""
         if self._is_frozen:
             gc.collect()
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Unfreeze the objects, so that the next job in this process can free them.
-
-        Does nothing if this callback has frozen no objects.
-        """
+        """Unfreeze the objects, so that the next job in this process can free them."""
         if self._is_frozen:
             gc.unfreeze()
             self._is_frozen = False

@@ -116,24 +116,11 @@ class TrainingMonitor(Callback):
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation.
-
-        Raises:
-            ConfigError: If a callback is not supported.
-        """
+        """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation."""
         check_supported(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure the steps, and to decide for each whether the optimizer takes it.
-
-        The loggers drop the values of later steps, which an earlier start of the run may have
-        logged after the checkpoint from which this one resumes.
-
-        Raises:
-            PreemptedError: If this rank was asked to stop before the first step.
-            IncompatibleModelError: If a hook has switched to manual optimization.
-            OSError: On rank 0, if a logger cannot write its file.
-        """
+        """Start to measure the steps, and to decide for each whether the optimizer takes it."""
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         check_optimization(pl_module)  # a second check, because hooks may have changed the module
@@ -144,13 +131,7 @@ class TrainingMonitor(Callback):
         self.speed = Speed(self.lengths, trainer, net)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of the epoch before if it is due, and end the run if it was asked to.
-
-        All ranks must call this method, which raises the errors of `Checkpoints.save`.
-
-        Raises:
-            PreemptedError: On all ranks, if the ranks have agreed to stop.
-        """
+        """Save the last step of the epoch before if it is due, and end the run if it was asked to."""
         if self.checkpoints is not None:
             self.checkpoints.before_epoch(trainer)
         self._stop_if_agreed(trainer)
@@ -158,16 +139,7 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End the run, if the ranks have agreed to stop.
-
-        Otherwise, after a validation or a save, begin a new interval of the speed measurement.
-
-        Raises:
-            PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError: Instead, on all ranks, if a rank could not write its files.
-            RefusedStepError: Instead, if the last step was refused and the run ends because of it.
-            DataError: Instead, if the last step is step 0 of the run and had no target.
-        """
+        """End the run, if the ranks have agreed to stop."""
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
@@ -177,18 +149,7 @@ class TrainingMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Complete the gradients before other hooks see them, and record the learning rate.
-
-        Also calls `GPTStrategy.clip`, which measures the gradient norm and decides whether
-        the step is taken, unless Lightning will do it. For a `LanguageModel` Lightning calls `clip`
-        after this hook, also without clipping. It does not for clipping by value, for a plain
-        LightningModule, or if the module overrides configure_gradient_clipping. In these cases
-        `clip` is called here with no largest norm, so that it only measures. All ranks must call
-        this method.
-
-        Raises:
-            RefusedStepError, DataError: As `GPTStrategy.clip`, if it is called here.
-        """
+        """Complete the gradients before other hooks see them, and record the learning rate."""
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
@@ -198,19 +159,7 @@ class TrainingMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send a heartbeat; after the last micro-batch of a step vote, and log the step if due.
-
-        The ranks vote on stopping and on saving, and the buffers of the module are broadcast to all
-        data ranks, so all ranks must call this method. The last step of the run, and any step with
-        a validation, is always logged. After the last step `trainer.should_stop` is set.
-
-        Raises:
-            RefusedStepError: If a step was refused and the run ends because of it. The decisions
-                are read here only if the step is logged; otherwise at the next step that is logged
-                or saved.
-            DataError: In the same way, if step 0 of the run has no target.
-            IncompatibleModelError: In a pipeline, if the module has clipped by another norm.
-        """
+        """Send a heartbeat; after the last micro-batch of a step vote, and log the step if due."""
         step = trainer.global_step
         self._beat(step, "train")
         self.timeline.update(step)
@@ -238,20 +187,14 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send a heartbeat, and wait for the vote that is still pending.
-
-        From here on the timeline counts the time as time of saves. All ranks must call this method.
-        """
+        """Send a heartbeat, and wait for the vote that is still pending."""
         self._beat(phase="end")
         self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record in `ended` why training ended, and pass the reason to the loggers.
-
-        The loggers get nothing if no step was left to train.
-        """
+        """Record in `ended` why training ended, and pass the reason to the loggers."""
         self.ended = why_ended(trainer, self.lengths, self.first_step)
         if self.first_step is not None:
             log_note(trainer, "ended", ", ".join(self.ended.values()))
@@ -259,12 +202,7 @@ class TrainingMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass the error to the loggers, and describe the current batch for the error report.
-
-        The description is stored in `guard.doing`. It has the step, or the evaluation, and the
-        indices of this rank's samples if they are known. It stays as it was if this rank was
-        neither training nor reading evaluation batches of gptrain's own loader.
-        """
+        """Pass the error to the loggers, and describe the current batch for the error report."""
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
         rank = trainer.global_rank
@@ -285,17 +223,7 @@ class TrainingMonitor(Callback):
     # Evaluations
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the step before its validation, and end the run if the ranks have agreed to stop.
-
-        The run does not end here after step `trainer.max_steps`. All ranks must call this method.
-        Outside of a fit and in the sanity check only a heartbeat is sent.
-
-        Raises:
-            PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError: On all ranks, if a rank could not write its files.
-            RefusedStepError: If the last step was refused and the run ends because of it.
-            DataError: If the last step is step 0 of the run and had no target.
-        """
+        """Save the step before its validation, and end the run if the ranks have agreed to stop."""
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
@@ -307,16 +235,7 @@ class TrainingMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        """Send a heartbeat, and end the run if it was asked to stop.
-
-        In a fit all ranks must call this method, because they vote. The fit does not end here after
-        step `trainer.max_steps`, and the sanity check is not ended.
-
-        Raises:
-            PreemptedError: In a fit, on all ranks after the same batch, once they have agreed to
-                stop. In task=validate or task=test, at once, on the rank that was asked.
-            SaveFailedError: On all ranks, if a save in the background could not be completed.
-        """
+        """Send a heartbeat, and end the run if it was asked to stop."""
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
         if trainer.state.fn != "fit":
@@ -328,15 +247,7 @@ class TrainingMonitor(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of an evaluation, and the step as their x axis.
-
-        All ranks must call this method, because it sums over them.
-
-        Raises:
-            DataError: On all ranks, if all targets of the evaluation were -100, except in a sanity
-                check that reads only the first batches.
-            ValueError, TypeError: If a metric has a value that cannot be logged.
-        """
+        """Log the metrics of an evaluation, and the step as their x axis."""
         values = {}
         if isinstance(pl_module, LanguageModel):
             # Log here and not in the module's own hook, which a subclass may override.
@@ -348,10 +259,7 @@ class TrainingMonitor(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send the heartbeat of the training phase, and let the next step begin a new interval.
-
-        The time of the validation thus does not count for the measured speed.
-        """
+        """Send the heartbeat of the training phase, and let the next step begin a new interval."""
         self._is_paused = True
         self._beat(phase="train")
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -364,20 +272,13 @@ class TrainingMonitor(Callback):
         return self.step_guard.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore how many steps were skipped in a row, and the values of earlier steps.
-
-        Args:
-            state_dict: Dict that the method `state_dict` returned when the checkpoint was saved.
-        """
+        """Restore how many steps were skipped in a row, and the values of earlier steps."""
         self.step_guard.load_state_dict(state_dict)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the config of the net to a checkpoint, and let the next step begin a new interval.
-
-        The time of the save thus does not count for the speed.
-        """
+        """Add the config of the net to a checkpoint, and let the next step begin a new interval."""
         self.step_guard.read()  # no file is written after the step that ends the run
         checkpoint["model"] = self.model_config
         self._is_paused = True
@@ -385,21 +286,12 @@ class TrainingMonitor(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Send a heartbeat with the step of the checkpoint, and keep this step.
-
-        It is the x axis of the metrics of an evaluation, and the last step of a fit without a step
-        left.
-        """
+        """Send a heartbeat with the step of the checkpoint, and keep this step."""
         self.loaded_step = checkpoint["global_step"]
         self._beat(self.loaded_step, allow_s=self.guard.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the values of a step, which the class describes.
-
-        All ranks must call this method after the same step, because the loss is averaged over the
-        ranks. The loss is left out if the step had no target, or if no training_step had a loss.
-        The measurement of the speed waits until the device has done its queued work.
-        """
+        """Log the values of a step, which the class describes."""
         self.step_guard.read()
         strategy = strategy_of(trainer)
         values: dict[str, Any] = {}
@@ -424,14 +316,7 @@ class TrainingMonitor(Callback):
                 logger.log_metrics(values, trainer.global_step)
 
     def _vote(self, trainer: Trainer) -> None:
-        """Vote on stopping and on saving, and apply the results of the previous vote.
-
-        All ranks must call this method at the same points of the run. A rank votes to stop if it
-        got a stop signal, and rank 0 votes to save if `checkpoint.every_minutes` have passed. Each
-        rank also votes on whether it has written its files of a save in the background. The results
-        are identical on all ranks. They set `stopping`, and `stopping`, `time_is_up` and
-        `is_written` of `checkpoints`.
-        """
+        """Vote on stopping and on saving, and apply the results of the previous vote."""
         wants_stop = bool(self.guard.stop)
         checkpoints = self.checkpoints
         wants_save = checkpoints is not None and checkpoints.votes_to_save(trainer)
@@ -445,16 +330,7 @@ class TrainingMonitor(Callback):
             checkpoints.is_written = not is_writing
 
     def _stop_if_agreed(self, trainer: Trainer) -> None:
-        """End the run, if the ranks have agreed to stop and the step is saved.
-
-        A later hook saves a step whose validation or epoch's end is still to come. After step
-        `trainer.max_steps` the run does not end here, because only the validation is left. A run
-        without checkpoints ends without a save. All ranks must call this method.
-
-        Raises:
-            PreemptedError: On all ranks, if the ranks have agreed to stop.
-            SaveFailedError: On all ranks, if a rank could not write its files.
-        """
+        """End the run, if the ranks have agreed to stop and the step is saved."""
         if not self.stopping:
             return
         if self.checkpoints is None:
@@ -467,15 +343,7 @@ class TrainingMonitor(Callback):
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return whether Lightning will clip the gradients of a module by `GPTStrategy.clip`.
-
-    This method also measures the gradient norm. It is not called for clipping by value, for a plain
-    LightningModule, or if the module overrides configure_gradient_clipping.
-
-    Args:
-        trainer: Trainer of the run.
-        pl_module: Module that the trainer fits.
-    """
+    """Return whether Lightning will clip the gradients of a module by `GPTStrategy.clip`."""
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)

@@ -35,38 +35,19 @@ class SampleText(Callback):
         self._text: str | None = None  # text of the last sample
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at a validation during training, if a logger has a `log_note` method.
-
-        Such loggers get the text. Does nothing in the sanity check and outside of a fit. All ranks
-        must call this method.
-        """
+        """Generate a text at a validation during training, if a logger has a `log_note` method."""
         is_logged = any(hasattr(logger, "log_note") for logger in trainer.loggers)
         if is_logged and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at the end of training, pass it to the loggers, and print it on rank 0.
-
-        A text that was generated after the same step is used again. All ranks must call this
-        method.
-        """
+        """Generate a text at the end of training, pass it to the loggers, and print it on rank 0."""
         text = self._sample(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             log.info(labels.line("sample", text))
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """Generate a text and pass it to the loggers, or return the text of this step again.
-
-        All ranks must call this method, because the forward pass of a partitioned net needs all
-        ranks. The random numbers of the training are not changed.
-
-        Args:
-            trainer: Trainer of the run.
-            pl_module: Module whose `net` generates the text.
-
-        Returns:
-            The text, or None if the run cannot generate one.
-        """
+        """Generate a text and pass it to the loggers, or return the text of this step again."""
         if self._sampled_step == trainer.global_step:
             return self._text
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)

@@ -79,10 +79,7 @@ def build_strategy(
         parallel.compile_loss()
 
     def partition(net: Any, parallel: Parallel = parallel, compile: str = compile) -> None:
-        """Turn a full net into the part that this rank holds, in place.
-
-        Activation checkpointing and torch.compile are applied to it, if the config asks for them.
-        """
+        """Turn a full net into the part that this rank holds, in place."""
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)

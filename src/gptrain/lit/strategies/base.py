@@ -101,16 +101,7 @@ class GPTStrategy(SavingStrategy):
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss.
-
-        Also finds the buffers that `synchronize_buffers` sends.
-
-        Args:
-            trainer: Trainer that fits.
-
-        Raises:
-            IncompatibleModelError: If the module's configure_optimizers returns several optimizers.
-        """
+        """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss."""
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
@@ -139,15 +130,7 @@ class GPTStrategy(SavingStrategy):
                 dist.broadcast(buffer, group=group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch to the device, and note its targets if gptrain's loader has counted them.
-
-        Nothing is noted if a hook may have changed the batch since then.
-
-        Args:
-            batch: Batch of this rank, of any form.
-            args: Further arguments of Lightning's method.
-            kwargs: Keyword arguments of Lightning's method.
-        """
+        """Move a batch to the device, and note its targets if gptrain's loader has counted them."""
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
@@ -160,18 +143,7 @@ class GPTStrategy(SavingStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compute the divisor of the losses of a step, before its first micro-batch.
-
-        The divisor makes the loss a mean over all targets of the step on all data ranks, which is
-        why their numbers are summed over these ranks. gptrain's data loader reads all micro-batches
-        of a step at once and so knows the number of their targets. Lightning calls this hook on all
-        ranks, before every micro-batch; it does nothing before the second and later micro-batches
-        of a step.
-
-        Args:
-            batch: Micro-batch of this rank.
-            batch_idx: Index of the micro-batch in the epoch.
-        """
+        """Compute the divisor of the losses of a step, before its first micro-batch."""
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
             return
@@ -261,12 +233,7 @@ class GPTStrategy(SavingStrategy):
             self.decide_step(optimizer)
 
     def teardown(self) -> None:
-        """Tear down the precision plugin and the accelerator, but leave the net on its device.
-
-        Lightning's own teardown would also move weights and optimizer states to the CPU. A run that
-        has ended, or that reports a lack of memory, would need the memory of the host for them. For
-        a net that is neither partitioned nor on a CUDA device, Lightning's teardown runs.
-        """
+        """Tear down the precision plugin and the accelerator, but leave the net on its device."""
         if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
             super().teardown()
             return
@@ -298,23 +265,11 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
-        """Pass the global rank and the world size to Lightning, and do nothing else.
-
-        Lightning would also seed all ranks with the same number, so that their dropout masks would
-        be identical.
-        """
+        """Pass the global rank and the world size to Lightning, and do nothing else."""
         self.set_world_ranks()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up the accelerator, the precision and, in a fit, the optimizer.
-
-        A partitioned net is neither broadcast nor moved nor wrapped. The metrics of the module and
-        of the callbacks are reduced over the data ranks, unless they have a process group: ranks
-        that read the same samples update the metrics with the same values, which must count once.
-
-        Args:
-            trainer: Trainer of the run.
-        """
+        """Set up the accelerator, the precision and, in a fit, the optimizer."""
         if not self.parallel.is_partitioned:
             super().setup(trainer)
             return
@@ -335,13 +290,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
                     metric.process_group = self.parallel.data_group
 
     def configure_ddp(self) -> None:
-        """Wrap the module in DistributedDataParallel, with the communication hook of the options.
-
-        Lightning's method is replaced for two reasons: it registers a communication hook on GPUs
-        only, and it wraps the module on a side stream, so that each gradient waits for events of
-        two streams, and the buckets that DDP replaces in the second step take 4 bytes per parameter
-        more (Lightning 2.6).
-        """
+        """Wrap the module in DistributedDataParallel, with the communication hook of the options."""
         model = DistributedDataParallel(
             cast(nn.Module, self.model),
             device_ids=self.determine_ddp_device_ids(),
@@ -375,22 +324,13 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients inside the block without communication between ranks.
-
-        Lightning runs all micro-steps of an optimizer step except the last one in such a block.
-        """
+        """Accumulate gradients inside the block without communication between ranks."""
         with super().block_backward_sync(), self.parallel.without_gradient_sync():
             yield
 
 
 def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module that owns it, and its name, for each buffer that checkpoints contain.
-
-    The buffers of metrics are left out, because they are sums over the samples of one rank.
-
-    Args:
-        module: LightningModule of the run, whose submodules are searched, too.
-    """
+    """Return the module that owns it, and its name, for each buffer that checkpoints contain."""
     saved = module.state_dict(keep_vars=True).keys()
     return [
         (owner, name)
