@@ -20,7 +20,7 @@ from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.json_lines import read_json_lines
 from gptrain.checkpoints.timeline import TIMES, describe, measure
-from gptrain.lit.callbacks.ending import why_ended
+from gptrain.lit.report import why_ended
 from gptrain.runtime.devices import find_devices
 from tests.command_line import compose_run
 from tests.conftest import ROOT
@@ -65,6 +65,7 @@ def test_a_timer_or_an_early_stopping_has_ended_a_run_only_if_its_condition_hold
     trainer = SimpleNamespace(
         callbacks=[timer], early_stopping_callbacks=[waiting], global_step=3,
         callback_metrics={"val/loss": 7.0, "val/top5": torch.tensor(0.12345)},
+        state=SimpleNamespace(fn="fit"),
     )  # fmt: skip
     for remaining_s, reason in ((0.5, "stopped"), (-0.1, "max_time"), (None, "stopped")):
         timer.time_remaining = lambda s=remaining_s: s

@@ -60,9 +60,7 @@ def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs
         shown = wait(lambda: points(window), lambda values: len(values) >= 4, "the resumed steps")
         assert [step for step, _ in shown] == [1, 2, 3, 4]
         window.open(f"{address}?#text")
-        window.wait_for(
-            "run/ended/text_summary", "steps done, trainer.max_steps=4", "run/sample/text_summary"
-        )
+        window.wait_for("run/sample/text_summary")
         window.open(f"{address}?2#hparams")
         text = window.wait_for("val/loss", "callbacks.sample.n_tokens", "8.0000")
         assert "model.d_model" in text and "checkpoint" not in text and "run_dir" not in text

@@ -110,14 +110,9 @@ class StepGuard:
         self._state = torch.zeros(8, dtype=torch.int64)
         self._step = -1  # last step that was decided
         self._reported = [0] * len(KINDS)
-        self._skipped = KINDS[:2] if on_spike == "skip" else KINDS[:1]
 
     def start(self, trainer: Trainer) -> None:
-        """Make the strategy call `decide` and `read` in the steps of a training that begins.
-
-        Args:
-            trainer: Trainer that fits, whose optimizer exists.
-        """
+        """Make the strategy call `decide` and `read` in the steps of a training that begins."""
         self.trainer = trainer
         strategy = strategy_of(trainer)
         strategy.decide_step = self.decide
@@ -128,31 +123,32 @@ class StepGuard:
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
         # With FSDP's CPU offload the host waits for the gradients.
         self._is_scaled = find_precision(trainer.precision).has_loss_scaler
-        self._is_deferred = (
-            skips_on_device(optimizer)
-            and not self._is_scaled
-            and all(parameter.device == strategy.root_device for parameter in parameters)
-        )
+        is_on_device = all(p.device == strategy.root_device for p in parameters)
+        self._is_deferred = skips_on_device(optimizer) and not self._is_scaled and is_on_device
 
     def decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
         All ranks that take the step together must call this method, after the gradient norm was
-        computed and before the update. A second call for the same step replaces the first.
-
-        Raises:
-            RefusedStepError, DataError: As `read`, if the optimizer does not read `found_inf`.
+        computed and before the update. A second call for the same step replaces the first. Raises
+        the errors of `read` if the optimizer does not read `found_inf`.
         """
         strategy = strategy_of(self.trainer)
-        norm = strategy.grad_norm
-        assert norm is not None  # `GPTStrategy.clip` has measured it
+        norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
         step = self.trainer.global_step
         if step != self._step:
             self._step = step
             self._before = self._state
         before = self._before
         is_bad = norm.isfinite().logical_not()
-        is_spike = self._is_spike(step) if self.on_spike != "none" else torch.zeros_like(is_bad)
+        is_spike = torch.zeros_like(is_bad)
+        if self.on_spike != "none":
+            loss = strategy.step_mean.loss
+            dims = strategy.parallel.dims
+            if dims.data < dims.world_size:  # ranks that read the same samples average their loss
+                loss = loss / dims.world_size
+                dist.all_reduce(loss)
+            is_spike = self.spikes.flag(loss, norm, step)
         flags = torch.stack((is_bad, is_spike, strategy.step_mean.n_targets == 0))
         is_refused_spike = is_spike & (self.on_spike == "skip")
         is_refused = is_bad | is_refused_spike
@@ -188,18 +184,19 @@ class StepGuard:
         counts, last = state[:3], state[3:]
         self.n_without_target = counts[2]
         if end:
-            raise self._error(end - 1, is_finite=last[0] != end)
+            raise self._error(end - 1, is_spike=last[0] != end)
         if last[2] == 1:
             needed = "needed: targets[t] = tokens[t + 1], and -100 only where no loss is counted"
             raise DataError(f"data.train: {NO_TARGET} in step 0{self._samples(0)}; {needed}")
+        skipped = KINDS[:2] if self.on_spike == "skip" else KINDS[:1]
         for kind, count, reported, number in zip(KINDS, counts, self._reported, last, strict=True):
             # A loss scaler skips steps as long as it seeks its scale, which is no news.
             is_news = count > reported and not (self._is_scaled and kind == KINDS[0])
             if is_news and self.trainer.is_global_zero:
                 steps = labels.count_text(count - reported, "step")
-                skipped = " and skipped" if kind in self._skipped else ""
-                message = f"{steps} {kind}{skipped}, the last one step {number - 1}"
-                log.error("warning: %s%s", message, self._samples(number - 1))
+                what = f"{steps} {kind}{' and skipped' if kind in skipped else ''}"
+                samples = self._samples(number - 1)
+                log.error("warning: %s, the last one step %d%s", what, number - 1, samples)
         self._reported = counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,26 +204,16 @@ class StepGuard:
         return {"n_skipped": int(self._state[IN_A_ROW]), "history": self.spikes.history}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, so that steps are decided as in a run without a stop."""
+        """Restore the state of a checkpoint, so that steps are decided as without a stop."""
         self._state[IN_A_ROW] = state["n_skipped"]
         self.spikes.history = state["history"]
 
-    def _is_spike(self, step: int) -> Tensor:
-        """Return whether the step is a spike. Ranks that read the same samples average its loss."""
-        strategy = strategy_of(self.trainer)
-        loss = strategy.step_mean.loss
-        dims = strategy.parallel.dims
-        if dims.data < dims.world_size:
-            loss = loss / dims.world_size
-            dist.all_reduce(loss)
-        return self.spikes.flag(loss, cast(Tensor, strategy.grad_norm), step)
-
-    def _error(self, step: int, is_finite: bool) -> RefusedStepError:
-        """Return the error of a step that ends the run, which is a spike if it is finite."""
-        parts = [f"step {step} is {KINDS[is_finite]}{self._samples(step)}"]
-        if is_finite or self._is_scaled or self.on_nonfinite == "skip":
+    def _error(self, step: int, is_spike: bool) -> RefusedStepError:
+        """Return the error of a step that ends the run."""
+        parts = [f"step {step} is {KINDS[is_spike]}{self._samples(step)}"]
+        if is_spike or self._is_scaled or self.on_nonfinite == "skip":
             parts.append(f"{self.max_skips} steps in a row were skipped (max_skips)")
-        if is_finite:
+        if is_spike:
             return SpikeError("; ".join(parts), step)
         hint = "ckpt_path=last trainer.detect_anomaly=true, which names the operation"
         if self._is_scaled:

@@ -117,16 +117,15 @@ def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -
         epoch = epoch - 1
         step_in_epoch = epoch_steps
     is_within_epoch = step_in_epoch > 0
-    # A resumed run goes through the end of Lightning's loop body again for a step after which a
-    # validation is due, and that code counts the step for the loggers.
-    is_counted_later = is_within_epoch and repeats_validation
     n_begun = 1 if is_within_epoch else 0  # epochs that are not complete
     # A validation loop with a batch begun and none done starts with its first batch.
     n_val_begun = 1 if repeats_validation else 0
     names = ("ready", "started", "processed", "completed")
     state = trainer.fit_loop.state_dict()  # all counters of the new loop are 0
     state["epoch_progress"] = _counters(epoch, epoch, names, ready=n_begun, started=n_begun)
-    n_counted = step - 1 if is_counted_later else step
+    # A resumed run goes through the end of Lightning's loop body again for a step after which a
+    # validation is due, and that code counts the step for the loggers.
+    n_counted = step - 1 if is_within_epoch and repeats_validation else step
     state["epoch_loop.state_dict"] = {"_batches_that_stepped": n_counted}
     state["epoch_loop.batch_progress"] = {
         **_counters(step * accumulate, step_in_epoch * accumulate, names),

@@ -5,8 +5,7 @@ the console. Every Lightning logger works. gptrain calls two more methods if a l
 
 - `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
   resumed run repeats the steps after its checkpoint, so the logger removes their points.
-- `log_note(name, text, step)`, with sampled text and with the reason why the run ended. `step` is
-  the number of optimizer steps done.
+- `log_note(name, text, step)`, with sampled text. `step` is the number of optimizer steps done.
 """
 
 import textwrap
@@ -89,7 +88,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Remove the rows of later steps, and a last row that was written only in part, on rank 0."""
+        """Remove the rows of later steps, and a last row that was written only in part."""
         if self.path.exists():
             self._open(step)
 
@@ -131,11 +130,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     def log_note(self, name: str, text: str, step: int) -> None:
         """Write a text into the TEXT tab, on rank 0. It is shown as it is, not as Markdown.
 
-        Args:
-            name: Name of the text, such as `sample`. The tag is `run/<name>`, because TensorBoard
-                opens only the first section of the tab.
-            text: Text of one or more lines.
-            step: Number of optimizer steps done.
+        The tag is `run/<name>`, because TensorBoard opens only the first section of the tab.
         """
         self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 

@@ -27,12 +27,11 @@ HIDDEN_WARNINGS = (
     "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
 )
 LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
-# Beginning of the RuntimeError by which Lightning refuses two callbacks that would store their
-# states under the same key.
-SAME_STATE_KEY = "Found more than one stateful callback"
-# Errors about a value that is monitored and was never logged: the name of the value.
-MISSING_MONITOR = re.compile(
-    r"conditioned on metric `?(.+?)`? which is not available|ModelCheckpoint\(monitor='(.+?)'\)"
+# Beginnings of the RuntimeErrors of Lightning that are about the configuration.
+ABOUT_CONFIG = (
+    "Found more than one stateful callback",
+    "Early stopping conditioned on metric",
+    "Training with multiple optimizers",
 )
 
 
@@ -45,16 +44,14 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 
     Raises:
         ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
-            message begins with SAME_STATE_KEY or is about a missing monitor. The key of the latter
-            is `monitor`. Other errors pass unchanged.
+            message begins as in ABOUT_CONFIG. Other errors pass unchanged.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
-        if missing := MISSING_MONITOR.search(message):
-            raise ConfigError.of("monitor", missing[1] or missing[2], message) from error
-        if isinstance(error, RuntimeError) and not message.startswith(SAME_STATE_KEY):
+        is_refused = isinstance(error, MisconfigurationException)
+        if not is_refused and not message.startswith(ABOUT_CONFIG):
             raise
         raise ConfigError.of(key, None, message) from error
 
@@ -62,11 +59,8 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 def quiet_lightning() -> None:
     """Hide Lightning's messages below a warning, and the warnings in HIDDEN_WARNINGS.
 
-    Messages of callbacks stay, such as those of EarlyStopping with `verbose: true`, and messages
-    that a user's code logs by `rank_zero_info`.
-
-    Also replaces the handlers of Lightning's loggers by that of the root logger, which Hydra has
-    configured. These settings hold for the whole process.
+    Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. The handlers
+    of Lightning's loggers are replaced by that of the root logger, which Hydra has configured.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
@@ -82,5 +76,5 @@ def quiet_lightning() -> None:
 
 
 def is_for_users(record: logging.LogRecord) -> bool:
-    """Return whether a log record of Lightning's `rank_zero_info` is printed, as a logging filter."""
+    """Return whether a record comes from a file outside of Lightning, or is at least a warning."""
     return record.levelno >= logging.WARNING or not record.pathname.startswith(LIGHTNING_FOLDER)

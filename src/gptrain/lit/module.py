@@ -213,8 +213,7 @@ class LanguageModel(pl.LightningModule):
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics."""
         values: dict[str, Tensor] = {}
         if self.eval_sums is not None:
-            nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums)
-            self._check_counted(n_targets, prefix)
+            nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums, prefix)
             values["loss"] = nats / n_targets
             values["perplexity"] = values["loss"].exp()
             if n_bytes:
@@ -223,21 +222,18 @@ class LanguageModel(pl.LightningModule):
                 values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
                 metric.reset()
             for part, sums in self.part_sums.items():  # all ranks have the parts in the same order
-                nats, n_targets, *_ = self._sum_over_ranks(sums)
-                self._check_counted(n_targets, f"{prefix} (part {part})")
+                nats, n_targets, *_ = self._sum_over_ranks(sums, f"{prefix} (part {part})")
                 values[f"{part}/loss"] = nats / n_targets
             self.eval_sums = None
             self.part_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
-    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Return the elementwise sum of a tensor over all ranks, all of which must call it."""
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")
-
-    def _check_counted(self, n_targets: Tensor, name: str) -> None:
-        """Check that an evaluation had targets, because the mean loss of no target is not defined."""
-        if float(n_targets) == 0:
+    def _sum_over_ranks(self, sums: Tensor, name: str) -> Tensor:
+        """Return the sum of evaluation sums over all ranks, whose number of targets is not 0."""
+        total = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        if float(total[1]) == 0:  # the mean loss of no target is not defined
             raise DataError(f"data.{name}: {NO_TARGET}")
+        return total
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the net by the names that they have in a checkpoint.

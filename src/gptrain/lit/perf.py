@@ -11,7 +11,7 @@ from torch import nn
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.net import train_flops_per_token
 from gptrain.lit.lightning import data_of, strategy_of
-from gptrain.lit.measure import Peak, find_peak, wait_for
+from gptrain.lit.measure import find_peak, wait_for
 
 
 class Speed:
@@ -23,12 +23,14 @@ class Speed:
         net: Net whose FLOPs per token are counted. None leaves perf/mfu out.
 
     Attributes:
-        peak: Peak FLOP/s of one device, to which perf/mfu is relative. None on ranks other than 0.
-        token_flops: Floating-point operations of a training step per token, or 0 if unknown.
+        peak: Peak FLOP/s of one device, to which perf/mfu is relative, and its text. None on ranks
+            other than 0.
+        step_s: Seconds per step of the last interval that `read` has ended.
     """
 
-    peak: Peak | None = None
-    token_flops: int = 0
+    peak: tuple[float, str] | None = None
+    step_s = 0.0
+    _token_flops = 0
 
     def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
         self.lengths = lengths
@@ -36,69 +38,56 @@ class Speed:
         self.device = trainer.strategy.root_device
         if net is not None:
             # A net without these attributes is counted without the FLOPs of its attention scores.
-            n_layers = getattr(net, "n_layers", 0)
             d_head = getattr(net, "d_head", None)
-            n_heads = getattr(net, "n_heads", 0)
-            d_attention = n_heads * d_head if d_head else getattr(net, "d_model", 0)
+            width = getattr(net, "n_heads", 0) * d_head if d_head else getattr(net, "d_model", 0)
             n_weights = strategy_of(trainer).info.n_matrix_weights
+            n_layers = getattr(net, "n_layers", 0)
             seq_len = lengths.sample_tokens
-            self.token_flops = train_flops_per_token(n_weights, n_layers, d_attention, seq_len)
+            self._token_flops = train_flops_per_token(n_weights, n_layers, width, seq_len)
         if trainer.is_global_zero:
             self.peak = find_peak(self.device, trainer.precision)
         self.start()
 
     def start(self) -> None:
-        """Begin a new interval now. The time since the last call of `read` or `start` is discarded.
-
-        Waits until the device has done the work that was queued.
-        """
+        """Begin a new interval when the device has done the work that was queued."""
         wait_for(self.device)
         waited_s = getattr(self.trainer.train_dataloader, "waited_s", 0.0)
         self._begin = (self.trainer.global_step, time.perf_counter(), waited_s)
 
-    def step_s(self) -> float:
-        """Return the seconds per step of the interval so far, or of the last one if it just ended.
-
-        Does not wait for the device, and needs no other rank.
-        """
+    def step_s_until_now(self) -> float:
+        """Return the seconds per step of this interval, without waiting for the device."""
         begin_step, begin_s, _ = self._begin
         n_steps = self.trainer.global_step - begin_step
-        return (time.perf_counter() - begin_s) / n_steps if n_steps else self._step_s
+        return (time.perf_counter() - begin_s) / n_steps if n_steps else self.step_s
 
     def read(self) -> dict[str, float]:
-        """Return the logged values of the interval that ends now, and begin a new interval.
-
-        Waits until the device has done its queued work. All ranks must call this method.
-
-        Returns:
-            `tokens`, the number of tokens trained on since the run began; `perf/tokens_per_s`,
-            `perf/step_s` and `perf/data_wait_s` (seconds per step), means over the interval;
-            `perf/mfu`, also a mean, on rank 0 only and if `token_flops` is known; and on a GPU
-            `perf/gpu_mem_peak_gib`, the peak since this start of the run.
-        """
+        """Return the logged values of the interval that ends now, and begin a new interval."""
         begin = self._begin
         self.start()
-        differences = [now - before for now, before in zip(self._begin, begin, strict=True)]
-        steps, seconds, waited_s = differences
+        steps, seconds, waited_s = (b - a for a, b in zip(begin, self._begin, strict=True))
         n_steps = max(1, steps)
-        step_s = self._step_s = seconds / n_steps
-        step_tokens = self.lengths.step_tokens
+        self.step_s = seconds / n_steps
+        tokens_per_s = self.lengths.step_tokens / self.step_s
         metrics = {
             "tokens": float(data_of(self.trainer).tokens),
-            "perf/tokens_per_s": step_tokens / step_s,
-            "perf/step_s": step_s,
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/step_s": self.step_s,
             "perf/data_wait_s": waited_s / n_steps,
         }
-        if self.peak is not None and self.token_flops:
-            flops_per_s = self.token_flops * step_tokens / step_s / self.trainer.world_size
-            metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
+        if self.peak is not None and self._token_flops:
+            flops_per_s = self._token_flops * tokens_per_s / self.trainer.world_size
+            metrics["perf/mfu"] = flops_per_s / self.peak[0]
         if self.device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes."""
+    """Return the peak memory of this rank in bytes.
+
+    On a CUDA device this is the memory of tensors in PyTorch's allocator since `Report.start`, on
+    any other device the resident memory of this process since its start.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -106,7 +95,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights that take part in a matrix multiplication for every token."""
+    """Return the number of weights that take part in a matrix multiplication for every token.
+
+    These are the elements of all parameters with two or more dimensions, except those that only an
+    nn.Embedding holds. An output head that is tied to the embedding counts once.
+    """
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
     return sum(weight.numel() for weight in weights if weight.ndim >= 2)

@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.status import RESULT_NAME, write_result
 from gptrain.core import labels, shell
+from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.lightning import callbacks_of, data_of, is_fast_dev_run, strategy_of
 from gptrain.lit.loggers import STEP
@@ -35,29 +37,16 @@ class Report:
         hyper_parameters: The config as plain values, for the loggers. The additional key `typed`
             holds the overrides, key -> value, that distinguish this run from other runs.
         facts: Further entries of result.json: versions, hardware and the overrides of the run.
-        start_s: Value of `time.perf_counter()` when the run started.
     """
 
     lines: dict[str, str]
     hyper_parameters: dict[str, Any]
     facts: dict[str, Any]
-    start_s: float = 0.0
-
-    @property
-    def run_dir(self) -> Path:
-        """Output folder of the run."""
-        return Path(self.hyper_parameters["run_dir"])
+    _start_s: float = 0.0
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Start the clock, print `lines` and log the hyperparameters.
-
-        On a GPU the measurement of the peak memory begins again. All ranks must call this method
-        before the Trainer runs; only rank 0 prints.
-
-        Args:
-            trainer: Trainer of the run.
-        """
-        self.start_s = time.perf_counter()
+        """Start the clock, print `lines` and log the hyperparameters, before the Trainer runs."""
+        self._start_s = time.perf_counter()
         if strategy_of(trainer).root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if trainer.is_global_zero:
@@ -70,14 +59,7 @@ class Report:
         """Print the result and the next command, write result.json and return the metrics.
 
         result.json is not written under fast_dev_run, and a fit in which no step was left does not
-        overwrite one that exists. On rank 0 the timeline of the run is closed. All ranks must call
-        this method after the Trainer has run; only rank 0 prints and writes.
-
-        Args:
-            trainer: Trainer of the run, after a fit, a validation or a test without an error.
-
-        Returns:
-            Final value of each logged metric by its logged name. `step` is left out.
+        overwrite one that exists. All ranks must call this method after the Trainer has run.
 
         Raises:
             OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
@@ -87,23 +69,19 @@ class Report:
         peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
         if not trainer.is_global_zero:
             return metrics
-        seconds = time.perf_counter() - self.start_s
+        seconds = time.perf_counter() - self._start_s
         monitor = next(part for part in callbacks_of(trainer) if isinstance(part, TrainingMonitor))
         checkpoints = monitor.checkpoints
         best = None
         if checkpoints is not None:
             best = next(iter(checkpoints.ranking()), None) or checkpoints.store.newest()
-        ended = monitor.ended or {
-            "reason": f"{cast(TrainerFn, trainer.state.fn).value} done",
-            "detail": f"of {trainer.ckpt_path or 'the initial weights'}",
-        }
-        path = self.run_dir / RESULT_NAME
         first_step = monitor.first_step  # None if this was no fit, or if no step was left
+        ended = why_ended(trainer, monitor.lengths, first_step)
+        path = Path(self.hyper_parameters["run_dir"]) / RESULT_NAME
         goodput = monitor.timeline.end(trainer.global_step)
+        n_missing = monitor.step_guard.n_without_target
         has_worked = first_step is not None or trainer.state.fn != "fit" or not path.exists()
         if has_worked and not is_fast_dev_run(trainer):
-            n_missing = monitor.step_guard.n_without_target
-            missing = {"steps_without_target": n_missing} if n_missing else {}
             write_result(
                 path,
                 metrics,
@@ -113,7 +91,7 @@ class Report:
                 checkpoint=best,
                 ended=ended,
                 peak_memory_bytes=peak_bytes,
-                **missing,
+                **({"steps_without_target": n_missing} if n_missing else {}),
                 **goodput,
                 **self.facts,
             )
@@ -125,11 +103,11 @@ class Report:
         parts += self._metric_parts(metrics)
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {monitor.lengths.unit}/s")
-        if "perf/mfu" in metrics:
-            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak}")
+        if "perf/mfu" in metrics and monitor.speed.peak:
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak[1]}")
         per_rank = " per rank" if trainer.world_size > 1 else ""
         parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
-        if n_missing := monitor.step_guard.n_without_target:
+        if n_missing:
             parts.append(f"{labels.count_text(n_missing, 'step')} without a target")
         if goodput:
             parts.append(timeline.describe(goodput))
@@ -148,19 +126,60 @@ class Report:
         return parts
 
     def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
-        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves."""
+        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves.
+
+        A run without a checkpoint, a step or a loader for an evaluation shows the curves only.
+        """
         if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
-        tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
-        module = trainer.lightning_module
+        run_dir = self.hyper_parameters["run_dir"]
+        tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(run_dir))
         datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
         tasks = [
             task
             for task, step in TASK_STEPS.items()
-            if has_loader(datamodule, task) and is_overridden(step, module)
+            if has_loader(datamodule, task) and is_overridden(step, trainer.lightning_module)
         ]
         if best is None or not tasks:
             return tensorboard
-        run = shell.override("from_run", self.run_dir)
-        command = shell.train_command(run, f"task={tasks[0]}")
-        return f"{command}; {tensorboard}"
+        run = shell.override("from_run", run_dir)
+        return f"{shell.train_command(run, f'task={tasks[0]}')}; {tensorboard}"
+
+
+def why_ended(trainer: pl.Trainer, lengths: RunLengths, first_step: int | None) -> dict[str, str]:
+    """Return `reason` and `detail` of the end of a run without an error.
+
+    The reasons are "steps done", "epochs done", "tokens done", "max_time", "early stop", "stopped",
+    "nothing left to train", "validate done" and "test done". The detail is the option that set the
+    length of the run, or else the last step, with the metric that stopped the run or a hint.
+
+    Args:
+        trainer: Trainer of the run, at its end.
+        lengths: Lengths of the run.
+        first_step: Number of steps done when training started. None if it did not start.
+    """
+    step = trainer.global_step
+    detail = f"at step {step}"
+    timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]
+    early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
+    if first_step is None and trainer.state.fn != "fit":
+        reason = f"{cast(TrainerFn, trainer.state.fn).value} done"
+        detail = f"of {trainer.ckpt_path or 'the initial weights'}"
+    elif first_step is None:
+        reason = "nothing left to train"
+        limits = "trainer.max_steps or trainer.max_epochs"
+        detail = f"step {step} is the last step of the run; to train further, raise {limits}"
+    elif step == lengths.n_steps:
+        reason = f"{lengths.limit_kind} done"
+        detail = lengths.limit
+    elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
+        reason = "max_time"
+    elif early:
+        metric = early[0].monitor
+        why = early[0].stopping_reason.name.lower().replace("_", " ")
+        reason = "early stop"
+        detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
+    else:
+        reason = "stopped"
+        detail = f"by a callback or the module (trainer.should_stop), {detail}"
+    return {"reason": reason, "detail": detail}

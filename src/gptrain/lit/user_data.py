@@ -66,7 +66,7 @@ class UserData(Dataset):
         self.batch_size = size
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch on all ranks. Each batch counts as a full one."""
+        """Return the number of samples of an epoch on all ranks. Each batch counts as full."""
         return self.epoch_batches * self.batch_size * self.world_size
 
     def __getitem__(self, index: int) -> Any:
@@ -79,6 +79,7 @@ class UserData(Dataset):
         batch = next(iter(self.loader), None)
         if batch is None:
             raise DataError(f"the loader of {type(self.module).__name__} has no batch")
+        # The hooks by which a data module transfers a batch to the device may change it.
         batch = self.module.on_before_batch_transfer(batch, 0)
         batch = self.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         batch = self.module.on_after_batch_transfer(batch, 0)
@@ -86,16 +87,7 @@ class UserData(Dataset):
         return tuple(batch) if isinstance(batch, list) else batch
 
     def describe(self, n_samples: int) -> str:
-        """Return the text of the start line `data`: class of the user's data and epoch length.
-
-        The text also warns of two things that cannot happen with gptrain's own data: a resume
-        within an epoch repeats samples, and an evaluation on several ranks may count a sample
-        twice.
-
-        Args:
-            n_samples: Number of samples that the run reads. Not used: the number of epochs is not
-                shown.
-        """
+        """Return the text of the start line `data`, which says what is not exact."""
         twice = " · evaluations may count a sample twice" if self.world_size > 1 else ""
         is_known = self.epoch_batches != UNKNOWN_LENGTH
         length = f"{self.epoch_batches} batches per rank and epoch" if is_known else "a stream"
@@ -106,14 +98,7 @@ class UserData(Dataset):
         )
 
     def start(self, lengths: RunLengths) -> None:
-        """Store the lengths of the run, and make this object known to gptrain's callbacks.
-
-        This object becomes an attribute of the user's data module, where `lit.lightning.data_of`
-        finds it.
-
-        Args:
-            lengths: Lengths of the run, computed from `batch_size` and `len()` of this object.
-        """
+        """Store the lengths of the run, and make this object known to gptrain's callbacks."""
         self.epoch_steps = lengths.epoch_steps
         self.validate_every = lengths.validate_every
         self.step_tokens = lengths.step_tokens
@@ -125,15 +110,18 @@ class UserData(Dataset):
         return cast(pl.Trainer, self.module.trainer).global_step * self.step_tokens
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return an empty list, because the indices of the samples of a step are not known.
-
-        TextDataModule has a method of this name, whose result some error messages show.
-        """
+        """Return an empty list, because the indices of the samples of a step are not known."""
         return []
 
 
 def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
-    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream."""
+    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
+
+    Args:
+        loader: Loader of the user.
+        batch_size: Samples of a batch, or 1 if each index of the sampler gives a batch.
+        world_size: Number of ranks over which Lightning divides the samples of the loader.
+    """
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
     is_divided = isinstance(loader.sampler, DistributedSampler)
     if world_size == 1 or is_divided or isinstance(loader.dataset, IterableDataset):
@@ -148,10 +136,7 @@ class SeedAfterSetup(pl.Callback):
     """Callback that sets the seed of each rank after a user's LightningDataModule was set up.
 
     Until then all ranks have the same seed, so that a random split in the module's `setup` is the
-    same on all ranks.
-
-    Args:
-        seed: Seed of this rank, for example for dropout, which differs between ranks.
+    same on all ranks. Afterwards dropout differs between ranks.
     """
 
     def __init__(self, seed: int):
@@ -163,10 +148,5 @@ class SeedAfterSetup(pl.Callback):
 
 
 def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:
-    """Return whether a data module overrides the method that returns the batches of a task.
-
-    Args:
-        datamodule: Data module of the run.
-        task: Key of LOADERS: "fit", "validate" or "test".
-    """
+    """Return whether a data module overrides the method of LOADERS for a task."""
     return is_overridden(LOADERS[task], datamodule)

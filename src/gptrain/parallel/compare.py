@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -36,10 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
+from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.base import Parallel, net_logits, supports_chunked_loss
 from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
-from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
+from gptrain.parallel.requirements import IncompatibleModelError, tied_names
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +75,14 @@ class Comparison:
         make_net: Function that builds it, with the same initial weights in every call.
         partition: Function that changes a full net in place into the part that this rank runs.
         parallel: Strategy of the run.
-        checkpoint: Function that applies the activation checkpointing of the run to a full net, or
-            None.
     """
 
     full_net: nn.Module
     make_net: Callable[[], nn.Module]
     partition: Callable[[nn.Module, Parallel], None]
     parallel: Parallel
-    checkpoint: Callable[[nn.Module], None] | None = None
 
-    def check(self, sample: Tensor) -> None:
+    def check(self, sample: Tensor, activation_checkpointing: str) -> None:
         """Check that the strategy trains the function that the net computes.
 
         All ranks must call this method, before the net of the run is built. It changes the state of
@@ -104,7 +102,7 @@ class Comparison:
         reason = ""
         for dtype in TOLERANCES:
             with default_dtype(dtype):
-                self._compare_in_training(tokens, targets)
+                self._compare_in_training(tokens, targets, activation_checkpointing)
                 if not (reason := self._compare_partitioned(tokens, targets)):
                     self.parallel.may_pad = self._is_same_with_padding(tokens, targets)
                     return
@@ -114,7 +112,7 @@ class Comparison:
         # `hidden` and `head` may compute other logits than `forward`.
         self.parallel.forward_only = not self.parallel.is_pipeline
 
-    def _compare_in_training(self, tokens: Tensor, targets: Tensor) -> None:
+    def _compare_in_training(self, tokens: Tensor, targets: Tensor, mode: str) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
@@ -130,7 +128,7 @@ class Comparison:
                     return first_cause(error)
 
             parts = difference(parallel.logits_of_parts) if calls_parts else ""
-            recomputed = difference(net_logits, self.checkpoint) if self.checkpoint else ""
+            recomputed = difference(net_logits, mode) if mode != "none" else ""
         parts, recomputed = map(_first, zip(*gather((parts, recomputed)), strict=True))
         if parts and parallel.is_pipeline:
             raise self._error(f"in training {parts}")
@@ -143,7 +141,7 @@ class Comparison:
             log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
 
     def _is_same_with_padding(self, tokens: Tensor, targets: Tensor) -> bool:
-        """Return whether the partitioned net is also right for sequences that it has to pad."""
+        """Return whether the partitioned net is right for sequences that it has to pad, too."""
         n_ranks = self.parallel.dims.tensor * self.parallel.dims.context
         if n_ranks == 1 or tokens.shape[1] % n_ranks:  # pads nothing, or has padded these tokens
             return True
@@ -169,9 +167,7 @@ class Comparison:
             self.partition(net, parallel)
 
         try:
-            net = cast(
-                Net, make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
-            )
+            net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
             self._set_values(net)
             _seed()
             chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
@@ -198,13 +194,13 @@ class Comparison:
         tokens: Tensor,
         targets: Tensor,
         compute_logits: Callable[..., Tensor] = net_logits,
-        change: Callable[[nn.Module], None] = lambda _: None,
+        activation_checkpointing: str = "none",
         training: bool = False,
     ) -> dict[str, Tensor]:
-        """Run a plain net, and return logits, gradients, buffers, and the next random numbers."""
+        """Run a plain net, and return its logits, gradients and buffers."""
         device = self.parallel.device
         net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
-        change(net.train(training))
+        apply_activation_checkpointing(net.train(training), activation_checkpointing)
         self._set_values(net)
         _seed()
         logits = compute_logits(net, tokens, targets).flatten(0, -2)
@@ -214,9 +210,6 @@ class Comparison:
             LOGITS: logits.detach(),
             **self._gradients(net),
             **{f"the buffer {name}": buffer for name, buffer in net.named_buffers()},
-            "the use of random numbers": torch.tensor(
-                [float(torch.rand(())), random.random(), numpy.random.rand()]
-            ),
         }
 
     @torch.no_grad()
@@ -280,7 +273,7 @@ def make_batch(sample: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
 
 
 def prepare_net(net: nn.Module, parallel: Parallel) -> None:
-    """Set evaluation mode and the default dtype of a full net in place, before it is partitioned."""
+    """Set evaluation mode and the default dtype of a full net. Of a large net keep few blocks."""
     blocks = net._modules.get("blocks")
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
     if n_parameters > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):

@@ -116,7 +116,7 @@ def _by_device(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    """Return the device to which gradients are moved for a collective, or None without gradients."""
+    """Return the device on which gradients are communicated, or None without gradients."""
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             return gradient.device_mesh.device_type

@@ -339,7 +339,7 @@ class Pipeline(Parallel):
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
-        """Build and return a schedule of torch.distributed.pipelining for the stage of this rank."""
+        """Return a schedule of torch.distributed.pipelining for the stage of this rank."""
         stage = Stage(self.net, self.rank, self.n_stages, self.n_blocks)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.

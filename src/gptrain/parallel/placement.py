@@ -124,7 +124,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, without gradient."""
+    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, detached."""
     if isinstance(tensor, DTensor):
         # FSDP's CPU offload keeps shards on the CPU. A GPU mesh can only gather GPU tensors.
         on_mesh = cast(DTensor, tensor.to(tensor.device_mesh.device_type))

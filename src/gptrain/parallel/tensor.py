@@ -67,7 +67,7 @@ def apply_tensor_parallel(
 
 
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Return the replicated parameters whose gradients cover only this rank's positions or heads."""
+    """Return the replicated parameters whose gradients cover only own positions or heads."""
     parameters: list[nn.Parameter] = []
     net = cast(Net, net)
     for _, module, pattern in planned_layers(net, net.tensor_plan):
@@ -195,7 +195,7 @@ class _VocabEmbedding(_Role):
 
 
 class _VocabHead(_Colwise):
-    """Head whose outputs are split over the ranks, with the full logits (B, T', V) on every rank."""
+    """Head that is split by outputs, with the full logits (B, T', V) on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (B, T', v)

@@ -93,8 +93,7 @@ def bench(cfg: BenchRun) -> None:
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})
     spec = make_spec(cfg, devices.accelerator)
     set_threads(devices.n_local)
-    peak = find_peak(devices.device(0), str(cfg.trainer.precision))
-    spec["peak_flops_per_s"] = peak.flops_per_s
+    spec["peak_flops_per_s"], _ = find_peak(devices.device(0), str(cfg.trainer.precision))
     contestants = []
     with ExitStack() as stack:
         for name in cfg.loops:

@@ -14,7 +14,7 @@ class QuietCollector(Callback):
     A full collection visits every object of the process: with torch, Lightning and a compiled model
     these are millions, and on one rank after another the training pauses for up to 0.5 s. After the
     first micro-steps this callback freezes all objects (gc.freeze), which are then not visited. The
-    collector stays enabled for objects that are made later. It also runs after each validation.
+    collector stays enabled for objects that are made later.
 
     Does nothing in a process that has frozen objects already: its user manages the collector.
     """
@@ -30,11 +30,6 @@ class QuietCollector(Callback):
             gc.collect()
             gc.freeze()
             self._is_frozen = True
-
-    def on_validation_end(self, *_: Any, **__: Any) -> None:
-        """Collect garbage among the objects that were made since the others were frozen."""
-        if self._is_frozen:
-            gc.collect()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Unfreeze the objects, so that the next job in this process can free them."""

@@ -1,6 +1,5 @@
 """TrainingMonitor, the first callback of every run: it checks, logs and ends the training."""
 
-import logging
 from typing import Any
 
 import torch
@@ -10,11 +9,9 @@ from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import PreemptedError, RefusedStepError
 from gptrain.checkpoints.timeline import Timeline
-from gptrain.core.errors import first_line
 from gptrain.core.labels import shorten
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
@@ -26,7 +23,7 @@ from gptrain.lit.lightning import (
     set_log_interval,
     strategy_of,
 )
-from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after, log_note
+from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
@@ -34,7 +31,6 @@ from gptrain.lit.unsupported import check_supported
 from gptrain.parallel.mesh import LONG_PHASE_S
 from gptrain.runtime.watchdog import Guard
 
-log = logging.getLogger(__name__)
 COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the model, in seconds
 
 
@@ -60,33 +56,16 @@ class TrainingMonitor(Callback):
     name without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
-    step, which the ranks choose by a vote. It ends in the next hook, after the step was logged.
-    Before the first step and in task=validate or task=test there is nothing to save, and the rank
-    that received the signal ends at once. The other ranks end because that rank has ended.
-
-    Args:
-        every_n_steps: Number of optimizer steps from one logged step to the next.
-        lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
-        model_config: `model` group of the config. Every checkpoint file contains it, so that a net
-            can be built from the file alone.
-        step_guard: Object that decides whether each optimizer step is taken.
-        guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
-            stop signal sets.
-        timeline: Record of the phases of this start, such as steps and validations.
-        checkpoints: Callback that saves the run. None for a run without checkpoints.
-        compiles: Whether the first training step and the first evaluation step compile the model,
-            so that the watchdog must allow them COMPILING_S.
+    step, which the ranks choose by a vote. Before the first step and in task=validate or task=test
+    there is nothing to save, and the rank that received the signal ends at once.
 
     Attributes:
         speed: Measurement of the time per step, set when training starts.
         first_step: Number of optimizer steps done when training started. None if it did not start.
-        ended: Texts `reason`, such as "steps done" or "early stop", and `detail`, for the end of
-            training. None until training has ended.
     """
 
     speed: Speed
     first_step: int | None = None
-    ended: dict[str, str] | None = None
 
     def __init__(
         self,
@@ -116,7 +95,7 @@ class TrainingMonitor(Callback):
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer, before a fit or an evaluation."""
+        """Check that gptrain supports all callbacks of the trainer."""
         check_supported(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +110,7 @@ class TrainingMonitor(Callback):
         self.speed = Speed(self.lengths, trainer, net)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step of the epoch before if it is due, and end the run if it was asked to."""
+        """Save the last step of the epoch before if it is due, and end the run if asked to."""
         if self.checkpoints is not None:
             self.checkpoints.before_epoch(trainer)
         self._stop_if_agreed(trainer)
@@ -153,7 +132,14 @@ class TrainingMonitor(Callback):
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
-        if not clips_by_strategy(trainer, pl_module):
+        # Lightning will call `LanguageModel.clip_gradients`, and so `strategy.clip`, also without
+        # a largest norm. In all other cases measure the norm, and decide on the step, here.
+        is_clipped_later = (
+            isinstance(pl_module, LanguageModel)
+            and trainer.gradient_clip_algorithm != "value"
+            and not is_overridden("configure_gradient_clipping", pl_module)
+        )
+        if not is_clipped_later:
             strategy.clip(optimizer, None)
 
     def on_train_batch_end(
@@ -180,7 +166,7 @@ class TrainingMonitor(Callback):
             set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
         if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-            bar.end_step(trainer, self.lr, self.speed.step_s(), self.lengths, is_logged)
+            bar.end_step(trainer, self.lr, self.speed.step_s_until_now(), self.lengths, is_logged)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the step as the x axis of values that are logged at the end of an epoch."""
@@ -193,17 +179,10 @@ class TrainingMonitor(Callback):
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record in `ended` why training ended, and pass the reason to the loggers."""
-        self.ended = why_ended(trainer, self.lengths, self.first_step)
-        if self.first_step is not None:
-            log_note(trainer, "ended", ", ".join(self.ended.values()))
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Pass the error to the loggers, and describe the current batch for the error report."""
-        log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
+        """Describe the current batch in `guard.doing`, for the error report."""
         step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
         rank = trainer.global_rank
         loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
@@ -340,10 +319,3 @@ class TrainingMonitor(Callback):
             self.checkpoints.finish(trainer)
             if step != trainer.max_steps:
                 raise PreemptedError(step)
-
-
-def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Return whether Lightning will clip the gradients of a module by `GPTStrategy.clip`."""
-    if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
-        return False
-    return not is_overridden("configure_gradient_clipping", pl_module)

@@ -31,25 +31,23 @@ class SampleText(Callback):
     def __init__(self, prompt: str, n_tokens: int = 256):
         self.prompt = prompt
         self.n_tokens = n_tokens
-        self._sampled_step = -1  # step of the last sample
-        self._text: str | None = None  # text of the last sample
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at a validation during training, if a logger has a `log_note` method."""
+        """Pass a text to the loggers at a validation during training."""
         is_logged = any(hasattr(logger, "log_note") for logger in trainer.loggers)
         if is_logged and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._sample(trainer, pl_module)
+            text = self._generate(trainer, pl_module)
+            if text is not None:
+                log_note(trainer, "sample", text)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Generate a text at the end of training, pass it to the loggers, and print it on rank 0."""
-        text = self._sample(trainer, pl_module)
+        """Print a text on rank 0 at the end of training."""
+        text = self._generate(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             log.info(labels.line("sample", text))
 
-    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """Generate a text and pass it to the loggers, or return the text of this step again."""
-        if self._sampled_step == trainer.global_step:
-            return self._text
+    def _generate(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        """Return a text, which all ranks generate together, or None if the run cannot have one."""
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         # A Trainer that gptrain did not build has a strategy without `parallel`.
         parallel = getattr(trainer.strategy, "parallel", None)
@@ -57,17 +55,13 @@ class SampleText(Callback):
         net = getattr(pl_module, "net", None)
         if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None
-        device = trainer.strategy.root_device
         try:
             tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         except DataError:  # the tokenizer has no token for the prompt
             tokens = []
         if not tokens:
             return None
-        generator = torch.Generator(device).manual_seed(0)  # leaves the RNG of training alone
+        # A generator of its own leaves the random numbers of the training alone.
+        generator = torch.Generator(trainer.strategy.root_device).manual_seed(0)
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
-        text = terminal_text(tokenizer.decode(tokens))
-        self._sampled_step = trainer.global_step
-        self._text = text
-        log_note(trainer, "sample", text)
-        return text
+        return terminal_text(tokenizer.decode(tokens))

@@ -85,10 +85,8 @@ def build_strategy(
         apply_compile(net, compile)
         parallel.shard(net)
 
-    checkpoint = None
-    if activation_checkpointing != "none":
-        checkpoint = partial(apply_activation_checkpointing, mode=activation_checkpointing)
-    changes = parallel.is_partitioned or supports_chunked_loss(full_net) or checkpoint is not None
+    recomputes = activation_checkpointing != "none"
+    changes = parallel.is_partitioned or supports_chunked_loss(full_net) or recomputes
     if sample is not None and changes and not is_of_library(full_net):
         rng_state = rng.capture()
 
@@ -98,13 +96,9 @@ def build_strategy(
             return make_net()
 
         try:
-            Comparison(
-                full_net,
-                make_same_net,
-                partial(partition, compile="none"),
-                parallel,
-                checkpoint,
-            ).check(sample)
+            split = partial(partition, compile="none")
+            comparison = Comparison(full_net, make_same_net, split, parallel)
+            comparison.check(sample, activation_checkpointing)
         finally:
             rng.restore(rng_state)
     net = make_net_on(parallel.weights_device, make_net, partition)

@@ -33,10 +33,6 @@ from gptrain.parallel.ddp import build_comm_hook
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
 
-ONE_OPTIMIZER = (
-    "a run counts, schedules and saves the steps of one optimizer in Lightning's loop; "
-    "use one optimizer with several parameter groups"
-)
 # Hooks in which a module or a data module may change a batch after it was loaded.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PARTS = (
@@ -72,11 +68,6 @@ class GPTStrategy(SavingStrategy):
     last step, count the targets, and clip the gradients. The base class SavingStrategy saves and
     loads the checkpoints.
 
-    Args:
-        parallel: Object that partitions and trains the net, without knowing Lightning.
-        arguments: Positional arguments of Lightning's strategy.
-        keywords: Keyword arguments of Lightning's strategy.
-
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
         decide_step: Function (optimizer) that makes the optimizer skip its update, for example if a
@@ -101,14 +92,8 @@ class GPTStrategy(SavingStrategy):
     _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the module's optimizer, and prepare `self.parallel` and the step's mean loss."""
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
-                raise
-            message = f"several optimizers: {ONE_OPTIMIZER}"
-            raise IncompatibleModelError("module._target_", message) from error
+        """Build the module's optimizer, and prepare what the steps need."""
+        super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
@@ -119,8 +104,7 @@ class GPTStrategy(SavingStrategy):
 
         Each rank updates buffers with its own samples, for example the running averages of
         BatchNorm. A checkpoint holds the buffers of one rank only. Without this method the other
-        ranks would evaluate, and resume, with other values. All data-parallel ranks must call it.
-        TrainingMonitor calls it after each step.
+        ranks would evaluate, and resume, with other values.
         """
         group = self.parallel.data_group
         if group is None or group.size() == 1:
@@ -130,7 +114,10 @@ class GPTStrategy(SavingStrategy):
                 dist.broadcast(buffer, group=group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch to the device, and note its targets if gptrain's loader has counted them."""
+        """Move a batch to the device, and note its targets if gptrain's loader has counted them.
+
+        Nothing is noted if a hook may have changed the batch since then.
+        """
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
@@ -143,7 +130,11 @@ class GPTStrategy(SavingStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compute the divisor of the losses of a step, before its first micro-batch."""
+        """Compute the divisor of the losses of a step, before its first micro-batch.
+
+        The divisor makes the loss a mean over all targets of the step on all data ranks. gptrain's
+        data loader reads all micro-batches of a step at once and so knows their number of targets.
+        """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
             return
@@ -155,8 +146,7 @@ class GPTStrategy(SavingStrategy):
         """Run the module's training_step, and before the first micro-step free the old gradients.
 
         Lightning would free them after the forward pass, which raises the peak memory by the size
-        of the gradients: 4 bytes per parameter in fp32. The arguments and the result are those of
-        the module's training_step.
+        of the gradients: 4 bytes per parameter in fp32.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
@@ -179,15 +169,6 @@ class GPTStrategy(SavingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Keep the micro-step's loss for the mean of the step, then run Lightning's backward pass.
-
-        Args:
-            closure_loss: Loss of training_step, divided by the number of accumulated micro-steps.
-            optimizer: Optimizer of the run.
-            args: Further arguments of Lightning's method.
-            kwargs: Keyword arguments of Lightning's method.
-
-        Returns:
-            The result of Lightning's method, the detached loss.
 
         Raises:
             IncompatibleModelError: If the loss depends on weights of which each rank has a part.
@@ -233,7 +214,12 @@ class GPTStrategy(SavingStrategy):
             self.decide_step(optimizer)
 
     def teardown(self) -> None:
-        """Tear down the precision plugin and the accelerator, but leave the net on its device."""
+        """Tear down the precision plugin and the accelerator, but leave the net on its device.
+
+        Lightning's own teardown would also move weights and optimizer states to the CPU, for which
+        the host may lack memory. For a net that is neither partitioned nor on a CUDA device,
+        Lightning's teardown runs.
+        """
         if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
             super().teardown()
             return
@@ -242,11 +228,7 @@ class GPTStrategy(SavingStrategy):
 
 
 class OneDevice(GPTStrategy, SingleDeviceStrategy):
-    """Trains on one device, without a process group.
-
-    Args:
-        parallel: Object that trains the net on its attribute `device`.
-    """
+    """Trains on one device, `parallel.device`, without a process group."""
 
     def __init__(self, parallel: Parallel):
         super().__init__(parallel, parallel.device)
@@ -256,20 +238,26 @@ class ManyRanks(GPTStrategy, DDPStrategy):
     """Trains on the ranks of a process group that exists already.
 
     The module is wrapped in DistributedDataParallel if the ranks hold copies of the net only.
-
-    Args:
-        parallel: Object that partitions and trains the net.
     """
 
     def __init__(self, parallel: Parallel):
         super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
-        """Pass the global rank and the world size to Lightning, and do nothing else."""
+        """Pass the global rank and the world size to Lightning, and do nothing else.
+
+        Lightning would also seed all ranks with the same number, so that their dropout masks would
+        be identical.
+        """
         self.set_world_ranks()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up the accelerator, the precision and, in a fit, the optimizer."""
+        """Set up the accelerator, the precision and, in a fit, the optimizer.
+
+        A partitioned net is neither broadcast nor moved nor wrapped. The metrics of the module and
+        of the callbacks are reduced over the data ranks, unless they have a process group: ranks
+        that read the same samples update the metrics with the same values, which must count once.
+        """
         if not self.parallel.is_partitioned:
             super().setup(trainer)
             return
@@ -290,7 +278,13 @@ class ManyRanks(GPTStrategy, DDPStrategy):
                     metric.process_group = self.parallel.data_group
 
     def configure_ddp(self) -> None:
-        """Wrap the module in DistributedDataParallel, with the communication hook of the options."""
+        """Wrap the module in DistributedDataParallel, with the communication hook of the options.
+
+        Lightning's method is replaced for two reasons: it registers a communication hook on GPUs
+        only, and it wraps the module on a side stream, so that each gradient waits for events of
+        two streams, and the buckets that DDP replaces in the second step take 4 bytes per parameter
+        more (Lightning 2.6).
+        """
         model = DistributedDataParallel(
             cast(nn.Module, self.model),
             device_ids=self.determine_ddp_device_ids(),
@@ -305,15 +299,8 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
         The ranks that read the same samples have the same values, which must count once in
         `self.log(name, value, reduce_fx="sum", sync_dist=True)`. Lightning 2.6 rounds the mean of
-        an integer tensor; here it is a float tensor: with evaluation batches of 18 samples on one
-        rank and 19 on another, `self.log(name, value, sync_dist=True)` would otherwise divide the
-        sum by 18 instead of 18.5. All ranks must call this method.
-
-        Args:
-            tensor: Tensor of this rank. Any other value is returned unchanged.
-            group: Ranks that are reduced over. None for the data ranks if `reduce_op` is "sum",
-                else for all ranks. Lightning's votes of all ranks pass `ReduceOp.SUM`.
-            reduce_op: "mean", "avg", or another operation that Lightning knows, such as "sum".
+        an integer tensor; here it is a float tensor, because Lightning divides sums by means of
+        batch sizes. Lightning's votes of all ranks pass `ReduceOp.SUM`, not "sum".
         """
         if group is None and reduce_op == "sum":
             group = self.parallel.data_group
@@ -330,7 +317,10 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
 
 def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module that owns it, and its name, for each buffer that checkpoints contain."""
+    """Return owner and name of each buffer of a module that checkpoints contain.
+
+    The buffers of metrics are left out, because they are sums over the samples of one rank.
+    """
     saved = module.state_dict(keep_vars=True).keys()
     return [
         (owner, name)
@@ -344,12 +334,12 @@ def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
 def check_optimization(module: pl.LightningModule) -> None:
     """Check that a module leaves the backward pass and the optimizer step to Lightning.
 
-    Args:
-        module: LightningModule of the run.
-
     Raises:
         IncompatibleModelError: If the module has automatic_optimization=False.
     """
     if not module.automatic_optimization:
-        message = f"automatic_optimization=False: {ONE_OPTIMIZER}"
+        message = (
+            "automatic_optimization=False: a run counts, schedules and saves the steps of one "
+            "optimizer in Lightning's loop; use one optimizer with several parameter groups"
+        )
         raise IncompatibleModelError("module._target_", message)
