@@ -118,7 +118,7 @@ def test_a_users_data_module_is_cut_to_complete_steps_and_seeds_each_rank(build)
         run = build(*data, *steps, "seed=5", "trainer.val_check_interval=3")
     trainer = cast(Any, run.trainer)
     data_facts = getattr(run.datamodule, USER_DATA)
-    assert (data_facts.epoch_steps, data_facts.validate_every) == (4, 3)
+    assert (data_facts.lengths.epoch_steps, data_facts.lengths.validate_every) == (4, 3)
     assert trainer.val_check_interval == 6  # micro-batches
     assert (trainer.limit_train_batches, trainer.max_steps, trainer.max_epochs) == (8, 12, 3)
     assert trainer._accelerator_connector.use_distributed_sampler

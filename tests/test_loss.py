@@ -15,7 +15,7 @@ from gptrain.loss import (
 )
 from gptrain.models import SimpleGPT
 from gptrain.models.attention import layout_argument
-from gptrain.parallel.base import Parallel
+from gptrain.parallel.base import Batch, Parallel
 
 B, T, D, V = 3, 7, 16, 53
 
@@ -240,13 +240,14 @@ def test_a_loss_through_full_logits_gets_the_options_and_the_documents_of_the_ch
     tokens, (_, _, targets) = torch.randint(V, (B, T)), problem()
     documents = torch.tensor([[0] * 3 + [1] * 4] * B)
     options = LossOptions(label_smoothing=0.2, z_loss=1e-2)
+    batch = Batch(tokens, targets, documents)
     parallel = Parallel()
-    expected = parallel.loss_sum(net, tokens, targets, options, documents)
-    through_logits = parallel.loss_sum(OnlyForward(net), tokens, targets, options, documents)
+    expected = parallel.loss_sum(net, batch, options)
+    through_logits = parallel.loss_sum(OnlyForward(net), batch, options)
     torch.testing.assert_close(through_logits, expected)
     for made, other in zip(
-        parallel.logits(OnlyForward(net), tokens, targets, documents),
-        parallel.logits(net, tokens, targets, documents),
+        parallel.logits(OnlyForward(net), batch),
+        parallel.logits(net, batch),
         strict=True,
     ):
         torch.testing.assert_close(made, other)

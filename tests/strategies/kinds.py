@@ -18,6 +18,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models import SimpleGPT
 from gptrain.models.attention import layout_argument
+from gptrain.parallel.base import Batch
 from gptrain.parallel.mesh import gather
 from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
@@ -156,7 +157,8 @@ class Trained(nn.Module):
         self.net, self.parallel = net, parallel
 
     def forward(self, tokens, targets, documents=None):
-        return self.parallel.mean_loss(self.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
+        batch = Batch(tokens, targets, documents)
+        return self.parallel.mean_loss(self.net, batch, PLAIN_CROSS_ENTROPY)
 
 
 class Parallel(OneProcess):
@@ -231,7 +233,7 @@ def check_logits_of_documents(partitioned):
     """Check the logits for metrics of packed documents, on the ranks that compute them."""
     (tokens, targets), documents = make_batch(0, 0), make_documents()
     parallel = partitioned.parallel
-    chunks = [*parallel.logits(partitioned.net, tokens, targets, documents)]
+    chunks = [*parallel.logits(partitioned.net, Batch(tokens, targets, documents))]
     if parallel.is_pipeline and parallel.rank != parallel.last:
         assert not chunks
         return

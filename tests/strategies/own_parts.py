@@ -56,7 +56,7 @@ class Record(pl.Callback):
             seen["ddp"] = {key: getattr(trainer.strategy.model, key) for key in DDP_OPTIONS}
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         if peak is not None:  # only rank 0 has a peak
-            seen["peak"] = peak.flops_per_s
+            seen["peak"] = peak[0]
         for part in net.modules():
             if isinstance(part, nn.Dropout) and part.p > 0:
                 part.register_forward_hook(self._note_mask)

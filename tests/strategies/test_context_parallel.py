@@ -65,7 +65,8 @@ def test_forward_returns_full_logits_with_the_gradients_of_plain_cross_entropy()
             close(gradient, truth.gradients()[name], GRADIENT_RTOL)
     for net in (truth.net, kind.net):  # the loss is then computed from full logits
         net.head.bias = nn.Parameter(torch.arange(61) / 10)
-    words = (tokens, targets, LossOptions(label_smoothing=0.2, z_loss=1e-2), kinds.make_documents())
+    batch = base.Batch(tokens, targets, kinds.make_documents())
+    words = (batch, LossOptions(label_smoothing=0.2, z_loss=1e-2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP warns about views
         loss = kind.parallel.loss_sum(kind.net, *words)

@@ -22,6 +22,7 @@ from ranks import on_ranks
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models.attention import layout_argument
+from gptrain.parallel.base import Batch
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.requirements import IncompatibleModelError
 
@@ -45,22 +46,22 @@ def test_a_batch_that_is_not_divisible_by_the_microbatches_is_evaluated():
         for dtype in (torch.bfloat16, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             try:
-                loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY)
+                loss = kind.parallel.loss_sum(kind.net, Batch(tokens, targets), PLAIN_CROSS_ENTROPY)
             finally:
                 torch.set_default_dtype(torch.float32)
             close(loss, expected, LOSS_RTOL)
             assert loss.dtype == torch.float32
         for n_positions in (11, 15, 4):  # the same number of sequences, with another length
             batch = tokens[:, :n_positions], targets[:, :n_positions]
-            loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN_CROSS_ENTROPY)
+            loss = kind.parallel.loss_sum(kind.net, Batch(*batch), PLAIN_CROSS_ENTROPY)
             close(loss, loss_of_one_process(*batch), LOSS_RTOL)
         documents = make_documents()[:6]
-        loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
+        packed = Batch(tokens, targets, documents)
+        loss = kind.parallel.loss_sum(kind.net, packed, PLAIN_CROSS_ENTROPY)
         expected_sum = loss_of_one_process(tokens, targets, documents)
         close(loss, expected_sum, LOSS_RTOL)
         with torch.no_grad():  # the mean of a validation batch
-            words = (tokens, targets, PLAIN_CROSS_ENTROPY, documents)
-            mean = kind.parallel.mean_loss(kind.net, *words)
+            mean = kind.parallel.mean_loss(kind.net, packed, PLAIN_CROSS_ENTROPY)
         close(mean, expected_sum / (targets != -100).sum(), LOSS_RTOL)
         check_logits_of_documents(kind)
         assert all(p.grad is None for p in kind.net.parameters())

@@ -57,9 +57,7 @@ class TextDataModule(pl.LightningDataModule):
         stream: StreamDataset that the training dataset is or wraps, or None. Each rank reads a
             part of the stream.
         positions: Positions of this rank's part of the stream.
-        epoch_steps: Number of optimizer steps of an epoch.
-        validate_every: Number of optimizer steps between two validations.
-        step_tokens: Number of positions that an optimizer step trains on, over all ranks.
+        lengths: Lengths of the run.
     """
 
     def __init__(
@@ -93,9 +91,7 @@ class TextDataModule(pl.LightningDataModule):
         self.pin_memory = pin_memory
         self.batch_size = lengths.batch.batch_size
         self.accumulate = lengths.batch.accumulate
-        self.epoch_steps = lengths.epoch_steps
-        self.validate_every = lengths.validate_every
-        self.step_tokens = lengths.step_tokens
+        self.lengths = lengths
         is_mixture = isinstance(train, Mixture)
         order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
@@ -121,7 +117,7 @@ class TextDataModule(pl.LightningDataModule):
     @property
     def tokens(self) -> int:
         """Number of positions that the run has trained on, over all ranks and all resumes."""
-        return self._loaded_tokens + (self.step - self._loaded_step) * self.step_tokens
+        return self._loaded_tokens + (self.step - self._loaded_step) * self.lengths.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its training data, for a checkpoint."""

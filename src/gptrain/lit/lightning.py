@@ -111,7 +111,7 @@ def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
 def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -> dict[str, Any]:
     """Return the state of Lightning's fit loop with which a run resumes after an optimizer step."""
     accumulate = trainer.accumulate_grad_batches
-    epoch_steps = data_of(trainer).epoch_steps
+    epoch_steps = data_of(trainer).lengths.epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
     if step_in_epoch == 0 and step and repeats_validation:  # the epoch's end is still to come
         epoch = epoch - 1
@@ -140,18 +140,18 @@ def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the optimizer step that was taken most recently is the last of its epoch."""
-    return trainer.global_step % data_of(trainer).epoch_steps == 0
+    return trainer.global_step % data_of(trainer).lengths.epoch_steps == 0
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """Return whether Lightning runs a validation right after an optimizer step."""
-    is_due = step % data_of(trainer).validate_every == 0
+    is_due = step % data_of(trainer).lengths.validate_every == 0
     return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
 def finish_step(trainer: pl.Trainer, step: int) -> None:
     """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step."""
-    step_in_epoch = step % data_of(trainer).epoch_steps
+    step_in_epoch = step % data_of(trainer).lengths.epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
         return
     index = step_in_epoch * trainer.accumulate_grad_batches

@@ -20,7 +20,7 @@ from gptrain.core.errors import DataError
 from gptrain.lit.strategies.base import GPTStrategy
 from gptrain.loss import IGNORED, NO_TARGET, PLAIN_CROSS_ENTROPY, LossOptions, sum_dtype
 from gptrain.models.attention import layout_argument
-from gptrain.parallel.base import Parallel
+from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
 
@@ -125,8 +125,8 @@ class LanguageModel(pl.LightningModule):
         Raises:
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
-        options = self.loss_options
-        return self._parallel().mean_loss(self.net, tokens, targets, options, documents)
+        batch = Batch(tokens, targets, documents)
+        return self._parallel().mean_loss(self.net, batch, self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         """Return the loss of a batch, `self.loss(*batch)`.
@@ -194,8 +194,9 @@ class LanguageModel(pl.LightningModule):
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         parallel = self._parallel()
+        batch = Batch(tokens, targets, documents)
         is_counted = targets != IGNORED  # (B, T)
-        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN_CROSS_ENTROPY, documents)
+        nats = parallel.loss_sum(self.net, batch, PLAIN_CROSS_ENTROPY)
         sums = [nats, is_counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
@@ -205,7 +206,7 @@ class LanguageModel(pl.LightningModule):
         if part is not None:
             self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
-            for logits, chunk_targets in parallel.logits(self.net, tokens, targets, documents):
+            for logits, chunk_targets in parallel.logits(self.net, batch):
                 for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 

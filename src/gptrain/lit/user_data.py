@@ -46,9 +46,7 @@ class UserData(Dataset):
     """
 
     train = val = None
-    epoch_steps: int
-    validate_every: int
-    step_tokens: int
+    lengths: RunLengths
 
     def __init__(self, module: pl.LightningDataModule, loader: Any, key: str, world_size: int):
         self.module = module
@@ -99,15 +97,13 @@ class UserData(Dataset):
 
     def start(self, lengths: RunLengths) -> None:
         """Store the lengths of the run, and make this object known to gptrain's callbacks."""
-        self.epoch_steps = lengths.epoch_steps
-        self.validate_every = lengths.validate_every
-        self.step_tokens = lengths.step_tokens
+        self.lengths = lengths
         setattr(self.module, USER_DATA, self)
 
     @property
     def tokens(self) -> int:
         """Number of positions that the run has trained on, if all batches are full."""
-        return cast(pl.Trainer, self.module.trainer).global_step * self.step_tokens
+        return cast(pl.Trainer, self.module.trainer).global_step * self.lengths.step_tokens
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """Return an empty list, because the indices of the samples of a step are not known."""

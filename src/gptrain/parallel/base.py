@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, S
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,21 @@ from gptrain.parallel.tensor import (
 )
 
 CPU = torch.device("cpu")
+
+
+class Batch(NamedTuple):
+    """Samples of one rank.
+
+    Attributes:
+        tokens: Token ids (B, T), int64.
+        targets: Next tokens (B, T), int64. The loss ignores -100.
+        documents: Index of the document of each token, (B, T), int64, if documents are packed that
+            must not see each other.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
 
 
 class Parallel:
@@ -240,14 +255,7 @@ class Parallel:
 
     # Loss and logits
 
-    def mean_loss(
-        self,
-        net: Net,
-        tokens: Tensor,
-        targets: Tensor,
-        options: LossOptions,
-        documents: Tensor | None = None,
-    ) -> Tensor:
+    def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the mean loss in nats per target of this rank's samples.
 
         In training the sum of the losses of a batch's own targets is divided by
@@ -259,18 +267,15 @@ class Parallel:
 
         Args:
             net: Net as `split` and `shard` have left it.
-            tokens: Token ids (B, T), int64.
-            targets: Next tokens (B, T), int64. The loss ignores -100.
+            batch: Samples of this rank.
             options: Label smoothing and z-loss.
-            documents: Index of the document of each token, (B, T), int64, if documents are packed
-                that must not see each other.
 
         Raises:
             IncompatibleModelError: If the net is called for its logits, and does not return logits
                 (B, T, V).
         """
-        divisor = self.count_and_get_divisor(targets)
-        total = self.loss_sum(net, tokens, targets, options, documents)
+        divisor = self.count_and_get_divisor(batch.targets)
+        total = self.loss_sum(net, batch, options)
         return total / divisor.to(total.dtype)
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
@@ -279,20 +284,14 @@ class Parallel:
             return self.step_mean.count_and_get_divisor(targets)
         return count_targets(targets)
 
-    def loss_sum(
-        self,
-        net: Net,
-        tokens: Tensor,
-        targets: Tensor,
-        options: LossOptions,
-        documents: Tensor | None = None,
-    ) -> Tensor:
+    def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Run the net on this rank's samples and return the sum of the losses in nats.
 
         The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
         bias. Under context parallelism each rank computes the losses of its own positions, and all
-        get the sum. The arguments are those of `mean_loss`.
+        get the sum.
         """
+        tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
         group = self.group_along(CONTEXT) if CONTEXT in self.axes else None
         if group is not None:
@@ -343,14 +342,12 @@ class Parallel:
             )
 
     @torch.no_grad()
-    def logits(
-        self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics.
 
-        Positions whose target is -100 are left out. No gradients are computed. The arguments are
-        those of `mean_loss`.
+        Positions whose target is -100 are left out.
         """
+        tokens, targets, documents = batch
         layout = layout_argument(documents)
         if self.uses_hidden(net):
             return logits_in_chunks(net.hidden(tokens, **layout), net.head, targets)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.parallel.base import Parallel, net_logits, supports_chunked_loss
+from gptrain.parallel.base import Batch, Parallel, net_logits, supports_chunked_loss
 from gptrain.parallel.mesh import from_rank_0, gather
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, tied_names
@@ -98,13 +98,13 @@ class Comparison:
             IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
                 torch about memory or communication are passed on.
         """
-        tokens, targets = make_batch(from_rank_0(sample), self.parallel)
+        batch = make_batch(from_rank_0(sample), self.parallel)
         reason = ""
         for dtype in TOLERANCES:
             with default_dtype(dtype):
-                self._compare_in_training(tokens, targets, activation_checkpointing)
-                if not (reason := self._compare_partitioned(tokens, targets)):
-                    self.parallel.may_pad = self._is_same_with_padding(tokens, targets)
+                self._compare_in_training(batch, activation_checkpointing)
+                if not (reason := self._compare_partitioned(batch)):
+                    self.parallel.may_pad = self._is_same_with_padding(batch)
                     return
         if self.parallel.is_partitioned:
             message = "warning: the partitioned net was not compared with the plain net"
@@ -112,17 +112,17 @@ class Comparison:
         # `hidden` and `head` may compute other logits than `forward`.
         self.parallel.forward_only = not self.parallel.is_pipeline
 
-    def _compare_in_training(self, tokens: Tensor, targets: Tensor, mode: str) -> None:
+    def _compare_in_training(self, batch: Batch, mode: str) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
         parts = recomputed = ""
         with suppress(Exception):  # _compare_partitioned reports what is wrong with `forward`
-            expected = self._run(tokens, targets, training=True)
+            expected = self._run(batch, training=True)
 
             def difference(*arguments: Any) -> str:
                 try:
-                    found = self._run(tokens, targets, *arguments, training=True)
+                    found = self._run(batch, *arguments, training=True)
                     return first_difference(expected, found)
                 except Exception as error:  # a user's net can raise anything
                     return first_cause(error)
@@ -140,21 +140,24 @@ class Comparison:
             message = "warning: the loss is computed from the logits of forward"
             log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
 
-    def _is_same_with_padding(self, tokens: Tensor, targets: Tensor) -> bool:
+    def _is_same_with_padding(self, batch: Batch) -> bool:
         """Return whether the partitioned net is right for sequences that it has to pad, too."""
         n_ranks = self.parallel.dims.tensor * self.parallel.dims.context
-        if n_ranks == 1 or tokens.shape[1] % n_ranks:  # pads nothing, or has padded these tokens
+        if (
+            n_ranks == 1 or batch.tokens.shape[1] % n_ranks
+        ):  # pads nothing, or has padded these tokens
             return True
         try:
-            return not self._compare_partitioned(tokens[:, 1:], targets[:, 1:])
+            shorter = Batch(batch.tokens[:, 1:], batch.targets[:, 1:])
+            return not self._compare_partitioned(shorter)
         except IncompatibleModelError:
             return False
 
-    def _compare_partitioned(self, tokens: Tensor, targets: Tensor) -> str:
+    def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
         expected, reason = {}, ""
         try:
-            expected = self._run(tokens, targets)
+            expected = self._run(batch)
         except Exception as error:  # a user's net can raise anything
             reason = first_cause(error)
         if reason := _first(gather(reason)):
@@ -170,10 +173,10 @@ class Comparison:
             net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
             self._set_values(net)
             _seed()
-            chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
+            chunks = [logits for logits, _ in parallel.logits(net, batch)]
             if any(parameter.requires_grad for parameter in self.full_net.parameters()):
                 _seed()
-                parallel.mean_loss(net, tokens, targets, PLAIN_CROSS_ENTROPY).backward()
+                parallel.mean_loss(net, batch, PLAIN_CROSS_ENTROPY).backward()
                 parallel.finish_gradients()
         except (torch.OutOfMemoryError, dist.DistError):
             raise
@@ -191,8 +194,7 @@ class Comparison:
 
     def _run(
         self,
-        tokens: Tensor,
-        targets: Tensor,
+        batch: Batch,
         compute_logits: Callable[..., Tensor] = net_logits,
         activation_checkpointing: str = "none",
         training: bool = False,
@@ -203,9 +205,9 @@ class Comparison:
         apply_activation_checkpointing(net.train(training), activation_checkpointing)
         self._set_values(net)
         _seed()
-        logits = compute_logits(net, tokens, targets).flatten(0, -2)
+        logits = compute_logits(net, batch.tokens, batch.targets).flatten(0, -2)
         if logits.requires_grad:
-            F.cross_entropy(logits, targets.flatten()).backward()
+            F.cross_entropy(logits, batch.targets.flatten()).backward()
         return {
             LOGITS: logits.detach(),
             **self._gradients(net),
@@ -261,15 +263,18 @@ def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> s
     return ""
 
 
-def make_batch(sample: Tensor, parallel: Parallel) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets (B, T) for a comparison, made from one sample."""
+def make_batch(sample: Tensor, parallel: Parallel) -> Batch:
+    """Return a batch for a comparison: beginnings of rotated copies of one sample.
+
+    Its length has the remainder of the sample's, so that the strategy pads both or neither.
+    """
     n_tokens, world_size = len(sample), parallel.dims.world_size
     if n_tokens > N_TOKENS + world_size:
         n_tokens = N_TOKENS + (n_tokens - N_TOKENS) % world_size
     n_rows = max(2, parallel.microbatches)
     rows = [sample.roll(-row * n_tokens - row)[:n_tokens] for row in range(n_rows)]
     tokens = torch.stack(rows).to(parallel.device, torch.int64)
-    return tokens, tokens.roll(-1, 1)
+    return Batch(tokens, tokens.roll(-1, 1))
 
 
 def prepare_net(net: nn.Module, parallel: Parallel) -> None:

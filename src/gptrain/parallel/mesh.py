@@ -23,7 +23,7 @@ AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Build the device mesh with the four axes, also those of one rank."""
+    """Build the device mesh with the four axes, also those of one rank. Collective."""
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
@@ -74,14 +74,8 @@ def start_group(
     if is_one_node:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # torch would wait in C++, where no handler of a signal runs.
-    n_here, end_s = store.add("ranks", 1), time.monotonic() + timeout_s
-    while n_here < world_size:
-        if time.monotonic() > end_s:
-            message = f"{n_here} of {world_size} ranks have connected within {timeout_s:g} s"
-            raise TimeoutError(message)
-        time.sleep(0.02)
-        n_here = store.add("ranks", 0)
+    store.add("ranks", 1)
+    wait_until(lambda: store.add("ranks", 0) >= world_size, f"all {world_size} ranks", timeout_s)
     if "nccl" in backend:
         # NCCL ends the process without a message. The watchdog comes first, which allows an hour
         # for compiling and for writing a checkpoint.
@@ -121,12 +115,21 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
         result = function()
         store.set("rank 0 is ready", "1")
         return result
-    end_s = time.monotonic() + timeout_s
-    while not store.check(["rank 0 is ready"]):  # `store.wait` would let a signal wait
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"rank 0 was not ready within {timeout_s:g} s")
-        time.sleep(0.05)
+    wait_until(lambda: store.check(["rank 0 is ready"]), "rank 0", timeout_s)
     return function()
+
+
+def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
+    """Wait until a condition is true. torch would wait in C++, where no handler of a signal runs.
+
+    Raises:
+        TimeoutError: If the condition is false for `timeout_s`. The message names the ranks.
+    """
+    end_s = time.monotonic() + timeout_s
+    while not is_true():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"waited for {ranks} for {timeout_s:g} s")
+        time.sleep(0.02)
 
 
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from gptrain.core.strategies import PIPELINE, count_microbatches, stage_blocks
 from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.models.attention import layout_argument
-from gptrain.parallel.base import Parallel
+from gptrain.parallel.base import Batch, Parallel
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.state import Stages
@@ -130,31 +130,15 @@ class Pipeline(Parallel):
             x = block(x)
         return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
-    def mean_loss(
-        self,
-        net: Net,
-        tokens: Tensor,
-        targets: Tensor,
-        options: LossOptions,
-        documents: Tensor | None = None,
-    ) -> Tensor:
+    def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
 
-        All ranks of the pipeline must call this method. With gradients enabled, it also runs the
-        backward pass, and keeps the gradients for the backward pass of the returned loss. The
-        divisor is that of `count_and_get_divisor`.
-
-        Args:
-            net: Net as `split` has left it.
-            tokens: Token ids (B, T).
-            targets: Next tokens (B, T). The loss ignores -100.
-            options: Label smoothing and z-loss.
-            documents: Index of the document of each token, (B, T), if documents are packed that
-                must not see each other; otherwise None.
+        With gradients enabled, it also runs the backward pass, and keeps the gradients for the
+        backward pass of the returned loss.
         """
         if not torch.is_grad_enabled():
-            return super().mean_loss(net, tokens, targets, options, documents)
-        divisor = self.count_and_get_divisor(targets)
+            return super().mean_loss(net, batch, options)
+        divisor = self.count_and_get_divisor(batch.targets)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             total = self.head_loss(net, hidden, targets, options)
@@ -163,7 +147,7 @@ class Pipeline(Parallel):
         before = {parameter: parameter.grad for parameter in net.parameters()}
         for parameter in before:
             parameter.grad = None
-        total = self._run(True, self.microbatches, tokens, targets, loss, documents)
+        total = self._run(True, self.microbatches, batch, loss)
         gradients = {p: p.grad for p in before if p.grad is not None}
         for parameter, gradient in before.items():
             parameter.grad = gradient
@@ -182,44 +166,14 @@ class Pipeline(Parallel):
             parameter.grad = gradient
         self._seen = self._versions()
 
-    def loss_sum(
-        self,
-        net: Net,
-        tokens: Tensor,
-        targets: Tensor,
-        options: LossOptions,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """Return the sum of the losses in nats of this pipeline's samples, without gradients.
+    def loss_sum(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
+        """Return the sum of the losses in nats of this pipeline's samples, without gradients."""
+        return self.evaluate(batch, partial(self.head_loss, net, options=options))
 
-        All ranks of the pipeline must call this method, and all get the sum.
-
-        Args:
-            net: Net as `split` has left it.
-            tokens: Token ids (B, T).
-            targets: Next tokens (B, T). The loss ignores -100.
-            options: Label smoothing and z-loss.
-            documents: Index of the document of each token, (B, T), or None.
-        """
-
-        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            return self.head_loss(net, hidden, targets, options)
-
-        return self.evaluate(tokens, targets, loss, documents)
-
-    def logits(
-        self, net: Net, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) of C positions at a time, on the last stage only.
 
         All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
-        Positions whose target is -100 are left out. No gradients are computed.
-
-        Args:
-            net: Net as `split` has left it.
-            tokens: Token ids (B, T).
-            targets: Next tokens (B, T).
-            documents: Index of the document of each token, (B, T), or None.
         """
         outputs: list[tuple[Tensor, Tensor]] = []
 
@@ -227,7 +181,7 @@ class Pipeline(Parallel):
             outputs.append((hidden, targets))
             return hidden.new_zeros(())
 
-        self.evaluate(tokens, targets, keep, documents)
+        self.evaluate(batch, keep)
         for hidden, microbatch_targets in outputs:
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
@@ -245,23 +199,12 @@ class Pipeline(Parallel):
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
 
     @torch.no_grad()
-    def evaluate(
-        self, tokens: Tensor, targets: Tensor, loss: Loss, documents: Tensor | None = None
-    ) -> Tensor:
+    def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
         """Run the pipeline without gradients and return the sum of `loss` over the microbatches.
 
-        All ranks of the pipeline must call this method, and all get the sum.
-
-        Args:
-            tokens: Token ids (B, T). B may differ from the batch size of the training; then
-                fewer microbatches may be used.
-            targets: Next tokens (B, T).
-            loss: Function of a microbatch's hidden states and targets. It is called on the last
-                stage only.
-            documents: Index of the document of each token, (B, T), or None.
+        B may differ from the batch size of the training; then fewer microbatches may be used.
         """
-        microbatches = gcd(len(tokens), self.microbatches)
-        return self._run(False, microbatches, tokens, targets, loss, documents)
+        return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
         """Complete the gradients once per step, after the last backward pass.
@@ -307,16 +250,9 @@ class Pipeline(Parallel):
         parameters = ((p, p.grad) for p in self.net.parameters())
         return {p: (id(grad), grad._version) for p, grad in parameters if grad is not None}
 
-    def _run(
-        self,
-        training: bool,
-        microbatches: int,
-        tokens: Tensor,
-        targets: Tensor,
-        loss: Loss,
-        documents: Tensor | None,
-    ) -> Tensor:
+    def _run(self, training: bool, microbatches: int, batch: Batch, loss: Loss) -> Tensor:
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank."""
+        tokens, targets, documents = batch
         # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))
         if key not in self._schedules:
