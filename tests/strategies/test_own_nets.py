@@ -269,7 +269,7 @@ def test_a_batch_for_the_comparison_is_short_and_of_a_length_that_ranks_divide_a
         parallel = Parallel(dims=ParallelDims(data=world_size))
         parallel.microbatches = world_size
         sample = torch.arange(n_tokens)
-        tokens, targets = compare.make_batch(sample, parallel)
+        tokens, targets, _ = compare.make_batch(sample, parallel)
         assert tokens.shape == targets.shape == (world_size, n_compared)
         assert torch.equal(tokens[0], sample[:n_compared])
         assert torch.equal(targets[:, :-1], tokens[:, 1:])

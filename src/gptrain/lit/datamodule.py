@@ -4,6 +4,7 @@ import atexit
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -21,6 +22,7 @@ from gptrain.parallel.mesh import gather
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
 
+@dataclass(eq=False)
 class TextDataModule(pl.LightningDataModule):
     """LightningDataModule that serves the batches of this rank from any datasets.
 
@@ -29,11 +31,11 @@ class TextDataModule(pl.LightningDataModule):
     the run, so that a resumed run continues with the next sample. A dataset that wraps a stream is
     read in the order of the stream instead, and its position is saved with each checkpoint.
 
-    Args:
+    Attributes:
         train: Training dataset, with `__getitem__` and a length.
         val: Validation dataset.
         test: Test dataset. None uses `val`.
-        lengths: Batch sizes, epoch length and validation interval of the run.
+        lengths: Lengths of the run.
         seed: Seed of the training order and, with the rank, of the data workers.
         rank: Index of this rank among the data ranks, which read different samples.
         world_size: Number of data ranks.
@@ -51,60 +53,44 @@ class TextDataModule(pl.LightningDataModule):
         limits: Number of batches of "val" and of "test" that are evaluated, or their fraction:
             batches of `batch_size` samples of the set, which all ranks together evaluate. A set
             without an entry, or with None, is evaluated in full.
-
-    Attributes:
         batches: Batch sampler of the training.
         stream: StreamDataset that the training dataset is or wraps, or None. Each rank reads a
             part of the stream.
         positions: Positions of this rank's part of the stream.
-        lengths: Lengths of the run.
     """
 
-    def __init__(
-        self,
-        train: Dataset,
-        val: Dataset,
-        test: Dataset | None,
-        lengths: RunLengths,
-        *,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        ranks_per_sample: int = 1,
-        equal_lengths: Collection[str] = (),
-        vocab_size: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        limits: Mapping[str, float | None] | None = None,
-    ):
+    train: Dataset
+    val: Dataset
+    test: Dataset | None
+    lengths: RunLengths
+    _: KW_ONLY
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    ranks_per_sample: int = 1
+    equal_lengths: Collection[str] = ()
+    vocab_size: int | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    limits: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.limits = limits or {}
-        self.train = train
-        self.val = val
-        self.test = val if test is None else test
-        self.rank = rank
-        self.world_size = world_size
-        self.ranks_per_sample = ranks_per_sample
-        self.equal_lengths = equal_lengths
-        self.vocab_size = vocab_size
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
-        self.batch_size = lengths.batch.batch_size
-        self.accumulate = lengths.batch.accumulate
-        self.lengths = lengths
+        self.batch_size = self.lengths.batch.batch_size
+        self.accumulate = self.lengths.batch.accumulate
+        train, seed = self.train, self.seed
         is_mixture = isinstance(train, Mixture)
         order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
             order,
             self.batch_size,
             self.accumulate,
-            rank,
-            world_size,
-            epoch_steps=lengths.epoch_steps,
+            self.rank,
+            self.world_size,
+            epoch_steps=self.lengths.epoch_steps,
             position=lambda: self.step * self.accumulate,
         )
         self.stream = find_stream(train)
-        self.seed = seed
         self.positions = StreamPositions(self.accumulate)
         self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
         self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
@@ -159,7 +145,7 @@ class TextDataModule(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader:
         """Return the loader of this rank's test batches."""
-        return self._evaluation_loader(self.test, "data.test")
+        return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """Return the dataset indices of the samples of one optimizer step, for error messages.

@@ -14,6 +14,7 @@ which costs one synchronization with the device per step.
 
 import logging
 import math
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
@@ -39,6 +40,7 @@ IN_A_ROW = 6
 END = 7
 
 
+@dataclass
 class Spikes:
     """Window of the losses and gradient norms of the last steps, on the device.
 
@@ -52,10 +54,9 @@ class Spikes:
             those of step s, NaN if unknown. None before the first step.
     """
 
-    def __init__(self, sigma: float, window: int):
-        self.sigma = sigma
-        self.window = window
-        self.history: Tensor | None = None
+    sigma: float
+    window: int
+    history: Tensor | None = None
 
     def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return whether loss or norm of a step is a spike, and add both to the window.
@@ -81,32 +82,25 @@ class Spikes:
         return ((heights > self.sigma) & (2 * n_known >= self.window)).any()
 
 
+@dataclass(eq=False)
 class StepGuard:
     """Decides on the device whether the optimizer takes each step of a run.
 
-    Args:
+    Attributes:
         on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
         spikes: Window by which spikes are recognized.
         max_skips: Number of consecutive refused steps after which the run ends.
-
-    Attributes:
         n_without_target: Number of steps in which every target was -100, when the host read last.
     """
 
-    n_without_target = 0
+    on_nonfinite: Literal["stop", "skip"]
+    on_spike: Literal["none", "warn", "skip"]
+    spikes: Spikes
+    max_skips: int
+    n_without_target: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        on_nonfinite: Literal["stop", "skip"],
-        on_spike: Literal["none", "warn", "skip"],
-        spikes: Spikes,
-        max_skips: int,
-    ):
-        self.on_nonfinite = on_nonfinite
-        self.on_spike = on_spike
-        self.spikes = spikes
-        self.max_skips = max_skips
+    def __post_init__(self) -> None:
         self._state = torch.zeros(8, dtype=torch.int64)
         self._step = -1  # last step that was decided
         self._reported = [0] * len(KINDS)

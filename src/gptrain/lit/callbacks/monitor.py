@@ -1,5 +1,6 @@
 """TrainingMonitor, the first callback of every run: it checks, logs and ends the training."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from gptrain.runtime.watchdog import Guard
 COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the model, in seconds
 
 
+@dataclass(eq=False)
 class TrainingMonitor(Callback):
     """Callback that logs the steps, and ends a run that was asked to stop or whose step is refused.
 
@@ -60,38 +62,39 @@ class TrainingMonitor(Callback):
     there is nothing to save, and the rank that received the signal ends at once.
 
     Attributes:
+        every_n_steps: Number of optimizer steps from one logged step to the next.
+        lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
+        model_config: `model` group of the config. Every checkpoint file contains it, so that a net
+            can be built from the file alone.
+        step_guard: Object that decides whether each optimizer step is taken.
+        guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
+            stop signal sets.
+        timeline: Record of the phases of this start, such as steps and validations.
+        checkpoints: Callback that saves the run. None for a run without checkpoints.
+        compiles: Whether the first training step and the first evaluation step compile the model,
+            so that the watchdog must allow them COMPILING_S.
         speed: Measurement of the time per step, set when training starts.
         first_step: Number of optimizer steps done when training started. None if it did not start.
     """
 
-    speed: Speed
-    first_step: int | None = None
+    every_n_steps: int
+    lengths: RunLengths
+    model_config: dict[str, Any]
+    step_guard: StepGuard
+    guard: Guard
+    timeline: Timeline
+    checkpoints: Checkpoints | None
+    compiles: bool
 
-    def __init__(
-        self,
-        every_n_steps: int,
-        lengths: RunLengths,
-        model_config: dict[str, Any],
-        step_guard: StepGuard,
-        guard: Guard,
-        timeline: Timeline,
-        *,
-        checkpoints: Checkpoints | None,
-        compiles: bool,
-    ):
-        self.every_n_steps = every_n_steps
-        self.lengths = lengths
-        self.model_config = model_config
-        self.step_guard = step_guard
-        self.guard = guard
-        self._beat = guard.beat
-        self.checkpoints = checkpoints
-        self.compile_s = COMPILING_S if compiles else 0.0
-        self.timeline = timeline
+    def __post_init__(self) -> None:
+        self.speed: Speed
+        self.first_step: int | None = None
+        self.compile_s = COMPILING_S if self.compiles else 0.0
         self.votes = Vote()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
         self.loaded_step = 0  # step of the checkpoint that the run has loaded
+        self._beat = self.guard.beat
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
