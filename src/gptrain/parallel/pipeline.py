@@ -8,7 +8,7 @@ and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step. Source: Huan
 # B batch, b microbatch, T time, D d_model
 
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import gcd
 from typing import Any, NoReturn, cast
 
@@ -63,7 +63,6 @@ class Pipeline(Parallel):
         ends_group: First and last rank of the pipeline. It exists if the pipeline has several
             ranks, and is used if they share a weight.
         net: This rank's stage of the net, after `split`.
-        n_blocks: Number of blocks of the full net, after `split`.
     """
 
     is_pipeline = True
@@ -95,9 +94,7 @@ class Pipeline(Parallel):
             net: Full net, for example on the meta device.
         """
         self.net = net
-        self.n_blocks = len(net.blocks)
-        # (training, number of microbatches, shape of the tokens) -> schedule with its buffers.
-        self._schedules: dict[tuple, Any] = {}
+        self._schedule = cache(self._build_schedule)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
         keep_stage(net, self.rank, self.n_stages)
         net.forward = net.hidden = _raise_no_full_net
@@ -253,11 +250,7 @@ class Pipeline(Parallel):
     def _run(self, training: bool, microbatches: int, batch: Batch, loss: Loss) -> Tensor:
         """Run a schedule and return the sum of `loss` over the microbatches, on every rank."""
         tokens, targets, documents = batch
-        # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
-        key = (training, microbatches, tuple(tokens.shape))
-        if key not in self._schedules:
-            self._schedules[key] = self._build_schedule(training, microbatches, tokens.device)
-        schedule = self._schedules[key]
+        schedule = self._schedule(training, microbatches, tokens.shape, tokens.device)
         self._loss = loss
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
@@ -274,9 +267,12 @@ class Pipeline(Parallel):
         dist.broadcast(total, group=self.group, group_src=self.last)
         return total
 
-    def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
-        """Return a schedule of torch.distributed.pipelining for the stage of this rank."""
-        stage = Stage(self.net, self.rank, self.n_stages, self.n_blocks)
+    def _build_schedule(self, training: bool, microbatches: int, shape: Any, device: torch.device):
+        """Return a schedule of torch.distributed.pipelining for the stage of this rank.
+
+        The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
+        """
+        stage = Stage(self.net, self.rank == 0, self.rank == self.last)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.
         name = self.schedule if training else "gpipe"
@@ -310,17 +306,15 @@ class Stage(nn.Module):
 
     Args:
         net: Net after `keep_stage`.
-        index: Index of the stage.
-        n_stages: Number of stages.
-        n_blocks: Number of blocks of the full net.
+        is_first: Whether the stage begins with the embedding.
+        is_last: Whether the stage ends with the final norm.
     """
 
-    def __init__(self, net: Net, index: int, n_stages: int, n_blocks: int):
+    def __init__(self, net: Net, is_first: bool, is_last: bool):
         super().__init__()
         self.net = net
-        self.is_first = index == 0
-        self.is_last = index == n_stages - 1
-        self.block_names = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
+        self.is_first = is_first
+        self.is_last = is_last
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the blocks of this stage, and the embedding before or the final norm behind them.
@@ -338,8 +332,8 @@ class Stage(nn.Module):
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
                 x = self.net.embed(x, **options)  # (b, T) -> (b, T, D)
-            for name in self.block_names:
-                x = self.net.get_submodule(f"blocks.{name}")(x, **options)
+            for block in self.net.blocks.children():
+                x = block(x, **options)
             return self.net.norm(x) if self.is_last else x
 
 
