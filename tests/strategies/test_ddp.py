@@ -7,7 +7,7 @@ from kinds import Parallel, close, make_batch, make_net
 from ranks import on_ranks
 from sent import Sent
 
-from gptrain.parallel.ddp import SYNC_BUFFERS, build_comm_hook
+from gptrain.parallel.data_parallel import SYNC_BUFFERS, build_comm_hook
 
 
 @on_ranks(2)

@@ -57,9 +57,9 @@ from gptrain.loss import (
     next_token_loss,
 )
 from gptrain.models.attention import layout_argument
-from gptrain.parallel import ddp, state
+from gptrain.parallel import state
 from gptrain.parallel.context import apply_context_parallel, part_layout
-from gptrain.parallel.fsdp import apply_fsdp, watch_use
+from gptrain.parallel.data_parallel import apply_fsdp, ddp_arguments, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import IncompatibleModelError, Net
@@ -193,7 +193,7 @@ class Parallel:
         """Keyword arguments of DistributedDataParallel. None if it is not used."""
         if self.axes != (DATA,) or self.shards:
             return None
-        return ddp.arguments(self.options)
+        return ddp_arguments(self.options)
 
     def compile_loss(self) -> None:
         """Compile the loss of a chunk of logits, if this device is a GPU.

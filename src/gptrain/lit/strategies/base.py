@@ -29,7 +29,7 @@ from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
 from gptrain.parallel.base import Parallel
-from gptrain.parallel.ddp import build_comm_hook
+from gptrain.parallel.data_parallel import build_comm_hook
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
 

@@ -1,15 +1,18 @@
-"""Sharded parameters by FSDP2 of torch.
+"""Data parallelism: DDP keeps full nets and averages their gradients, FSDP2 shards the nets.
 
-Each of N ranks stores 1/N of every parameter, gradient and optimizer moment. The parameters of a
-block are gathered before its forward and its backward pass, and its gradients are reduce-scattered
-after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao
-et al. 2023, arXiv:2304.11277.
+Under FSDP2 each of N ranks stores 1/N of every parameter, gradient and optimizer moment. The
+parameters of a block are gathered before its forward and its backward pass, and its gradients are
+reduce-scattered after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054
+(stage 3); Zhao et al. 2023, arXiv:2304.11277.
 """
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,10 +22,49 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.core.precision import find_precision
-from gptrain.core.strategies import ShardedOptions
+from gptrain.core.strategies import DDPOptions, ShardedOptions, StrategyOptions
 from gptrain.parallel.requirements import Net
+
+# Argument of DistributedDataParallel that broadcasts buffers before each forward pass. torch 2.13
+# renamed the argument. GPTStrategy.synchronize_buffers does it once per step.
+SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
+    """Return the keyword arguments of DistributedDataParallel for the options of a strategy."""
+    keys = DDPOptions.model_fields.keys() - StrategyOptions.model_fields.keys() - {"comm_hook"}
+    return {key: getattr(options, key) for key in keys} | {SYNC_BUFFERS: False}
+
+
+def build_comm_hook(name: str) -> tuple[object, Callable] | None:
+    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook.
+
+    Args:
+        name: Value of `strategy.comm_hook`. "bf16" and "fp16" send half of the bytes and round each
+            gradient once. "powersgd" sends factors of rank 1 with error feedback after 1000 steps
+            of plain all-reduce, with torch's default options. Source: Vogels et al. 2019,
+            arXiv:1905.13727.
+
+    Returns:
+        State and hook, or None for "none".
+    """
+    if name == "none":
+        return None
+    if name == "powersgd":
+        return powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook
+    return None, {"bf16": _bf16_compress, "fp16": default_hooks.fp16_compress_hook}[name]
+
+
+def _bf16_compress(group, bucket):
+    """Return the result of torch's bf16_compress_hook, as a hook with another name."""
+    return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def apply_fsdp(net: Net, mesh: DeviceMesh, options: ShardedOptions, precision: str) -> None:
