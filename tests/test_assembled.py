@@ -69,12 +69,16 @@ def test_runs_of_other_kinds_leave_parts_out(build):
         return [type(callback).__name__ for callback in cast(Any, run.trainer).callbacks]
 
     tried = build("trainer.fast_dev_run=2")
-    assert tried.trainer.max_steps == 2 and names(tried) == ["TrainingMonitor", "QuietCollector"]
+    assert tried.trainer.max_steps == 2 and names(tried) == [
+        "TrainingMonitor",
+        "StepGuard",
+        "QuietCollector",
+    ]
     assert [type(logger) for logger in tried.trainer.loggers] == [DummyLogger]
     quick = build("trainer.fast_dev_run=true", "logger=none")  # without metrics.jsonl
     assert [type(logger) for logger in quick.trainer.loggers] == [DummyLogger]
     evaluated = build("task=validate", "data.batch_size=3")
-    assert names(evaluated) == ["TrainingMonitor", "QuietCollector"]
+    assert names(evaluated) == ["TrainingMonitor", "StepGuard", "QuietCollector"]
     assert evaluated.report.lines["batch"] == "3 x 1 ranks"
     words = (
         "trainer.max_time=00:01:00:00", "scheduler=warmup_constant", "checkpoint=none",
@@ -82,7 +86,13 @@ def test_runs_of_other_kinds_leave_parts_out(build):
     )  # fmt: skip
     endless = build(*words, "trainer.enable_progress_bar=true")
     assert (endless.trainer.max_steps, endless.trainer.max_epochs) == (-1, -1)
-    assert names(endless) == ["TrainingMonitor", "QuietCollector", "ProgressBar", "Timer"]
+    assert names(endless) == [
+        "TrainingMonitor",
+        "StepGuard",
+        "QuietCollector",
+        "ProgressBar",
+        "Timer",
+    ]
     assert " per step · no end · lr " in endless.report.lines["batch"]
     assert endless.cfg.model.compile == "none"
 

@@ -68,17 +68,18 @@ def build_callbacks(
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
+    step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
-        StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips),
+        step_guard,
         guard,
         timeline,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
     )
-    own.insert(0, QuietCollector())
+    own[:0] = [step_guard, QuietCollector()]
     if checkpoints is None:
         return [monitor, *own]
     typed = {

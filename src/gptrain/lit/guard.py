@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,8 +83,8 @@ class Spikes:
 
 
 @dataclass(eq=False)
-class StepGuard:
-    """Decides on the device whether the optimizer takes each step of a run.
+class StepGuard(Callback):
+    """Callback that decides on the device whether the optimizer takes each step of a run.
 
     Attributes:
         on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
@@ -105,7 +105,7 @@ class StepGuard:
         self._step = -1  # last step that was decided
         self._reported = [0] * len(KINDS)
 
-    def start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the strategy call `decide` and `read` in the steps of a training that begins."""
         self.trainer = trainer
         strategy = strategy_of(trainer)
@@ -193,14 +193,22 @@ class StepGuard:
                 log.error("warning: %s, the last one step %d%s", what, number - 1, samples)
         self._reported = counts
 
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Read the last decisions of a run without checkpoints."""
+        self.read()
+
+    def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Read the decisions, so that no file is written after the step that ends the run."""
+        self.read()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the refused steps in a row and the window of spikes, for a checkpoint."""
         return {"n_skipped": int(self._state[IN_A_ROW]), "history": self.spikes.history}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, so that steps are decided as without a stop."""
-        self._state[IN_A_ROW] = state["n_skipped"]
-        self.spikes.history = state["history"]
+        self._state[IN_A_ROW] = state_dict["n_skipped"]
+        self.spikes.history = state_dict["history"]
 
     def _error(self, step: int, is_spike: bool) -> RefusedStepError:
         """Return the error of a step that ends the run."""

@@ -66,7 +66,7 @@ class TrainingMonitor(Callback):
         lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
-        step_guard: Object that decides whether each optimizer step is taken.
+        step_guard: Callback that decides whether each optimizer step is taken.
         guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
             stop signal sets.
         timeline: Record of the phases of this start, such as steps and validations.
@@ -107,7 +107,6 @@ class TrainingMonitor(Callback):
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         check_optimization(pl_module)  # a second check, because hooks may have changed the module
         self.first_step = trainer.global_step
-        self.step_guard.start(trainer)
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
@@ -178,7 +177,6 @@ class TrainingMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Send a heartbeat, and wait for the vote that is still pending."""
         self._beat(phase="end")
-        self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
@@ -249,19 +247,10 @@ class TrainingMonitor(Callback):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many steps were skipped in a row, and what the rules keep of earlier steps."""
-        return self.step_guard.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore how many steps were skipped in a row, and the values of earlier steps."""
-        self.step_guard.load_state_dict(state_dict)
-
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the config of the net to a checkpoint, and let the next step begin a new interval."""
-        self.step_guard.read()  # no file is written after the step that ends the run
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
