@@ -49,22 +49,12 @@ class ProgressBar(TQDMProgressBar):
     def end_step(
         self, trainer: Trainer, lr: float, step_s: float, lengths: RunLengths, is_logged: bool
     ) -> None:
-        """Show the values of a step in the bar if it was logged, or print them if a line is due.
-
-        Only a step that is shown waits for the device.
-
-        Args:
-            trainer: Trainer of the run.
-            lr: Learning rate of the step.
-            step_s: Seconds per step.
-            lengths: Lengths of the run. The remaining time is shown if the last step is known.
-            is_logged: Whether the step was logged.
-        """
+        """Show a step in the bar if it was logged, or print it if a line is due."""
         is_shown = is_logged if self.in_terminal else trainer.should_stop or self._is_due(step_s)
         if not is_shown or not trainer.is_global_zero:
             return
         step = trainer.global_step
-        loss = float(strategy_of(trainer).step_mean.loss)
+        loss = float(strategy_of(trainer).step_mean.loss)  # waits for the device
         self._shown = {"step": f"{step}/{lengths.n_steps}" if lengths.n_steps else step}
         if not math.isnan(loss):
             self._shown["train/loss"] = f"{loss:.4f}"
@@ -79,8 +69,8 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values of the last shown step, and those logged with prog_bar=True."""
         values = {**self._shown, **super().get_metrics(trainer, pl_module)}
-        # v_num is the version of a logger.
-        return {name: value for name, value in values.items() if name != "v_num"}
+        values.pop("v_num", None)  # version of a logger
+        return values
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the bar of a validation, or print the number of its batches."""
