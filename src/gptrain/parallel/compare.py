@@ -23,8 +23,7 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -98,35 +97,37 @@ class Comparison:
             IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
                 torch about memory or communication are passed on.
         """
-        batch = make_batch(from_rank_0(sample), self.parallel)
-        reason = ""
-        for dtype in TOLERANCES:
-            with default_dtype(dtype):
+        parallel = self.parallel
+        batch = make_batch(from_rank_0(sample), parallel)
+        reason, dtype_before = "", torch.get_default_dtype()
+        try:
+            for dtype in TOLERANCES:
+                torch.set_default_dtype(dtype)
                 self._compare_in_training(batch, activation_checkpointing)
                 if not (reason := self._compare_partitioned(batch)):
-                    self.parallel.may_pad = self._is_same_with_padding(batch)
+                    parallel.may_pad = self._is_same_with_padding(batch)
                     return
-        if self.parallel.is_partitioned:
+        finally:
+            torch.set_default_dtype(dtype_before)
+        if parallel.is_partitioned:
             message = "warning: the partitioned net was not compared with the plain net"
             log.warning("%s: %s", message, reason)
         # `hidden` and `head` may compute other logits than `forward`.
-        self.parallel.forward_only = not self.parallel.is_pipeline
+        parallel.forward_only = not parallel.is_pipeline
 
     def _compare_in_training(self, batch: Batch, mode: str) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
         parts = recomputed = ""
-        with suppress(Exception):  # _compare_partitioned reports what is wrong with `forward`
-            expected = self._run(batch, training=True)
+        # _compare_partitioned reports what is wrong with `forward`.
+        expected, reason = self._try(batch, training=True)
 
-            def difference(*arguments: Any) -> str:
-                try:
-                    found = self._run(batch, *arguments, training=True)
-                    return first_difference(expected, found)
-                except Exception as error:  # a user's net can raise anything
-                    return first_cause(error)
+        def difference(*arguments: Any) -> str:
+            found, reason = self._try(batch, *arguments, training=True)
+            return reason or first_difference(expected, found)
 
+        if not reason:
             parts = difference(parallel.logits_of_parts) if calls_parts else ""
             recomputed = difference(net_logits, mode) if mode != "none" else ""
         parts, recomputed = map(_first, zip(*gather((parts, recomputed)), strict=True))
@@ -155,11 +156,7 @@ class Comparison:
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
-        expected, reason = {}, ""
-        try:
-            expected = self._run(batch)
-        except Exception as error:  # a user's net can raise anything
-            reason = first_cause(error)
+        expected, reason = self._try(batch)
         if reason := _first(gather(reason)):
             return reason
         parallel = copy(self.parallel)
@@ -191,6 +188,13 @@ class Comparison:
         if text := _first(reversed(gather(text))):  # the last stage of a pipeline has the logits
             raise self._error(text)
         return ""
+
+    def _try(self, *arguments: Any, training: bool = False) -> tuple[dict[str, Tensor], str]:
+        """Return the results of `_run`, and the cause if it fails: a net can raise anything."""
+        try:
+            return self._run(*arguments, training=training), ""
+        except Exception as error:
+            return {}, first_cause(error)
 
     def _run(
         self,
@@ -293,17 +297,6 @@ def first_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Set torch's default dtype inside the block."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 def _comparable(tensor: Tensor) -> Tensor:
