@@ -67,18 +67,17 @@ def build_callbacks(
     is_recorded = is_fit and this_process().rank == 0
     timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
     checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
-    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
-    step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
-        step_guard,
         guard,
         timeline,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
     )
+    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
+    step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
     own[:0] = [step_guard, QuietCollector()]
     if checkpoints is None:
         return [monitor, *own]

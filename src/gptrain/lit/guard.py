@@ -14,7 +14,7 @@ which costs one synchronization with the device per step.
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -91,14 +91,12 @@ class StepGuard(Callback):
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
         spikes: Window by which spikes are recognized.
         max_skips: Number of consecutive refused steps after which the run ends.
-        n_without_target: Number of steps in which every target was -100, when the host read last.
     """
 
     on_nonfinite: Literal["stop", "skip"]
     on_spike: Literal["none", "warn", "skip"]
     spikes: Spikes
     max_skips: int
-    n_without_target: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._state = torch.zeros(8, dtype=torch.int64)
@@ -176,7 +174,6 @@ class StepGuard(Callback):
         """
         *state, _, end = self._state.tolist()
         counts, last = state[:3], state[3:]
-        self.n_without_target = counts[2]
         if end:
             raise self._error(end - 1, is_spike=last[0] != end)
         if last[2] == 1:

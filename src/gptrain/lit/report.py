@@ -79,7 +79,6 @@ class Report:
         ended = why_ended(trainer, monitor.lengths, first_step)
         path = Path(self.hyper_parameters["run_dir"]) / RESULT_NAME
         goodput = monitor.timeline.end(trainer.global_step)
-        n_missing = monitor.step_guard.n_without_target
         has_worked = first_step is not None or trainer.state.fn != "fit" or not path.exists()
         if has_worked and not is_fast_dev_run(trainer):
             write_result(
@@ -91,7 +90,6 @@ class Report:
                 checkpoint=best,
                 ended=ended,
                 peak_memory_bytes=peak_bytes,
-                **({"steps_without_target": n_missing} if n_missing else {}),
                 **goodput,
                 **self.facts,
             )
@@ -107,8 +105,6 @@ class Report:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak[1]}")
         per_rank = " per rank" if trainer.world_size > 1 else ""
         parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
-        if n_missing:
-            parts.append(f"{labels.count_text(n_missing, 'step')} without a target")
         if goodput:
             parts.append(timeline.describe(goodput))
         parts.append(", ".join(ended.values()))

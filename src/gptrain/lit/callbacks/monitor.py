@@ -16,7 +16,6 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
-from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import (
     data_of,
     ends_step,
@@ -66,7 +65,6 @@ class TrainingMonitor(Callback):
         lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
         model_config: `model` group of the config. Every checkpoint file contains it, so that a net
             can be built from the file alone.
-        step_guard: Callback that decides whether each optimizer step is taken.
         guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
             stop signal sets.
         timeline: Record of the phases of this start, such as steps and validations.
@@ -80,7 +78,6 @@ class TrainingMonitor(Callback):
     every_n_steps: int
     lengths: RunLengths
     model_config: dict[str, Any]
-    step_guard: StepGuard
     guard: Guard
     timeline: Timeline
     checkpoints: Checkpoints | None
@@ -263,8 +260,8 @@ class TrainingMonitor(Callback):
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, which the class describes."""
-        self.step_guard.read()
         strategy = strategy_of(trainer)
+        strategy.conclude_step()
         values: dict[str, Any] = {}
         if strategy.micro_losses and strategy.step_mean.n_targets != 0:
             values["train/loss"] = strategy.step_mean.loss
