@@ -145,20 +145,11 @@ class LanguageModel(pl.LightningModule):
     def validation_step(
         self, batch: tuple[Tensor, ...], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Add a batch to the sums and metrics of the evaluation.
+        """Add a batch to the sums and metrics of the evaluation. Nothing is logged here.
 
-        Nothing is logged here: `take_evaluation` computes the values after the last batch.
-
-        Args:
-            batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
-                other, the index of each token's document (B, T).
-            batch_idx: Index of the batch in its loader. If the data are a mixture, it determines
-                the part of the mixture whose loss the batch counts for.
-            dataloader_idx: Index of the loader. The batches of all loaders are added to one
-                evaluation.
-
-        Raises:
-            IncompatibleModelError: If the net returns anything but logits (B, T, V).
+        If the data are a mixture, `batch_idx` determines the part of the mixture whose loss the
+        batch counts for. The batches of all loaders are added to one evaluation. A batch and the
+        errors are those of `training_step`.
         """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
@@ -167,7 +158,11 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of the evaluation, if this module is used with a plain Trainer."""
+        """Log the metrics of the evaluation, if this module is used with a plain Trainer.
+
+        In a run of gptrain the callback TrainingMonitor has taken and logged the metrics before,
+        also if a subclass overrides this hook. The errors are those of `take_evaluation`.
+        """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -186,8 +181,8 @@ class LanguageModel(pl.LightningModule):
         Args:
             tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
-            part: Name of the part to which the batch belongs, if the dataset is a mixture of parts.
-                The loss of each part is also logged separately. None if it is not a mixture.
+            part: Name of the part of a mixture to which the batch belongs, if any. The loss of each
+                part is also logged separately.
             documents: Index of the document of each token, (B, T), or None.
 
         Raises:
@@ -245,12 +240,9 @@ class LanguageModel(pl.LightningModule):
         return named_parameters(self.net, self._parallel().stages)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer that the config group `optimizer` describes.
+        """Build the optimizer of the config group `optimizer` for the parameters of a module.
 
         A subclass may call this method in its own configure_optimizers.
-
-        Args:
-            module: Module whose parameters the optimizer gets, for example this LanguageModel.
 
         Raises:
             ConfigError: In a run of gptrain, if the optimizer does not take an option of the config
@@ -259,15 +251,10 @@ class LanguageModel(pl.LightningModule):
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's `lr_scheduler` dict that the config group `scheduler` describes.
+        """Build Lightning's `lr_scheduler` dict of the config group `scheduler` for an optimizer.
 
-        A subclass may call this method in its own configure_optimizers.
-
-        Args:
-            optimizer: Optimizer whose learning rates the schedule changes.
-
-        Returns:
-            The dict, or None if the run has no schedule.
+        A subclass may call this method in its own configure_optimizers. The result is None if the
+        run has no schedule.
 
         Raises:
             ConfigError: In a run of gptrain, if the length of a phase of the schedule cannot be
@@ -278,13 +265,8 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the schedule of the config for all parameters of this module.
 
-        Returns:
-            The optimizer alone if the run has no schedule. Otherwise a dict with `optimizer` and
-            `lr_scheduler`, which is stepped after each optimizer step unless it has an `interval`.
-
-        Raises:
-            ConfigError: In a run of gptrain, if the optimizer or the schedule cannot be built from
-                the config.
+        The schedule is stepped after each optimizer step, unless its dict has another `interval`.
+        The errors are those of `make_optimizer` and `make_schedule`.
         """
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)
@@ -301,18 +283,14 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Clip the gradients by the norm of the gradients of the full net, over all ranks.
 
-        Lightning calls this method on all ranks, once per optimizer step, after the last backward
-        pass. Lightning's own code would use the norm of this rank's shards only. Clipping by value,
-        and clipping under a strategy that is not gptrain's, is left to Lightning.
+        Lightning calls this method on all ranks, once per optimizer step; without a
+        `gradient_clip_val` it only measures the norm. Lightning's own code would use the norm of
+        this rank's shards only. Clipping by value, and clipping under a strategy that is not
+        gptrain's, is left to Lightning.
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients if the optimizer
         can remove the scale itself, as fused optimizers can. Here the gradients are unscaled before
         they are clipped; otherwise clipping would shrink them to almost nothing.
-
-        Args:
-            optimizer: Optimizer of the run.
-            gradient_clip_val: Largest norm, or None to only measure the norm.
-            gradient_clip_algorithm: None or "norm" for the norm, "value" for the values.
 
         Raises:
             RefusedStepError, DataError: As `GPTStrategy.clip`.

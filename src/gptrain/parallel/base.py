@@ -230,11 +230,6 @@ class Parallel:
         outside `net`, and kernels of the optimizer that cannot take sharded parameters are
         disabled: a multi-tensor kernel takes DTensors or plain tensors, but not both, and SGD and
         Adagrad have no fused kernel for DTensors.
-
-        Args:
-            module: LightningModule, or any module with an attribute `net`.
-            optimizer: Optimizer of the module. Its `param_groups` are changed in place. If it has
-                an attribute `replicas`, as Muon has, it divides its updates among these ranks.
         """
         if hasattr(optimizer, "replicas"):
             cast(Any, optimizer).replicas = self.replicas
@@ -354,13 +349,7 @@ class Parallel:
         return logits_in_chunks(net_logits(net, tokens, targets, **layout), nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric on a rank that has logits, and return the value on every rank.
-
-        All ranks must call this method.
-
-        Args:
-            compute: Function without arguments that returns the metric's value.
-        """
+        """Compute a metric on a rank that has logits, and return the value on every rank."""
         return compute()
 
     # Gradients of a step
@@ -370,10 +359,8 @@ class Parallel:
         """Accumulate unsharded gradients inside the block, without communication.
 
         The block surrounds all micro-steps of a step except the last one, whose backward pass
-        reduce-scatters the sums. Without FSDP, and with `strategy.accumulate_shards`, the block
-        changes nothing. With this option the gradients are reduce-scattered in every micro-step,
-        and each of N ranks accumulates 1/N of them. That saves memory, but takes as many
-        reduce-scatters as the step has micro-steps.
+        reduce-scatters the sums. It changes nothing without FSDP, and with
+        `strategy.accumulate_shards`, which saves memory but reduce-scatters in every micro-step.
         """
         defers_sync = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
         if defers_sync:
@@ -424,16 +411,12 @@ class Parallel:
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip all gradients to `max_norm`, and return their norm before clipping.
 
-        All ranks that take the step together must call this method, because the norm is summed over
-        them.
+        All ranks that take the step together must call this method, and get the norm of the entire
+        net.
 
         Args:
             parameters: Parameters that this rank trains.
             max_norm: Largest norm after clipping. None or 0 does not clip.
-
-        Returns:
-            Norm of the gradients of the entire net. The value is identical on all ranks that take
-            the step together.
         """
         groups = () if self.stages.group is None else (self.stages.group,)
         counted = self.counted_on_other_stage

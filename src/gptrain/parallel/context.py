@@ -33,10 +33,9 @@ from gptrain.parallel.tensor import gather_sequence
 
 @dataclass(frozen=True)
 class PartLayout(SequenceLayout):
-    """Layout of the part of each sequence that one rank computes, for `strategy=context_parallel`.
+    """Layout of the part of each sequence that one rank computes.
 
-    `positions` are those of the part. `documents` and `block_mask` are those of the full sequences,
-    because attention sees all positions.
+    `positions` are those of the part. `documents` and `block_mask` are those of the full sequences.
 
     Attributes:
         index: Place of each token of the part in the full sequences, (t,).
@@ -104,32 +103,19 @@ def part_layout(
 class AllToAllHeads:
     """The communication of attention under context parallelism, one all-to-all in each direction.
 
-    A rank passes its positions of all heads, and gets all positions of its heads. `gptrain.models`
-    describes the two methods, at `context_plan`.
-
-    Args:
-        group: Ranks that share a sequence, in the order of their parts.
+    `gptrain.models` describes the two methods, at `context_plan`.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all positions for this rank's heads.
+        """Return q, k and v (B, T', h or g, d_head) of all positions for this rank's heads.
 
-        All ranks of the group must call this method. Each rank passes t positions of all heads and
-        gets T' positions of some heads. If the ranks do not divide the heads of k and v, these
-        heads are repeated first, as often as necessary. Head i of q still uses head i G // H of k
-        and v, because heads are exchanged in order.
-
-        Args:
-            q: Queries of this rank's positions, (B, t, H, d_head).
-            k: Keys of this rank's positions, (B, t, G, d_head), with G heads of k and v.
-            v: Values of this rank's positions, (B, t, G, d_head).
-
-        Returns:
-            Queries (B, T', h, d_head), keys and values (B, T', g, d_head): h and g heads per rank,
-            and T' = t times the number of ranks.
+        Each rank passes q (B, t, H, d_head), k and v (B, t, G, d_head) of its positions. If the
+        ranks do not divide the heads of k and v, these heads are repeated first, as often as
+        necessary. Head i of q still uses head i G // H of k and v, because heads are exchanged in
+        order.
         """
         n_ranks = self.group.size()
         repeats = n_ranks // math.gcd(k.shape[2], n_ranks)
@@ -145,13 +131,7 @@ class AllToAllHeads:
     def to_positions(self, y: Tensor) -> Tensor:
         """Return attention's results of all heads for this rank's positions.
 
-        All ranks of the group must call this method.
-
-        Args:
-            y: Results of this rank's h heads for all T' positions, (B, T', h, d_head).
-
-        Returns:
-            Results of all H heads for this rank's t positions, (B, t, H, d_head).
+        (B, T', h, d_head) -> (B, t, H, d_head)
         """
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
         by_heads = exchange_rows(by_positions, self.group)

@@ -44,16 +44,11 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook.
+    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook, or None.
 
-    Args:
-        name: Value of `strategy.comm_hook`. "bf16" and "fp16" send half of the bytes and round each
-            gradient once. "powersgd" sends factors of rank 1 with error feedback after 1000 steps
-            of plain all-reduce, with torch's default options. Source: Vogels et al. 2019,
-            arXiv:1905.13727.
-
-    Returns:
-        State and hook, or None for "none".
+    "bf16" and "fp16" send half of the bytes and round each gradient once. "powersgd" sends factors
+    of rank 1 with error feedback after 1000 steps of plain all-reduce. Source: Vogels et al. 2019,
+    arXiv:1905.13727.
     """
     if name == "none":
         return None

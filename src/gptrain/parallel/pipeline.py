@@ -87,11 +87,7 @@ class Pipeline(Parallel):
     def split(self, net: Net) -> None:
         """Keep only this rank's stage in the net, in place, and remove all other layers.
 
-        Afterwards `net.forward` and `net.hidden` raise an IncompatibleModelError. All ranks must
-        call this method with the same net.
-
-        Args:
-            net: Full net, for example on the meta device.
+        Afterwards `net.forward` and `net.hidden` raise an IncompatibleModelError.
         """
         self.net = net
         self._schedule = cache(self._build_schedule)
@@ -102,13 +98,7 @@ class Pipeline(Parallel):
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Record the parameters that other ranks count in the gradient norm, and the extra ones.
 
-        The extra parameters are those of the module outside `net`. The first rank of the pipeline
-        counts them, and the tied parameters, in the norm. All other ranks leave them out.
-
-        Args:
-            module: LightningModule, or any module with an attribute `net`.
-            optimizer: Optimizer of the module. If it has an attribute `replicas`, as Muon has, the
-                attribute is set to the ranks that hold the same weights.
+        The first rank of the pipeline counts the tied and the extra parameters in the norm.
         """
         super().prepare(module, optimizer)
         if self.rank:
@@ -153,7 +143,11 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
-        """Multiply gradients by a factor, and add them to those of their parameters."""
+        """Multiply gradients by a factor, and add them to those of their parameters.
+
+        Raises:
+            IncompatibleModelError: If other code has changed a gradient of the net.
+        """
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -183,14 +177,7 @@ class Pipeline(Parallel):
             yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Compute a metric on the last stage, and return the value on all ranks of the pipeline.
-
-        All ranks of the pipeline must call this method.
-
-        Args:
-            compute: Function without arguments that returns a tensor, or tensors in dicts or lists.
-                It is called on the last stage only.
-        """
+        """Compute a metric on the last stage, and return the value on all ranks of the pipeline."""
         value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self.rank == self.last else None]
         dist.broadcast_object_list(value, group=self.group, group_src=self.last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
@@ -220,14 +207,7 @@ class Pipeline(Parallel):
         self._seen = self._versions()
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip all gradients to `max_norm`, and return the norm of the full net before clipping.
-
-        All ranks must call this method.
-
-        Args:
-            parameters: Parameters that this rank trains.
-            max_norm: Largest norm after clipping. None or 0 does not clip.
-        """
+        """Clip all gradients to `max_norm`, and return the norm of the full net before clipping."""
         norm = super().measure_and_clip(parameters, max_norm)
         self._seen = self._versions()
         return norm
@@ -317,14 +297,7 @@ class Stage(nn.Module):
         self.is_last = is_last
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Run the blocks of this stage, and the embedding before or the final norm behind them.
-
-        Args:
-            x: Tokens (b, T) in the first stage, activations (b, T, D) of the previous stage
-                otherwise.
-            documents: Index of the document of each token, (b, T), if documents are packed that
-                must not see each other; otherwise None.
-        """
+        """Run the blocks of this stage, and the embedding before or the final norm behind them."""
         options = layout_argument(documents)
         # In training, torch 2.11 infers shapes by a forward pass over zeros. That pass must not
         # advance the random generator that the dropout of the first batch uses.
@@ -338,7 +311,13 @@ class Stage(nn.Module):
 
 
 def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to the given stage."""
+    """Remove from a net, in place, all layers that do not belong to a stage.
+
+    The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
+    indices of the blocks in the full net. The last stage keeps `norm` and `head`. The first stage
+    keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may use.
+    A removed module or parameter outside of `blocks` becomes None.
+    """
     blocks = list(cast(Net, net).blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})

@@ -17,13 +17,8 @@ from gptrain.parallel.requirements import tied_names
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
     """Build the net on the meta device, or on the CPU if its constructor needs real values.
 
-    Tensors on the meta device have a shape, but no memory and no values. If `make_net` raises a
-    RuntimeError or a TypeError there, it is called again without the meta device, with the state of
-    the global CPU generator from before. Any other exception, and one of the second call, is
-    passed on.
-
-    Args:
-        make_net: Function without arguments that builds the net.
+    If `make_net` raises a RuntimeError or a TypeError on the meta device, it is called again
+    without it, with the state of the global CPU generator from before.
     """
     rng_state = torch.random.get_rng_state()
     try:

@@ -59,18 +59,16 @@ class StepMean:
         self._has_explained = False
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
-        """Set `divisor` for the next step. All data ranks must call this before the step.
-
-        Args:
-            n_targets: Number of targets in this rank's micro-batches of the step.
-            n_micro_batches: Number of micro-batches in which `n_targets` were counted.
-        """
+        """Set `divisor` for the next step of `n_targets` targets on this rank. Collective."""
         total = self._all_reduce(torch.full_like(self.divisor, n_targets))
         self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
         self._n_targets = None
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Count the targets of a loss, and return the number by which its sum is divided."""
+        """Count the targets of a loss, and return the number by which its sum is divided.
+
+        The first loss of a run that does not get the targets of its batch is explained in one line.
+        """
         n_targets = (targets != IGNORED).sum()
         self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
         if self.counted is not None:
@@ -83,11 +81,7 @@ class StepMean:
         return n_targets.clamp(min=1)
 
     def reduce(self, loss: Tensor) -> None:
-        """Set `n_targets` and `loss` after the last micro-step. All data ranks must call this.
-
-        Args:
-            loss: Mean loss of this rank's micro-steps.
-        """
+        """Set `n_targets` and `loss` after the last micro-step, from the mean loss of this rank."""
         unknown = torch.full_like(self.divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
         self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))

@@ -238,7 +238,13 @@ def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Return the loss in nats of hidden states under a head that is split by rows."""
+    """Return the loss in nats of hidden states (..., D) under a head (V, D) that is split by rows.
+
+    All ranks of the head's mesh must call this function; the result is identical on all of them.
+    The gradient of `hidden` covers only this rank's columns of the logits: it must be summed over
+    the ranks, as the backward pass of `gather_sequence` does. The options are those of
+    `loss.chunked_next_token_loss`.
+    """
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
     operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}

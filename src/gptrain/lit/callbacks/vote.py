@@ -21,16 +21,9 @@ class Vote:
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
         """Start new votes, and return the results of the votes that the previous call started.
 
-        All ranks must call it at the same points of the run. The call waits only if the previous
-        votes have not reached all ranks yet. The first call creates a process group with gloo, if
-        the default process group has another backend.
-
-        Args:
-            *votes: Votes of this rank, one for each question. One all-reduce carries all of them.
-
-        Returns:
-            The results of the previous call in the order of its votes, or None if no votes are
-            pending, as at the first call. A single rank gets its new votes back at once.
+        All ranks must call it at the same points of the run. It waits only if the previous votes
+        have not reached all ranks yet, and returns None if none are pending. A single rank gets its
+        new votes back at once. One all-reduce carries the votes on all questions.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return votes
@@ -44,10 +37,7 @@ class Vote:
         return previous
 
     def close(self) -> tuple[bool, ...] | None:
-        """Wait for the pending votes and return their results, or None if no vote is pending.
-
-        All ranks must call it, so that no collective operation is left unfinished.
-        """
+        """Wait for the pending votes and return their results, or None. Collective."""
         if self._pending is None:
             return None
         any_yes, work = self._pending
