@@ -35,7 +35,7 @@ PRELOAD = [  # before Python 3.13, a fork server can only import installed packa
     "gptrain.lit.loggers",
     "gptrain.lit.perf",
     "gptrain.parallel.pipeline",
-    "gptrain.checkpoints.safe_load",
+    "gptrain.checkpoints.tensors",
     "hydra._internal.utils",
     "pytest",
     "torch._dynamo",  # every optimizer of torch imports torch._dynamo

@@ -6,13 +6,13 @@ import errno
 
 import pytest
 
-from gptrain.checkpoints.fileops import SaveFailedError
-from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
-from gptrain.checkpoints.safe_load import UnsafeCheckpointError
+from gptrain.checkpoints.files import SaveFailedError
 from gptrain.checkpoints.status import (
     NonFiniteError,
     PreemptedError,
 )
+from gptrain.checkpoints.store import DamagedCheckpointError
+from gptrain.checkpoints.tensors import UnsafeCheckpointError
 from gptrain.core.errors import (
     ConfigError,
     ConfigIssue,
@@ -38,9 +38,8 @@ from gptrain.data import DataError
         ),
         (DamagedCheckpointError("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpointError("step-1", "contains os.system"), 65, "data"),
-        (AllDamagedError("checkpoints", []), 65, "data"),
-        (SaveFailedError(errno.ENOSPC, "checkpoints", 10, 5, 3), 74, "disk"),
-        (SaveFailedError(errno.EROFS, "checkpoints", 10, 5, 3), 73, "disk"),
+        (SaveFailedError(errno.ENOSPC, "checkpoints", 3), 74, "disk"),
+        (SaveFailedError(errno.EROFS, "checkpoints", 3), 73, "disk"),
         (OSError(errno.ENOENT, "refused", "/some/file"), 70, "error"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 70, "peer"),

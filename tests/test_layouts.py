@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from gptrain.assemble.weights import load_weights
-from gptrain.checkpoints.manifest import DamagedCheckpointError
+from gptrain.checkpoints.store import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
 

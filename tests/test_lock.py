@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import RunLock, is_held, read_run_id
 from gptrain.core.errors import ConfigError
 
@@ -133,7 +133,7 @@ def test_a_disk_that_refuses_the_lock_is_one_line_with_its_code(
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fileops, "replace", refuse)
+    monkeypatch.setattr(files, "replace", refuse)
     with pytest.raises(ConfigError) as refused:
         RunLock(tmp_path).acquire()
     assert refused.value.code == code

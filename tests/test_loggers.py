@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gptrain.checkpoints.lock import RunLock, read_run_id
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.store import read_manifest
 from gptrain.lit import loggers
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.loggers import JsonLinesLogger, TensorBoardLogger

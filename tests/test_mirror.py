@@ -14,10 +14,9 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback
 
 import gptrain
-from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore, read_manifest
+from gptrain.checkpoints.tensors import load_file
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.runtime.watchdog import Guard
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from gptrain.checkpoints import manifest
+from gptrain.checkpoints import store as store_module
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.progress import progress_bar
 from gptrain.data import TextDataset, prepare
@@ -99,7 +99,9 @@ class Count:
 
 def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
     store, made = CheckpointStore(tmp_path, "run"), []
-    monkeypatch.setattr(manifest, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
+    monkeypatch.setattr(
+        store_module, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1]
+    )
     store.save(1, {}, b"x" * 3_000_000)
     store.newest_intact()
     (bar,) = made

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.parallel.mesh import start_group
 from tests.command_line import compose_run, unwatched
@@ -55,7 +55,7 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     lines = (two.folder / "train.log").read_text().splitlines()
     assert "[train] a detail of the first rank" in lines  # not on the terminal
     assert len(lines) == len(labels) + 1 and all(line.startswith("[train] ") for line in lines)
-    phases = [row.get("phase") for row in read_json_lines(two.folder / "timeline.jsonl")]
+    phases = [row.get("phase") for row in read_rows(two.folder / "timeline.jsonl")]
     assert phases.count("starting") == 1  # the first rank alone records its times
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from gptrain.assemble.provenance import describe_run, read_git
 from gptrain.checkpoints import timeline
-from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import TIMES, describe, measure
 from gptrain.lit.report import why_ended
 from gptrain.runtime.devices import find_devices
@@ -200,26 +200,26 @@ def test_the_first_start_begins_with_the_command_and_a_restart_when_it_is_record
     timeline.begin_command()
     for step in (0, 7):
         timeline.add_start(tmp_path, step)
-    rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)
+    rows = read_rows(tmp_path / timeline.TIMELINE_NAME)
     assert rows == [{"start": 0, "time": 10.0}, {"start": 7, "time": 11.0}]
     recorded = timeline.Timeline(tmp_path)
     recorded.enter("validation", 8)
     with recorded.during("saves", 8):
         pass
-    rows = read_json_lines(tmp_path / timeline.TIMELINE_NAME)[2:]
+    rows = read_rows(tmp_path / timeline.TIMELINE_NAME)[2:]
     assert [row["phase"] for row in rows] == ["starting", "validation", "saves"]
     for elapsed_s, step in ((9.0, 8), (10.0, 9)):  # a long phase has several lines
         monkeypatch.setattr(timeline.time, "time", partial(float, rows[-1]["time"] + elapsed_s))
         recorded.update(9)
-        last = read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]
+        last = read_rows(tmp_path / timeline.TIMELINE_NAME)[-1]
         assert (last["phase"], last["step"]) == (("saves", 8), ("validation", 9))[step == 9]
     with pytest.raises(KeyError), recorded.during("saves", 9):
         raise KeyError  # ends the training, within this phase
     recorded.end(10)
-    assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-2]["phase"] == "saves"
+    assert read_rows(tmp_path / timeline.TIMELINE_NAME)[-2]["phase"] == "saves"
     recorded.enter("saves", 11)
     assert recorded.end(11) == {}
-    assert read_json_lines(tmp_path / timeline.TIMELINE_NAME)[-1]["end"] == 10
+    assert read_rows(tmp_path / timeline.TIMELINE_NAME)[-1]["end"] == 10
 
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
@@ -230,7 +230,7 @@ def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     shutil.rmtree(first.folder / "checkpoints/step-00000004")
     again = train(*words, "trainer.max_steps=6", "ckpt_path=last")
     made = result(again)
-    rows = read_json_lines(again.folder / "timeline.jsonl")
+    rows = read_rows(again.folder / "timeline.jsonl")
     (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
     saves = {row["step"] for row in rows if row.get("phase") == "saves"}
     assert saves >= {1, 2, 3, 4, 5}  # also in the middle of the training

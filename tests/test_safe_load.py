@@ -16,11 +16,9 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 
 from gptrain.checkpoints import rng
-from gptrain.checkpoints.fileops import SaveFailedError
-from gptrain.checkpoints.manifest import DamagedCheckpointError, verify
-from gptrain.checkpoints.safe_load import UnsafeCheckpointError, load_file
-from gptrain.checkpoints.shards import SavedTensors
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.files import SaveFailedError
+from gptrain.checkpoints.store import CheckpointStore, DamagedCheckpointError, verify
+from gptrain.checkpoints.tensors import SavedTensors, UnsafeCheckpointError, load_file
 from tests.run import read_tensors
 
 
@@ -127,7 +125,7 @@ def test_torch_and_safetensors_read_the_tensors_of_a_checkpoint(tmp_path):
         store.save(7, tensors, {}, in_background=in_background)
         store.finish()
         path = store.newest_intact().path
-        assert {*verify(path)["files"]} == {
+        assert {*verify(path).manifest["files"]} == {
             "model.safetensors", "optimizer.safetensors", "state.ckpt"
         }  # fmt: skip
         loaded = read_tensors(path)

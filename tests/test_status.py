@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from gptrain.checkpoints.json_lines import JsonLines, read_json_lines
+from gptrain.checkpoints.files import RowFile, read_rows
 from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
 
 FORK = multiprocessing.get_context("fork")
@@ -25,15 +25,15 @@ def test_the_first_rank_that_fails_tells(tmp_path):
 
 
 def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one_also_after_a_restart(tmp_path):
-    file = JsonLines(tmp_path / "rows.jsonl", [{"first": 1}, {"second": "a long text"}])
+    file = RowFile(tmp_path / "rows.jsonl", [{"first": 1}, {"second": "a long text"}])
     file.replace_last({"b": 2})
-    assert read_json_lines(file.path) == [{"first": 1}, {"b": 2}]
+    assert read_rows(file.path) == [{"first": 1}, {"b": 2}]
     file.append({"third": "another long text"})
     file.replace_last({"c": 3})
     assert file.path.read_text().count("\n") == 3
-    assert read_json_lines(file.path) == [{"first": 1}, {"b": 2}, {"c": 3}]
+    assert read_rows(file.path) == [{"first": 1}, {"b": 2}, {"c": 3}]
     (tmp_path / "link").symlink_to(file.path)
-    assert read_json_lines(tmp_path / "link") == []  # may lead out of an untrusted folder
+    assert read_rows(tmp_path / "link") == []  # may lead out of an untrusted folder
 
 
 def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_parent_last(tmp_path):

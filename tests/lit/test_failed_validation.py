@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.store import read_manifest
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"

@@ -128,7 +128,7 @@ def test_model_checkpoint_works_together_with_gptrains_checkpoints(fit):
     # A validation that is repeated would make ModelCheckpoint write a second version of its file.
     fails = f"{{_target_: {CALLBACKS}.FailsInHook, hook: on_before_backward, step: 5}}"
     fit(*words, f"+callbacks.fails={fails}", code=70)
-    run = fit(*words, "ckpt_path=last")
+    run = fit(*words, "ckpt_path=last", "allow_changes=[callbacks]")
     resumed = run.state(6)
     for state in (full, resumed):
         for callback in state["callbacks"].values():

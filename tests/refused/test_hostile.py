@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import gptrain
-from gptrain.checkpoints.manifest import AllDamagedError, DamagedCheckpointError
+from gptrain.checkpoints.store import DamagedCheckpointError
 from gptrain.data import DataError
 from gptrain.models import SimpleGPT
 from tests.refused.commands import RUN, answer
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TABLE = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text())
 SMALL = f"{RUN} {NET}"
 REFUSALS = (
-    gptrain.ConfigError, DamagedCheckpointError, AllDamagedError, DataError, FileNotFoundError,
+    gptrain.ConfigError, DamagedCheckpointError, DataError, FileNotFoundError,
     ValueError,
 )  # fmt: skip
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.shards import MODEL, OPTIMIZER, SavedTensors
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.tensors import MODEL, OPTIMIZER, SavedTensors, load_file
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN_CROSS_ENTROPY

@@ -13,9 +13,9 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from gptrain.checkpoints.fileops import SaveFailedError
-from gptrain.checkpoints.shards import MODEL, SavedTensors
+from gptrain.checkpoints.files import SaveFailedError
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.tensors import MODEL, SavedTensors
 from gptrain.parallel.mesh import gather
 
 

@@ -19,8 +19,7 @@ from ranks import on_ranks
 from safetensors.torch import save_file
 from torch import nn
 
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.shards import SavedTensors
+from gptrain.checkpoints.tensors import SavedTensors, load_file
 from gptrain.parallel import state as states
 from gptrain.parallel.placement import copy_from_full, full_tensor
 from tests.run import read_tensors

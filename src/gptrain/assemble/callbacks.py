@@ -21,7 +21,6 @@ from gptrain.costs.choice import optimizer_states
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.callbacks.monitor import TrainingMonitor
-from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import Spikes, StepGuard
 from gptrain.runtime.process import this_process
@@ -56,9 +55,11 @@ def build_callbacks(
         Exception: Any exception that the class of a callback raises. Those of `build_checkpoints`
             pass, too.
     """
-    nodes = {name: node.node() for name, node in cfg.callbacks.items() if node}
-    named = {name: build_target(node, f"callbacks.{name}") for name, node in nodes.items()}
-    own = [*named.values()]
+    own = [
+        build_target(node.node(), f"callbacks.{name}")
+        for name, node in cfg.callbacks.items()
+        if node is not None
+    ]
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:
         own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print
@@ -78,15 +79,8 @@ def build_callbacks(
     )
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
-    own[:0] = [step_guard, QuietCollector()]
-    if checkpoints is None:
-        return [monitor, *own]
-    typed = {
-        f"callbacks.{key}": (named[key], node.node())
-        for key, node in cfg.callbacks.items()
-        if node is not None
-    }
-    return [monitor, *own, OptionTracker(typed), checkpoints]
+    last = [] if checkpoints is None else [checkpoints]
+    return [monitor, step_guard, QuietCollector(), *own, *last]
 
 
 def build_checkpoints(

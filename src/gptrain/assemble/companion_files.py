@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints import fileops
-from gptrain.checkpoints.status import to_json
+from gptrain.checkpoints import files
+from gptrain.checkpoints.files import to_json
 from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, copy_files
 
@@ -61,7 +61,7 @@ def write_end_token(run_dir: Path, end_id: int) -> None:
     generation = read_facts(run_dir / GENERATION)
     others = [token_id for token_id in read_ends(generation) if token_id != end_id]
     ends = {"eos_token_id": [end_id, *others] if others else end_id}
-    fileops.replace(run_dir / GENERATION, to_json(generation | ends))
+    files.replace(run_dir / GENERATION, to_json(generation | ends))
 
 
 def read_ends(generation: Mapping[str, Any]) -> list[int]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, read_ends
 from gptrain.assemble.weights import find_weights, load_weights, named_source
-from gptrain.checkpoints.safe_load import load_file
 from gptrain.checkpoints.signature import read_signed_record
+from gptrain.checkpoints.tensors import load_file
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import ModelConfig, RunConfig
@@ -54,7 +54,6 @@ def load(
         DamagedCheckpointError, DataError: If a file is damaged.
         OSError: If a file cannot be read.
         UnsafeCheckpointError: If a file would execute code.
-        AllDamagedError: If all checkpoints of the run are damaged.
         ModuleNotFoundError: If an optional package that a file needs is missing.
         ConfigError: If the folder is not trusted, or the net cannot be built with its keys.
         ValueError: If the weights belong to another net, or `which` is unknown.
@@ -115,17 +114,6 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
     """Build and return the object that a node with a `_target_` describes.
 
     Lists and dicts among the arguments are plain Python objects.
-
-    Args:
-        node: `_target_` and keyword arguments, which may contain further nodes. With
-            `_partial_: true` the result is a functools.partial of the class.
-        key: Dotted key of the node or of its group, for the error.
-
-    Raises:
-        ConfigError: If the class does not find a file (exit code 66).
-        Exception: Any other exception that the class raises, with its own type, without Hydra's
-            InstantiationException around it. The exit code of a run depends on this type.
-        InstantiationException: If Hydra refuses the node without another exception.
     """
     try:
         return instantiate(node, _convert_="all")
@@ -173,19 +161,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
-    """Return the config of the run around `source` or of the net in a file, and the folder of both.
-
-    Args:
-        source: Run folder, a folder or a file in it, a folder of an export, or a file that
-            Lightning saved with a `model` entry.
-        trust: Whether the config need not be signed with this user's key.
-
-    Raises:
-        FileNotFoundError: If there is neither a run nor a net with a config.
-        ConfigError: If the folder is not trusted.
-        UnreadableFileError: If the config of the run is no YAML.
-        DamagedCheckpointError: If the file is damaged, or would execute code.
-    """
+    """Return the config of the run around `source`, or of the net in a file, and its folder."""
     folders = (source, *source.absolute().parents[:_MAX_LEVELS])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):

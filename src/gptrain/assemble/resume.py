@@ -10,15 +10,14 @@ from hydra.core.hydra_config import HydraConfig
 
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import Checkpoint, CheckpointStore, read_manifest
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
 from gptrain.core.lengths import RunLengths
 from gptrain.core.precision import full_name
-from gptrain.core.schema import RunConfig
+from gptrain.core.schema import RunConfig, SampleTextConfig
 from gptrain.core.shell import by_key, command, option
 from gptrain.core.small_files import flatten
 from gptrain.core.strategies import parallel_dims
@@ -98,18 +97,6 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
     """Return the checkpoint that a training resumes from, or None for a start at step 0.
 
     A checkpoint is fetched from the mirror if the run folder has none and ckpt_path=last.
-
-    Args:
-        cfg: Configuration of the run.
-        store: Checkpoints of the run folder.
-        lock: Lock of the run folder, which takes over the identity of a run in the mirror.
-
-    Returns:
-        A verified checkpoint, or the path of a file of weights, which the caller refuses.
-
-    Raises:
-        ConfigError: If the checkpoint cannot be used, or the folder holds another run.
-        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     requested = cfg.ckpt_path
     if requested is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
@@ -163,8 +150,9 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
 def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Return the keys that must not change for an exact resume, with their values.
 
-    They are the keys that decide the result: those of the groups model, module, data, optimizer and
-    scheduler, the seed, the global batch size, the precision and the clipping of gradients. Keys
+    They are the keys that decide the result: those of the groups model, module, data, optimizer,
+    scheduler and callbacks, the seed, the global batch size, the precision and the clipping of
+    gradients. The callback that prints sampled text has no state, and is left out. Keys
     inside data.train and data.val that only repeat a key of data or model are left out, and so are
     keys that do not change the result, such as `data.num_workers`.
 
@@ -172,7 +160,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         cfg: Configuration of the run.
         global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "seed": cfg.seed,
         "data.global_batch_size": global_batch_size,
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
@@ -183,6 +171,9 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         keeping = section.keys_that_keep_the_result()
         node = {key: value for key, value in section.plain().items() if key not in keeping}
         facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(IGNORED)}
+    for name, callback in cfg.callbacks.items():
+        if callback and not isinstance(callback, SampleTextConfig):
+            facts[f"callbacks.{name}"] = callback.plain()
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
@@ -201,14 +192,19 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
     now = identity(keep_precision(cfg, saved), global_batch_size)
     typed = typed_keys()
     part = "" if cfg.task == "fit" else "model."
+    # The state of a torch schedule holds its options and replaces those of the config.
+    is_fixed = cfg.scheduler.target.startswith("torch.") and (
+        cfg.scheduler.target == saved.get("scheduler._target_")
+    )
+    allowed = [n for n in cfg.allow_changes if not (is_fixed and n.startswith("scheduler"))]
     return [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(saved.keys() | now.keys())
         if key.startswith(part)
         and key not in EXTRA_ENTRIES
         and saved.get(key) != now.get(key)
-        and (key in saved or covers(typed, key))
-        and not covers(cfg.allow_changes, key)
+        and (key in saved or covers(typed, key) or key.startswith("callbacks."))
+        and not covers(allowed, key)
     ]
 
 
@@ -216,14 +212,6 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
     """Check that the content of the training data is that of the saved run.
 
     Does nothing for a fresh run, an evaluation, and if `allow_changes` names `data`.
-
-    Args:
-        cfg: Configuration of the run.
-        checkpoint: Checkpoint to resume from. None for a fresh run.
-        fingerprint: Hash of the training data. None if the dataset has none.
-
-    Raises:
-        ConfigError: If the content differs.
     """
     if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
         return
@@ -233,12 +221,7 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
 
 
 def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the config in which `trainer.precision=auto` is the precision of the first start.
-
-    Args:
-        cfg: Configuration of the run.
-        saved: Entry `config` of the checkpoint's manifest.
-    """
+    """Return the config in which `trainer.precision=auto` is the precision of the first start."""
     precision = saved.get("trainer.precision")
     if precision is None or cfg.trainer.precision != "auto":
         return cfg
@@ -254,17 +237,7 @@ def typed_keys() -> dict[str, str]:
 
 
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
-    """Return the lengths of a resumed run with the number of warm-up steps of its first start.
-
-    Without this, a warm-up that is a fraction of the run would change when the run is continued to
-    another length. The lengths are returned unchanged if the config asks for another warm-up than
-    at the first start.
-
-    Args:
-        cfg: Configuration of the run.
-        lengths: Lengths of this start.
-        saved: Entry `config` of the checkpoint's manifest.
-    """
+    """Return the lengths of a resumed run with the number of warm-up steps of its first start."""
     warmup = cfg.scheduler.warmup_steps
     first = saved.get("warmup_steps")
     is_other = warmup != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
@@ -275,9 +248,6 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
     """Return the optimizer options named by allow_changes, which get their new values on resume.
 
     The names are those of keys in a parameter group: `lr` stands for every key that ends in `_lr`.
-
-    Args:
-        cfg: Configuration of the run.
     """
     keys = cfg.optimizer.plain()
     changed = (key for key in keys if covers(cfg.allow_changes, f"optimizer.{key}"))
@@ -296,25 +266,13 @@ def covers(names: Iterable[str], key: str) -> bool:
 
 
 def _changed(key: str, saved: object, now: object) -> ConfigIssue:
-    """Return the issue about a key whose value is not that of the checkpoint.
-
-    Args:
-        key: Dotted key.
-        saved: Value in the checkpoint's manifest.
-        now: Value in this run.
-    """
+    """Return the issue about a key whose value is not that of the checkpoint."""
     hint = f"that value, or {command(f'allow_changes=[{key}]')}"
     return ConfigIssue(key, now, f"the checkpoint was made with {saved}", hint=hint)
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
-    """Return whether a key of a dataset only repeats another key, such as `data.seq_len`.
-
-    Args:
-        key: Dotted key, such as `data.train.seq_len`.
-        value: Value of the key.
-        facts: All keys and values that are compared.
-    """
+    """Return whether a key of a dataset only repeats another key, such as `data.seq_len`."""
     if key.startswith(REPEATED_PARTS):
         return any(other.startswith("data.parts.") for other in facts)
     part, _, name = key.rpartition(".")

@@ -37,7 +37,7 @@ from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
-from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.store import read_manifest
 from gptrain.core import labels
 from gptrain.core.data_schema import DummyTextConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gptrain.checkpoints.manifest import (
-    MANIFEST_NAME,
-    AllDamagedError,
-    Checkpoint,
-    DamagedCheckpointError,
-)
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.shards import INDEX, SavedTensors, read_safetensors
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import (
+    MANIFEST_NAME,
+    Checkpoint,
+    CheckpointStore,
+    DamagedCheckpointError,
+    verify,
+)
+from gptrain.checkpoints.tensors import INDEX, SavedTensors, load_file, read_safetensors
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
@@ -49,7 +48,6 @@ def find_weights(
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the checkpoint is damaged.
-        AllDamagedError: If all checkpoints of the run are damaged.
         OSError: If a folder cannot be read, or the network file system does not answer.
     """
     source = expand_home(source)
@@ -60,7 +58,7 @@ def find_weights(
             return checkpoint
     folder = source.parent if source.is_file() else source
     if (folder / MANIFEST_NAME).exists():
-        return CheckpointStore(folder.parent).verify(folder)
+        return verify(folder)
     for file in (source, source / SAFETENSORS, source / INDEX):
         if file.is_file():
             return file
@@ -81,11 +79,11 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
 
     Raises:
         ConfigError: If the block raises a FileNotFoundError (exit code 66), or a ValueError, a
-            DamagedCheckpointError or an AllDamagedError (65). Other errors pass unchanged.
+            DamagedCheckpointError (65). Other errors pass unchanged.
     """
     try:
         yield
-    except (FileNotFoundError, DamagedCheckpointError, AllDamagedError, ValueError) as error:
+    except (FileNotFoundError, DamagedCheckpointError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
         hint = misfit if isinstance(error, ValueError) else ""
         message = str(error).removeprefix(f"{expand_home(value)}: ")
@@ -122,7 +120,6 @@ def load_weights(
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If a file is damaged.
-        AllDamagedError: If all checkpoints of a run folder are damaged.
         UnsafeCheckpointError: If the file would execute code.
         OSError: If a file cannot be read.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
@@ -144,16 +141,6 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
     initialized. All ranks must call it if the net is partitioned over a pipeline.
-
-    Args:
-        cfg: Configuration of the run.
-        source: Value of init_from.
-        net: Net, or the part of it that this rank holds.
-        stages: Pipeline stages of the net.
-
-    Raises:
-        ConfigError: If the weights are damaged or do not fit (exit code 65), or do not exist (66).
-        OSError: If a file cannot be read.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
@@ -204,16 +191,6 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
 
     A common prefix of the names, such as the name of the net in a LightningModule, is removed.
     Tensors outside the net are left out.
-
-    Args:
-        net: Net whose first parameter name shows the prefix.
-        path: File.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        DamagedCheckpointError: If the file is damaged or holds no state dict.
-        UnsafeCheckpointError: If the file would execute code.
-        ValueError: If the file holds several nets with these names, and none of them is `net`.
     """
     content = load_file(path, mmap=True)
     state = content

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.core.small_files import UnreadableFileError, read_bytes
 
@@ -48,10 +48,6 @@ class RunLock:
         """Lock the folder and return this lock. Create the folder if it does not exist.
 
         Call it before any file of the run is opened, also before the log file.
-
-        Raises:
-            ConfigError: If another live process holds the folder for longer than `wait_s`, if a
-                link has a name that the run opens, or if the folder cannot be made or written.
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -59,27 +55,19 @@ class RunLock:
                 raise NotADirectoryError(errno.ENOTDIR, f"{links[0]} is a link; remove it")
             self._lock.acquire()
             self.adopt(read_run_id(self.run_dir) or uuid.uuid4().hex)
-        except Timeout:
-            message = "held by another process; wait for it, stop it, or choose another folder"
-            about = "run_dir", self.run_dir, message
-            raise ConfigError.of(*about, code=FOLDER_UNUSABLE) from None
         except OSError as error:
             self.release()
-            message = error.strerror or str(error)
-            raise ConfigError.of("run_dir", self.run_dir, message, code=code_of(error)) from error
+            message, code = error.strerror or str(error), code_of(error)
+            if isinstance(error, Timeout):
+                message = "held by another process; wait for it, stop it, or choose another folder"
+                code = FOLDER_UNUSABLE
+            raise ConfigError.of("run_dir", self.run_dir, message, code=code) from error
         return self
 
     def adopt(self, run_id: str) -> None:
-        """Write the identity of the run, which becomes the attribute `run_id`, into its file.
-
-        `acquire` calls this method; another call changes the identity, for example if the run was
-        restored from a mirror.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
+        """Set `run_id`, and write it into its file. Raises an OSError if that fails."""
         self.run_id = run_id
-        fileops.replace(self.run_dir / ID_NAME, run_id.encode())
+        files.replace(self.run_dir / ID_NAME, run_id.encode())
 
     def release(self) -> None:
         """Unlock the folder. Does nothing if it is not locked."""
@@ -93,11 +81,7 @@ class RunLock:
 
 
 def read_run_id(run_dir: str | Path) -> str:
-    """Return the identity of the run in a folder, or "" if no run has begun there.
-
-    Raises:
-        OSError: If the file exists and cannot be read.
-    """
+    """Return the identity of the run in a folder, or "" if no run has begun there."""
     try:
         return read_bytes(Path(run_dir) / ID_NAME)[:64].decode(errors="replace").strip()
     except (FileNotFoundError, UnreadableFileError):
@@ -105,10 +89,9 @@ def read_run_id(run_dir: str | Path) -> str:
 
 
 def is_held(run_dir: str | Path) -> bool:
-    """Return whether a live process holds the run folder.
+    """Return whether a live process holds the run folder, which is locked for an instant.
 
-    The check locks the folder for an instant, for which a run that starts waits. The result is
-    False for a folder without a lock file, or with one that cannot be read.
+    The result is False for a folder without a lock file, or with one that cannot be read.
     """
     path = Path(run_dir) / LOCK_NAME
     if not path.is_file():

@@ -13,16 +13,24 @@ old image of its disk keeps newer copies until it reaches their steps.
 
 import logging
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from gptrain.checkpoints import fileops, manifest
+from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, folder_name
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import (
+    MANIFEST_NAME,
+    STEP_NAME,
+    CheckpointStore,
+    DamagedCheckpointError,
+    folder_name,
+    parse,
+    verify,
+)
 from gptrain.core.errors import (
     BAD_DATA,
     DONE,
@@ -70,22 +78,16 @@ class Mirror:
                 or cannot be used.
         """
         try:
-            run_id = self._run_id()
+            run_id = self._run_id() or lock.run_id
             if restore:
-                if run_id:
-                    lock.adopt(run_id)
-                    store.run_id = run_id
+                lock.adopt(run_id)
+                store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            raise ConfigError.of(
-                "checkpoint.mirror", self.url, first_line(error), code=code_of(error)
-            ) from error
-        if run_id not in ("", lock.run_id):
-            message = "holds another run"
+            raise self._error(first_line(error), code_of(error)) from error
+        if run_id != lock.run_id:
             hint = "ckpt_path=last in a new run_dir to resume that run"
-            raise ConfigError.of(
-                "checkpoint.mirror", self.url, message, hint=hint, code=FOLDER_UNUSABLE
-            )
+            raise self._error("holds another run", FOLDER_UNUSABLE, hint)
 
     def update(self, store: CheckpointStore) -> None:
         """Start to bring the mirror up to date in a thread, and return at once.
@@ -93,9 +95,6 @@ class Mirror:
         New checkpoints are copied, and copies of checkpoints that the run has pruned are removed.
         An error of the copy is logged as a warning. An earlier update that has not begun is left
         out. Call it on rank 0 only.
-
-        Args:
-            store: Store of the run's checkpoints.
         """
         if self._last is not None:
             self._last.cancel()  # has no effect if the copy has begun
@@ -107,14 +106,11 @@ class Mirror:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
-        """Copy every intact checkpoint of the mirror into the store.
+        """Copy every intact checkpoint of the mirror into the store, which has none.
 
         A damaged copy is logged as a warning and not used. Its manifest in the mirror is removed,
         so that the copy counts as unfinished and is written again when the run saves this step
         again. If all copies are damaged, nothing is removed.
-
-        Args:
-            store: Store without checkpoints, whose folder is created if it does not exist.
 
         Raises:
             OSError: If the mirror cannot be read, or the store cannot be written.
@@ -122,45 +118,49 @@ class Mirror:
         """
         store.folder.mkdir(exist_ok=True)
         damaged = {}
-        for step in self._steps():
-            name = folder_name(step)
+        for name in self._names():
             draft = store.folder / f".draft-{name}"  # `store.clean` removes a draft that is left
+            shutil.rmtree(draft, ignore_errors=True)
             try:
-                self._get(name, draft)
-                manifest.verify(draft, store.run_id)
+                text = self._manifest(name)
+                draft.mkdir()
+                for file in parse(text, draft)["files"]:
+                    self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+                files.write_new_file(draft / MANIFEST_NAME, [text])
+                verify(draft, store.run_id)
                 os.rename(draft, store.folder / name)
             except FileNotFoundError:  # the copy was not finished, or is partly removed
                 continue
             except DamagedCheckpointError as error:
                 damaged[name] = error.reason
-        fileops.sync_folder(store.folder)
+        files.sync_folder(store.folder)
         if damaged and not store.steps():
             reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            message = f"all of its checkpoints are damaged: {reasons}"
-            raise ConfigError.of("checkpoint.mirror", self.url, message, code=BAD_DATA)
+            raise self._error(f"all of its checkpoints are damaged: {reasons}", BAD_DATA)
         for name, reason in damaged.items():
             with suppress(OSError):  # the mirror may be read-only
                 self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
             _log.warning("warning: %s/%s: %s; not used", self.url, name, reason)
+
+    def _error(self, message: str, code: int, hint: str = "") -> ConfigError:
+        """Return an error about the mirror."""
+        return ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
 
     def _copy(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones.
 
         A copy of a later step than the newest checkpoint of the run is kept. An error is logged as
         a warning, not raised. Runs in the thread that `update` uses.
-
-        Args:
-            store: Store of the run's checkpoints.
         """
         try:
             for step in reversed(store.steps()):
                 # The run may prune a checkpoint meanwhile.
                 with suppress(FileNotFoundError, DamagedCheckpointError):
                     self._put(store.folder / folder_name(step))
-            kept = store.steps()
-            for step in self._steps():
-                if kept and step < kept[-1] and step not in kept:
-                    self.files.rm(f"{self.root}/{folder_name(step)}", recursive=True)
+            kept = [folder_name(step) for step in store.steps()]
+            for name in self._names():
+                if kept and name not in kept and int(name[5:]) < store.steps()[-1]:
+                    self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             message = f"not up to date: {first_line(error)}; the run's own checkpoints are intact"
             _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
@@ -170,89 +170,41 @@ class Mirror:
 
         An older manifest is removed before a file is copied. One that lists the same files is only
         replaced, so that new metrics do not make the copy incomplete.
-
-        Args:
-            source: Folder of the checkpoint in the store.
-
-        Raises:
-            FileNotFoundError, DamagedCheckpointError: If the checkpoint has no valid manifest.
-            OSError: If the mirror cannot be written.
         """
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
-        files, old_text = manifest.parse(text, source)["files"], b""
-        with suppress(FileNotFoundError):
+        entries = parse(text, source)["files"]
+        old_text, copied = b"", {}
+        with suppress(FileNotFoundError, DamagedCheckpointError):
             old_text = self._manifest(source.name)
+            copied = parse(old_text, source)["files"]
         if old_text == text:
             return
-        copied: dict[str, dict] = {}
-        with suppress(DamagedCheckpointError):
-            copied = manifest.parse(old_text, source)["files"]
-        if old_text and copied != files:
+        if old_text and copied != entries:
             self.files.rm_file(f"{target}/{MANIFEST_NAME}")
         self.files.makedirs(target, exist_ok=True)
-        for file, entry in files.items():
+        for file, entry in entries.items():
             if copied.get(file) != entry:
                 self.files.put_file(str(source / file), f"{target}/{file}")
         # Write the manifest as it was read. If the step was saved again, the next update sees it.
         self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 
-    def _get(self, name: str, draft: Path) -> None:
-        """Copy the files that the manifest of a copy lists from the mirror into a new folder.
-
-        The files are not verified.
-
-        Args:
-            name: Name of the checkpoint's folder.
-            draft: New folder. An existing folder of this name is removed first.
-
-        Raises:
-            FileNotFoundError: If the copy has no manifest or lacks a file.
-            DamagedCheckpointError: If the manifest is damaged.
-            OSError: If the mirror cannot be read, or the folder cannot be written.
-        """
-        fileops.remove_tree(draft)
-        text = self._manifest(name)
-        draft.mkdir()
-        for file in manifest.parse(text, draft)["files"]:
-            self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
-        fileops.write_new_file(draft / MANIFEST_NAME, [text])
-
     def _run_id(self) -> str:
-        """Return the identity of the run in the mirror, or "" if it has no complete checkpoint.
-
-        Raises:
-            OSError: If the mirror cannot be read.
-        """
-        for step in self._steps():
-            name = folder_name(step)
+        """Return the identity of the run in the mirror, or "" if it has no complete checkpoint."""
+        for name in self._names():
             with suppress(FileNotFoundError, DamagedCheckpointError):  # the copy was not finished
-                return manifest.parse(self._manifest(name), Path(name))["run_id"]
+                return parse(self._manifest(name), Path(name))["run_id"]
         return ""
 
     def _manifest(self, name: str) -> bytes:
-        """Return the text of the manifest of a checkpoint in the mirror.
-
-        Args:
-            name: Name of the checkpoint's folder.
-
-        Raises:
-            FileNotFoundError: If the copy has no manifest.
-            OSError: If the mirror cannot be read.
-        """
+        """Return the text of the manifest of a copy. Raises a FileNotFoundError without one."""
         return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
 
-    def _steps(self) -> list[int]:
-        """Return the steps of all checkpoints in the mirror, complete or not, the newest first.
-
-        The list is empty if the folder of the mirror does not exist.
-
-        Raises:
-            OSError: If the mirror cannot be read.
-        """
+    def _names(self) -> list[str]:
+        """Return the folders of all copies, complete or not, the newest first."""
         self.files.invalidate_cache()
+        names: list[str] = []
         with suppress(FileNotFoundError):
-            names = (Path(path).name for path in self.files.ls(self.root, detail=False))
-            matches = map(manifest.STEP_NAME.fullmatch, names)
-            return sorted((int(match[1]) for match in matches if match), reverse=True)
-        return []
+            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
+        steps = [int(name[5:]) for name in names if STEP_NAME.fullmatch(name)]
+        return [folder_name(step) for step in sorted(steps, reverse=True)]

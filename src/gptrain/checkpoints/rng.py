@@ -1,9 +1,7 @@
 """Capture and restore the states of all random generators of this process.
 
 A state has plain values and tensors only, so that torch.load(weights_only=True) accepts it. Every
-rank has its own state, so a checkpoint needs the states of all ranks. Of the GPUs only the current
-one is included, because reading the state of another one would open a context there, which costs
-memory.
+rank has its own state, so a checkpoint needs the states of all ranks.
 """
 
 import random
@@ -14,12 +12,9 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the random generators of Python, NumPy, torch's CPU and the current GPU.
+    """Return name -> state of the generators of Python, NumPy, torch's CPU and the current GPU.
 
     The GPU, or another accelerator, is left out if this process has not used it yet.
-
-    Returns:
-        Name of the generator -> state: "python", "numpy", "torch" and, for example, "cuda".
     """
     numpy_state = numpy.random.get_state(legacy=False)
     numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
@@ -30,13 +25,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the random generators of this process to a captured state, from which they continue.
-
-    A generator that is missing in the state or in this process keeps its present state.
-
-    Args:
-        state: Return value of `capture`.
-    """
+    """Set the generators of this process to a result of `capture`. Others keep their state."""
     setters = {
         "python": random.setstate,
         "numpy": numpy.random.set_state,

@@ -13,7 +13,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 
 RECORDS = ("overrides.yaml", "config.yaml", "hydra.yaml")
 
@@ -35,7 +35,7 @@ def sign_record(run_dir: str | Path) -> None:
     ):
         file.write(secrets.token_bytes(32))
     signature = _sign(_read_records(run_dir))
-    fileops.replace(Path(run_dir) / ".hydra" / "signature", signature)
+    files.replace(Path(run_dir) / ".hydra" / "signature", signature)
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
@@ -63,9 +63,9 @@ def _key_file() -> Path:
 
 def _read_records(run_dir: str | Path) -> dict[str, bytes]:
     """Return the content of each record file that is there. An export has config.yaml only."""
-    files = [Path(run_dir) / ".hydra" / name for name in RECORDS]
+    paths = [Path(run_dir) / ".hydra" / name for name in RECORDS]
     # Opening a named pipe would wait for a writer.
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    return {file.name: file.read_bytes() for file in paths if file.is_file()}
 
 
 def _sign(records: dict[str, bytes]) -> bytes:

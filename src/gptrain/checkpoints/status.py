@@ -4,14 +4,12 @@ When several ranks fail, the first rank writes the status, because the other ran
 consequence. The file system decides which rank is first: it makes the file for exactly one of them.
 """
 
-import json
-import math
 import os
 import socket
 import time
 from pathlib import Path
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 from gptrain.core.errors import DONE, NON_FINITE, PREEMPTED, RunError
 from gptrain.core.small_files import read_facts
 
@@ -79,9 +77,8 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
         run_dir: Folder of the run.
         replace: Whether to replace an existing status. The parent of local ranks needs this: only
             the parent knows that a rank was killed before the other ranks failed.
-        facts: Entries of the status: cause (such as `disk`),
-            exit_code, rank, step, checkpoint (newest one), resume (command that resumes from it),
-            message, traceback.
+        facts: Entries of the status: cause (such as `disk`), exit_code, rank, step, checkpoint
+            (newest one), resume (command that resumes from it), message, traceback.
 
     Returns:
         Whether this call has written the file.
@@ -91,77 +88,34 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
     """
     path = Path(run_dir) / STATUS_NAME
     place = {"host": socket.gethostname(), "pid": os.getpid()}
-    status = to_json(facts | place | {"time": time.strftime("%F %T %z")})
+    status = files.to_json(facts | place | {"time": time.strftime("%F %T %z")})
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
-        fileops.replace(path, status)
+        files.replace(path, status)
         return True
     try:
-        fileops.write_new_file(path, [status])
+        files.write_new_file(path, [status])
     except FileExistsError:
         return False
-    fileops.sync_folder(path.parent)
+    files.sync_folder(path.parent)
     return True
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """Return the content of a run's status.json, or None if it is missing or damaged.
-
-    A file without an integer `exit_code` counts as damaged.
-
-    Args:
-        run_dir: Run folder.
-    """
+    """Return the content of status.json, or None if it is missing or has no integer `exit_code`."""
     status = read_facts(Path(run_dir) / STATUS_NAME)
     return status if isinstance(status.get("exit_code"), int) else None
 
 
 def clear_status(run_dir: str | Path) -> None:
-    """Remove the status.json of an earlier start, if any.
-
-    Call it under the run lock, before any rank starts.
-
-    Args:
-        run_dir: Run folder.
-
-    Raises:
-        OSError: If the file cannot be removed.
-    """
+    """Remove the status.json of an earlier start, if any. Call it under the run lock."""
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write the result of a run that is done to a JSON file.
-
-    Args:
-        path: File, usually result.json in the run folder. An existing file is replaced.
-        metrics: Final metrics under their logged names. A metric that is not finite becomes null.
-        facts: Other entries of the file.
+    """Write the final metrics, under their logged names, and other facts to result.json.
 
     Raises:
-        OSError: If the file cannot be written.
+        OSError: If the file cannot be written. An existing file is replaced.
     """
-    fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
-
-
-def to_json(value: object) -> bytes:
-    """Return a value as indented JSON. NaN and infinity become null.
-
-    Args:
-        value: Nested dicts and lists of plain values. Any other object, such as a path, becomes
-            text.
-    """
-    return json.dumps(finite_values(value), indent=1, default=str).encode() + b"\n"
-
-
-def finite_values(value: object) -> object:
-    """Return a value with None in place of every NaN and infinity, for JSON, which has neither.
-
-    Args:
-        value: Value, or nested dicts, lists and tuples of values. Tuples become lists.
-    """
-    if isinstance(value, dict):
-        return {key: finite_values(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    files.replace(Path(path), files.to_json({"metrics": metrics} | facts))

@@ -3,10 +3,12 @@
 A save writes into the hidden folder `.draft-step-00000500`: first the files, each hashed and
 synced, then the manifest. The folder is synced, renamed to `step-00000500`, and its parent is
 synced. A process that is killed at any point leaves the earlier checkpoints and a draft that is
-never loaded. Loading takes the highest step of which every byte is verified.
+never loaded. Loading takes the highest step of which every byte is verified. A step is saved before
+its validation, and `set_metrics` adds the metrics afterwards.
 
-A step is saved before its validation. Its metrics are known afterwards, and a new manifest that has
-them replaces the old one (`set_metrics`).
+`manifest.json` lists every file with its size and SHA-256, and ends with the SHA-256 of its own
+text, so that one flipped bit anywhere in the folder is detected. This protects against damage, not
+against forgery.
 
 Folders with three more kinds of names are never loaded either:
 `step-00000500.corrupt` failed its verification and is kept for the user to look at.
@@ -17,29 +19,204 @@ Folders with three more kinds of names are never loaded either:
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptrain.checkpoints import fileops, manifest
-from gptrain.checkpoints.fileops import Gather, SaveFailedError, free_bytes, save_failed
-from gptrain.checkpoints.manifest import (
-    AllDamagedError,
-    Checkpoint,
-    DamagedCheckpointError,
-    OldFormatError,
-    folder_name,
-)
+from gptrain.checkpoints import files
+from gptrain.core.errors import BAD_DATA, RunError, printable
+from gptrain.core.progress import progress_bar
+from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
 if TYPE_CHECKING:  # these modules import torch, which takes seconds; many stores only read
-    from gptrain.checkpoints.shards import Tensors
-    from gptrain.checkpoints.writer import Save
+    from gptrain.checkpoints.save import Save
+    from gptrain.checkpoints.tensors import Tensors
 
 _log = logging.getLogger(__name__)
+MANIFEST_NAME = "manifest.json"
+REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
+FORMAT = 2
+LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
+STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
+FILE_NAME = re.compile(r"\w[\w.-]{0,254}")  # must not lead out of the folder, as `../x` would
+_READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
+Gather = Callable[[Any], list[Any]]  # collective function: one value of each rank, on all ranks
+
+
+class DamagedCheckpointError(RunError):
+    """Raised if a checkpoint, a file of it, or all checkpoints of a run cannot be used.
+
+    Args:
+        path: Path of the checkpoint or the file, or folder of the checkpoints.
+        reason: Explanation for the user, in a few words.
+    """
+
+    code = BAD_DATA
+    cause = "data"
+
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(path, reason)  # pickle calls the class with these arguments
+        self.path, self.reason = Path(path), reason
+
+    def __str__(self) -> str:
+        return printable(f"{self.path}: {self.reason}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were all verified: each has the size and the hash in the manifest.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        manifest: Content of its manifest.json.
+    """
+
+    path: Path
+    manifest: dict
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that were done when the checkpoint was saved."""
+        return self.manifest["step"]
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, such as `step-00000500`, which sorts by step."""
+    return f"step-{step:08d}"
+
+
+# Manifests
+
+
+def seal(entries: Mapping[str, Any]) -> bytes:
+    """Return the text of a manifest.json with these entries, its format and its own hash."""
+    content = {"format": FORMAT} | {key: entries[key] for key in entries if key != "sha256"}
+    digest = hashlib.sha256(files.to_json(content)).hexdigest()
+    return files.to_json(content | {"sha256": digest})
+
+
+def parse(text: bytes, path: Path) -> dict:
+    """Return the entries of a manifest from its text, after a check of its hash and its entries.
+
+    Raises:
+        DamagedCheckpointError: If the manifest of the checkpoint `path` is damaged, or was written
+            by a version of gptrain with another format.
+    """
+    # The hash is that of the text, not of the values: JSON has many spellings of one value.
+    before, _, ending = text.rpartition(b',\n "sha256": "')
+    if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
+        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
+    with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
+        match json.loads(text):
+            case {"format": 1}:
+                reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
+                raise DamagedCheckpointError(path, reason)
+            case manifest if _is_manifest(manifest):
+                return manifest
+    raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
+
+
+def _is_manifest(manifest: object) -> bool:
+    """Return whether a value that was read from JSON is a manifest with all of its entries."""
+    match manifest:
+        case {
+            "format": int(number),
+            "run_id": str(),
+            "step": int(step),  # checkpoints are ordered by step, never by the times of files
+            "metrics": dict(metrics),
+            "files": dict(entries),
+            "config": dict(),
+        }:
+            are_numbers = all(isinstance(value, int | float | None) for value in metrics.values())
+            are_files = all(
+                FILE_NAME.fullmatch(name)
+                and isinstance(entry, dict)
+                and [type(entry.get(key)) for key in ("bytes", "sha256")] == [int, str]
+                for name, entry in entries.items()
+            )
+            return number == FORMAT and 0 <= step < 2**63 and are_numbers and are_files
+    return False
+
+
+def read_manifest(path: Path) -> dict:
+    """Return the manifest of a checkpoint, whose files are not checked.
+
+    Raises:
+        DamagedCheckpointError: If the manifest is missing or damaged, or lacks an entry.
+        OSError: If the network file system does not answer.
+    """
+    with _damage(path, MANIFEST_NAME):
+        return parse(read_bytes(path / MANIFEST_NAME), path)
+
+
+def verify(path: Path, run_id: str | None = None) -> Checkpoint:
+    """Read and check every byte of a checkpoint. Shows a progress bar on a terminal.
+
+    Args:
+        path: Folder of the checkpoint.
+        run_id: Identity of the run to which the checkpoint must belong. None allows any run.
+
+    Raises:
+        DamagedCheckpointError: If the checkpoint is damaged or of another run. The error names the
+            first wrong file.
+        OSError: If the network file system does not answer.
+    """
+    manifest = read_manifest(path)
+    if run_id is not None and manifest["run_id"] != run_id:
+        message = f"belongs to another run ({manifest['run_id']}, this is {run_id})"
+        raise DamagedCheckpointError(path, message)
+    if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
+        raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
+    entries = manifest["files"]
+    n_bytes = sum(entry["bytes"] for entry in entries.values())
+    workers = min(8, os.cpu_count() or 1)  # hashing releases the interpreter lock
+    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
+        checks = [pool.submit(_check, path, name, entries[name], bar.update) for name in entries]
+        for check in checks:
+            check.result()
+    return Checkpoint(path, manifest)
+
+
+def _check(folder: Path, name: str, entry: dict, on_piece: Callable[[int], object]) -> None:
+    """Raise a DamagedCheckpointError if a file differs from its entry in the manifest."""
+    digest = hashlib.sha256()
+    with _damage(folder, name), open_regular(folder / name) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes != entry["bytes"]:
+            reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
+            raise DamagedCheckpointError(folder, reason)
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+            on_piece(len(piece))
+    if digest.hexdigest() != entry["sha256"]:
+        raise DamagedCheckpointError(folder, f"{name} is damaged (sha256)")
+
+
+@contextmanager
+def _damage(path: Path, name: str) -> Generator[None, None, None]:
+    """Turn errors of reading a file of a checkpoint into a DamagedCheckpointError.
+
+    Other errors pass: if a network file system does not answer, the file may be intact.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedCheckpointError(path, f"{name} is missing") from None
+    except UnreadableFileError as error:
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {error.reason}") from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {error.strerror}") from None
 
 
 class CheckpointStore:
@@ -49,8 +226,7 @@ class CheckpointStore:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
             run are refused. With None the store reads checkpoints of any run and cannot write.
-        progress: Function that reports progress, such as `Guard.beat`. The store calls it
-            without arguments while bytes are written or read back.
+        progress: Function that the store calls without arguments while it writes bytes.
 
     Attributes:
         on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
@@ -79,15 +255,12 @@ class CheckpointStore:
         *,
         config: dict | None = None,
         metrics: dict[str, float] | None = None,
-        needed_bytes: int = 0,
-        rank: int = 0,
-        gather: Gather = lambda value: [value],
-        in_background: bool = False,
+        **options: Any,
     ) -> None:
         """Save a new checkpoint. A checkpoint of the same step is replaced.
 
         All ranks of the job must call this method. An earlier save in the background is finished
-        first.
+        first. A save in the background becomes a checkpoint when `finish` is called.
 
         Args:
             step: Number of optimizer steps that are done.
@@ -95,35 +268,22 @@ class CheckpointStore:
             rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
             metrics: Metrics for the manifest. Defaults to {}.
-            needed_bytes: Expected size of the checkpoint, over all ranks. Rank 0 checks before
-                anything is written that this space is free.
-            rank: Global rank of this process.
-            gather: Collective function that returns one value of each rank on all ranks.
-            in_background: Whether a thread writes copies of the tensors, while the caller
-                continues. They become a checkpoint when `finish` is called.
+            options: `rank`, `gather`, `needed_bytes` and `in_background` of `Save`.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
             ValueError: If the store has no `run_id`.
         """
-        from gptrain.checkpoints.writer import Save
+        from gptrain.checkpoints.save import Save
 
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
-        save = Save(
-            self._hidden("draft", step),
-            tensors,
-            rest,
-            rank=rank,
-            gather=gather,
-            needed_bytes=needed_bytes,
-            in_background=in_background,
-            progress=self.progress,
-        )
+        draft = self._hidden("draft", step)
+        save = Save(draft, tensors, rest, progress=self.progress, **options)
         entries = {"run_id": self.run_id, "step": step, "config": config or {}}
         self._unfinished = save, entries | {"metrics": metrics or {}}
-        if not in_background:
+        if not options.get("in_background"):
             self.finish()
 
     @property
@@ -137,9 +297,9 @@ class CheckpointStore:
         return self._unfinished is not None and not self._unfinished[0].is_writing
 
     def finish(self) -> None:
-        """Wait for the save in the background, and turn its files into a checkpoint.
+        """Wait for the save in the background, if any, and turn its files into a checkpoint.
 
-        All ranks must call this method. It does nothing if there is no such save.
+        All ranks must call this method.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
@@ -148,16 +308,30 @@ class CheckpointStore:
             return
         save, entries = self._unfinished
         self._unfinished = None
-        files = save.finish()
-        save.on_all_ranks(lambda: self._commit(save.folder, entries | {"files": files}, save.rank))
+        entries["files"] = save.finish()
+        save.on_all_ranks(lambda: self._commit(save.folder, entries) if save.rank == 0 else None)
         if save.rank == 0:
             self.on_commit()
+
+    def _commit(self, draft: Path, entries: dict) -> None:
+        """Write the manifest into the hidden folder of a save, and rename it to a checkpoint."""
+        target = self.folder / folder_name(entries["step"])
+        old = self._hidden("old", entries["step"])
+        files.write_new_file(draft / MANIFEST_NAME, [seal(entries)])
+        files.sync_folder(draft)
+        if target.exists():
+            # Until the next line, a reader without the lock sees the step before this one. `clean`
+            # reverses the renaming if this process is killed here.
+            os.rename(target, old)
+        os.rename(draft, target)
+        files.sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of the checkpoint of its step.
 
-        Call it on rank 0 only. If the checkpoint is still being saved in the background, its
-        manifest gets the metrics when it is written. Does nothing if there is no such checkpoint.
+        Call it on rank 0 only. A save in the background gets them when its manifest is written.
+        Does nothing if the step has no checkpoint.
 
         Raises:
             DamagedCheckpointError: If the manifest is damaged.
@@ -167,27 +341,17 @@ class CheckpointStore:
             self._unfinished[1]["metrics"] = metrics
         elif step in self.steps():
             path = self.folder / folder_name(step)
-            entries = manifest.read_manifest(path) | {"metrics": metrics}
-            text = manifest.seal(entries)
+            text = seal(read_manifest(path) | {"metrics": metrics})
             try:
-                fileops.replace(path / manifest.MANIFEST_NAME, text)
+                files.replace(path / MANIFEST_NAME, text)
             except OSError as error:
-                raise save_failed(error, self.folder, len(text), rank=0) from error
+                raise files.save_failed(error, self.folder, len(text)) from error
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Check that the file system of the checkpoints has enough free space. Quotas are ignored.
-
-        Args:
-            needed_bytes: Expected size of the next checkpoint, over all ranks.
-
-        Raises:
-            SaveFailedError: If fewer than `needed_bytes` bytes are free.
-            OSError: If the parent of the checkpoints' folder does not exist.
-        """
-        free = free_bytes(self.folder)
-        if free < needed_bytes:
-            raise SaveFailedError(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
+        """Raise a SaveFailedError if fewer than `needed_bytes` bytes are free. Ignores quotas."""
+        if files.free_bytes(self.folder) < needed_bytes:
+            raise files.save_failed(OSError(errno.ENOSPC, ""), self.folder, needed_bytes)
 
     # Loading
 
@@ -199,32 +363,13 @@ class CheckpointStore:
         """
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
-        matches = map(manifest.STEP_NAME.fullmatch, names)
+        matches = map(STEP_NAME.fullmatch, names)
         return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> Path | None:
-        """Return the folder of the checkpoint with the highest step, or None if there is none.
-
-        The checkpoint is not verified. Use the result for messages only.
-
-        Raises:
-            OSError: If the folder of the checkpoints exists and cannot be read.
-        """
+        """Return the folder of the newest checkpoint, unverified, or None. Use it for messages."""
         steps = self.steps()
         return self.folder / folder_name(steps[-1]) if steps else None
-
-    def verify(self, path: Path) -> Checkpoint:
-        """Read every byte of a checkpoint, compare it with its manifest, and return the checkpoint.
-
-        Args:
-            path: Folder of the checkpoint.
-
-        Raises:
-            DamagedCheckpointError: If the checkpoint is damaged, or belongs to another run than the
-                `run_id` of the store.
-            OSError: If the network file system does not answer.
-        """
-        return Checkpoint(path, manifest.verify(path, self.run_id))
 
     def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
@@ -234,16 +379,14 @@ class CheckpointStore:
         rank, and with a `run_id` under the run lock.
 
         Raises:
-            AllDamagedError: If there are checkpoints, but all are damaged or were found damaged by
-                an earlier start.
+            DamagedCheckpointError: If there are checkpoints, but all are damaged or were found
+                damaged by an earlier start.
             OSError: If the network file system does not answer.
         """
         damaged = []
         for step in reversed(self.steps()):
             try:
-                checkpoint = self.verify(self.folder / folder_name(step))
-            except OldFormatError:
-                raise
+                checkpoint = verify(self.folder / folder_name(step), self.run_id)
             except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
@@ -253,7 +396,8 @@ class CheckpointStore:
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpointError(path, "was found damaged earlier"))
         if damaged:
-            raise AllDamagedError(self.folder, damaged)
+            reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
+            raise DamagedCheckpointError(self.folder, f"no checkpoint is intact: {reasons}")
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
@@ -274,27 +418,19 @@ class CheckpointStore:
         for step in self.steps():
             path = self.folder / folder_name(step)
             with suppress(DamagedCheckpointError):
-                value = manifest.read_manifest(path)["metrics"].get(monitor)
+                value = read_manifest(path)["metrics"].get(monitor)
                 if value is not None:
                     scored.append((sign * value, step, path))
         return [path for _, _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
-        """Return the intact checkpoint with the best value of a metric, or None if there is none.
+        """Return the first intact checkpoint of `ranking`, or None if there is none.
 
-        A damaged checkpoint is reported as a warning and not used. Of equal values the earliest
-        step counts.
-
-        Args:
-            monitor: Name of the metric.
-            mode: "min" if the lowest value is the best, "max" if the highest is.
-
-        Raises:
-            OSError: If the folder cannot be read, or the network file system does not answer.
+        A damaged checkpoint is reported as a warning and not used.
         """
         for path in self.ranking(monitor, mode):
             try:
-                return self.verify(path)
+                return verify(path, self.run_id)
             except DamagedCheckpointError as error:
                 _log.warning("warning: %s; not used as the best checkpoint", error)
         return None
@@ -306,10 +442,6 @@ class CheckpointStore:
 
         A checkpoint that cannot be renamed for its removal stays, with a warning in the log. Call
         it on one rank only.
-
-        Args:
-            keep: Number of newest checkpoints that stay, at least 1.
-            protect: Folders of more checkpoints that stay. They do not count in `keep`.
 
         Raises:
             OSError: If the folder of the checkpoints exists and cannot be read.
@@ -336,94 +468,25 @@ class CheckpointStore:
             if kind == "old" and not (self.folder / name).exists():
                 os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
-                fileops.remove_tree(path)
-
-    def _commit(self, draft: Path, entries: dict, rank: int) -> None:
-        """Turn the hidden folder of a save into a checkpoint: write the manifest, then rename it.
-
-        A checkpoint of the same step is replaced. Does nothing on other ranks than 0.
-
-        Args:
-            draft: Hidden folder with all files.
-            entries: Entries of the manifest.
-            rank: Global rank of this process.
-
-        Raises:
-            OSError: If the manifest cannot be written, or a folder cannot be renamed.
-        """
-        if rank != 0:
-            return
-        target = self.folder / folder_name(entries["step"])
-        old = self._hidden("old", entries["step"])
-        fileops.write_new_file(draft / manifest.MANIFEST_NAME, [manifest.seal(entries)])
-        fileops.sync_folder(draft)
-        if target.exists():
-            # Until the next line, a reader without the lock sees the step before this one. `clean`
-            # reverses the renaming if this process is killed here.
-            os.rename(target, old)
-        os.rename(draft, target)
-        fileops.sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(path)
 
     def _set_aside(self, path: Path) -> str:
-        """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log.
-
-        Without a `run_id` the store only reads, and renames nothing.
-
-        Args:
-            path: Folder of the damaged checkpoint.
-        """
+        """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log."""
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
         name = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
         is_renamed = self.run_id is not None and _rename(path, self.folder / name)
         return f"set aside as {name}" if is_renamed else "an older checkpoint is used"
 
     def _hidden(self, kind: str, step: int) -> Path:
-        """Return the path of a hidden folder of the store, such as `.draft-step-00000500`.
-
-        Args:
-            kind: "draft" for a save that is not complete, "old" for a checkpoint that is being
-                replaced, or "trash" for one that is being removed.
-            step: Step of the checkpoint.
-        """
+        """Return the path of a hidden folder of the kind "draft", "old" or "trash"."""
         return self.folder / f".{kind}-{folder_name(step)}"
 
 
 def _rename(path: Path, to: Path) -> bool:
-    """Rename a folder and return whether that succeeded. A failure is logged as a warning.
-
-    Args:
-        path: Folder.
-        to: New path, in the same folder.
-    """
+    """Rename a folder and return whether that succeeded. A failure is logged as a warning."""
     try:
         os.rename(path, to)
     except OSError as error:
         _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
         return False
     return True
-
-
-def save_folder(
-    path: Path, tensors: Mapping[str, Tensors], rest: Any, rank: int, gather: Gather
-) -> None:
-    """Save a checkpoint into a folder that belongs to no store. All ranks must call it.
-
-    Args:
-        path: New folder. An existing folder of this name is replaced.
-        tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
-        rest: Value for torch.save with the key `global_step`.
-        rank: Global rank of this process.
-        gather: Collective function that returns one value of each rank on all ranks.
-
-    Raises:
-        SaveFailedError: On all ranks, if a file operation failed on any rank.
-    """
-    from gptrain.checkpoints.writer import Save
-
-    about = {"needed_bytes": 0, "in_background": False, "progress": None}
-    save = Save(path, tensors, rest, rank=rank, gather=gather, **about)
-    entries = {"run_id": "", "step": rest["global_step"], "config": {}, "metrics": {}}
-    text = manifest.seal(entries | {"files": save.finish()})
-    if rank == 0:
-        fileops.write_new_file(path / manifest.MANIFEST_NAME, [text])

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from gptrain.checkpoints.json_lines import append_row, read_json_lines
+from gptrain.checkpoints.files import append_row, read_rows
 
 TIMELINE_NAME = "timeline.jsonl"
 UPDATE_S = 10.0  # longest time of one line within a phase, in seconds
@@ -37,26 +37,16 @@ _command_time_s: float | None = None
 
 
 def begin_command() -> None:
-    """Keep the current time as the beginning of the command, or of a job of a sweep.
-
-    `add_start` writes this time into the timeline when the run folder is known.
-    """
+    """Keep the current time, which `add_start` records, as the beginning of a command or job."""
     global _command_time_s
     _command_time_s = time.time()
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
-    """Append the line of a new start to the timeline of a run.
+    """Append the line of a new start to the timeline of a run, under the run lock.
 
-    Call it under the run lock, before ranks start. The recorded time is the beginning of the
-    command, or of the job in a sweep. For a restart of lost ranks it is the start of rank 0.
-
-    Args:
-        run_dir: Folder of the run.
-        step: Step of the checkpoint from which the run starts. 0 without a checkpoint.
-
-    Raises:
-        OSError: If the file cannot be written.
+    The recorded time is the beginning of the command, or of the job in a sweep. For a restart of
+    lost ranks it is the start of rank 0. `step` is that of the checkpoint, 0 without one.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -65,12 +55,13 @@ def add_start(run_dir: str | Path, step: int) -> None:
 
 
 class Timeline:
-    """Records the phases of one start of a run in timeline.jsonl.
+    """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
 
-    The first phase is "starting". Every method does nothing if `folder` is None, and after `end`.
+    `step` is the number of optimizer steps done. Every method does nothing after `end`.
 
     Args:
-        folder: Folder of the run. None on ranks other than 0, and for a run that is not recorded.
+        folder: Folder of the run. With None every method does nothing: on ranks other than 0, and
+            for a run that is not recorded.
 
     Raises:
         OSError: If the file cannot be read or written. The methods raise it, too.
@@ -79,20 +70,14 @@ class Timeline:
 
     def __init__(self, folder: Path | None):
         self._phase: Phase | None = None  # None: nothing is recorded
-        if folder is None:
-            return
-        self._path = folder / TIMELINE_NAME
-        rows = read_json_lines(self._path)
-        self._phase = "starting"
-        self._written_s = rows[-1]["time"] if rows else time.time()  # the last line is this start
+        if folder is not None:
+            self._path = folder / TIMELINE_NAME
+            rows = read_rows(self._path)
+            self._phase = "starting"
+            self._written_s = rows[-1]["time"] if rows else time.time()  # the line of this start
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Record that the current phase ends and another one begins.
-
-        Args:
-            phase: Phase that begins.
-            step: Number of optimizer steps done.
-        """
+        """Record that the current phase ends and another one begins."""
         if self._phase is not None:
             self._write(step)
             self._phase = phase
@@ -102,10 +87,6 @@ class Timeline:
         """Record the block as a phase, and then begin the phase before it again.
 
         A block that raises an error ends the training, so its phase stays the current one.
-
-        Args:
-            phase: Phase of the block.
-            step: Number of optimizer steps done.
         """
         outer = self._phase
         self.enter(phase, step)
@@ -114,30 +95,18 @@ class Timeline:
             self.enter(outer, step)
 
     def update(self, step: int) -> None:
-        """Record that the current phase continues, at most once in UPDATE_S.
-
-        Args:
-            step: Number of optimizer steps done.
-        """
+        """Record that the current phase continues, at most once in UPDATE_S."""
         if self._phase is not None and time.time() - self._written_s >= UPDATE_S:
             self._write(step)
 
     def end(self, step: int) -> dict[str, float]:
-        """Record that the run has reached its own end, and return its goodput.
-
-        Args:
-            step: Number of optimizer steps done.
-
-        Returns:
-            Goodput and seconds of each phase over all starts of the run, as `measure` returns them.
-            Empty if nothing was recorded.
-        """
+        """Record that the run has reached its own end, and return the result of `measure`."""
         if self._phase is None:
             return {}
         self._write(step)
         self._phase = None
         append_row(self._path, {"end": step, "time": self._written_s})
-        return measure(read_json_lines(self._path))
+        return measure(read_rows(self._path))
 
     def _write(self, step: int) -> None:
         """Append a line with the time of the current phase since the last line."""
@@ -149,16 +118,12 @@ class Timeline:
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the goodput of a run and its times, or an empty dict if they cannot be computed.
 
-    Goodput is the fraction of the wall-clock time, over all starts, in which the run did optimizer
-    steps whose result was kept.
-
     Args:
         rows: Lines of timeline.jsonl, which may come from an untrusted folder.
 
     Returns:
-        `goodput`, and the seconds of each kind of time in TIMES, such as `steps_s` (steps whose
-        result was kept), `redone_s` (steps whose result was lost) and `saves_s`. Empty if no time
-        of steps was kept, or if any line is malformed.
+        `goodput`, and the seconds of each kind of time in TIMES, such as `steps_s`. Empty if no
+        time of steps was kept, or if any line is malformed.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count
@@ -179,22 +144,16 @@ def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             last_s = None if "end" in row else row["time"]
         seconds["steps"] = sum(s for _, s in kept)
         total_s = sum(seconds.values())
+        if not seconds["steps"] or not math.isfinite(total_s):
+            return {}
     except (LookupError, TypeError, ArithmeticError):  # a line of an untrusted file
-        return {}
-    if not seconds["steps"] or not math.isfinite(total_s):
         return {}
     times = {f"{name}_s": round(value, 3) for name, value in seconds.items()}
     return {"goodput": round(seconds["steps"] / total_s, 4), **times}
 
 
 def describe(times: Mapping[str, float]) -> str:
-    """Return the goodput and the seconds of each phase as one phrase for the result line.
-
-    Times below 0.05 s are left out.
-
-    Args:
-        times: Result of `measure`, not empty.
-    """
+    """Return a result of `measure`, not empty, as one phrase without the times below 0.05 s."""
     shown = {name: times[f"{name}_s"] for name in TIMES}
     parts = [f"{s:.1f} s {name.replace('_', ' ')}" for name, s in shown.items() if s >= 0.05]
     return f"goodput {times['goodput']:.2f} ({', '.join(parts)})"

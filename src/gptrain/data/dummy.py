@@ -43,12 +43,7 @@ class DummyTextDataset(BatchDataset):
         return self.num_samples
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return a batch: tokens and targets, both (B, seq_len - 1) and int64.
-
-        Args:
-            indices: Indices of the samples, (B,), from 0 on. An index of `num_samples` or more is
-                not refused.
-        """
+        """Return a batch: tokens and targets, both (B, seq_len - 1) and int64."""
         # Each sample is a SplitMix64 stream that starts at a hash of the seed and the sample index.
         samples = np.asarray(indices, dtype=np.uint64)  # (B,)
         starts = mix64(samples * GOLDEN + self._key)

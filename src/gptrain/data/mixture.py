@@ -93,12 +93,6 @@ class Mixture(ConcatDataset):
         """Return one sample: tokens (T,) and targets (T,), int64.
 
         If a part has documents, the third item is the index of the document of each token, (T,).
-
-        Args:
-            idx: Index of the sample in the concatenation of the parts.
-
-        Raises:
-            IndexError: If there is no such sample.
         """
         sample = super().__getitem__(idx)
         if self._is_masked and len(sample) == 2:

@@ -29,12 +29,7 @@ _CYCLE = 2**16
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Hash uint64 values with the output function of SplitMix64, a bijection of uint64.
-
-    All random choices of `gptrain.data` apply this function to a counter. A random number can then
-    be computed without the numbers before it, and is the same on every machine and with every
-    version of NumPy. `values` is not modified.
-    """
+    """Hash uint64 values with the output function of SplitMix64, a bijection of uint64."""
     mixed = values ^ (values >> 30)
     mixed *= _FIRST_MULTIPLIER
     mixed ^= mixed >> 27
@@ -86,12 +81,7 @@ class SampleOrder:
         return samples.astype(np.int64)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return the Feistel network's permutation of values below 2^bits, in a new array.
-
-        Args:
-            values: Values to permute, (n,) uint64.
-            keys: Key of each round of the network, (rounds,) uint64.
-        """
+        """Return the Feistel network's permutation of values below 2^bits, in a new array."""
         low = values & self._low_mask
         high = values >> self._n_low_bits
         for key_low, key_high in keys.reshape(-1, 2):

@@ -141,11 +141,7 @@ class TextDataset(TokenDataset):
         self.fingerprint = (folder / FINGERPRINT_NAME).read_text()
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64.
-
-        Args:
-            indices: Numbers of windows, (B,).
-        """
+        """Return a batch: tokens, targets and, with `masked`, documents, each (B, T) and int64."""
         tokens, targets = super().__getitems__(indices)
         if self.documents != "masked":
             return tokens, targets
@@ -184,20 +180,8 @@ def write_tokens(
     """Write the token files `train.bin` and `val.bin`, the document ends of both, and their hash.
 
     A token file begins with a context: the end token, or the tokens of a newline if there is none.
-    So every byte of the text is a target. The documents follow one after another. `train.ends` and
-    `val.ends` hold int64 positions, counted in tokens: where the first document begins, then where
-    each document ends. Warns if the tokenizer loses characters of the first batch.
-
-    Args:
-        folder: Folder for the four files.
-        pieces: Text of the corpus.
-        tokenizer: Tokenizer of the text.
-        has_end: Whether to append the end token to each document.
-        n_bytes: Size of all files, for the progress bar.
-
-    Raises:
-        OSError: If a file cannot be written.
-        DataError: If the training or the validation set has no text, or `pieces` raises it.
+    So every byte of the text is a target. `train.ends` and `val.ends` hold int64 positions, counted
+    in tokens: where the first document begins, then where each document ends.
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     end = np.array([tokenizer.end_id] if has_end else [], dtype)
@@ -256,11 +240,6 @@ def warn_of_lost_characters(
 
     A BPE without an unknown token and without all bytes drops characters in silence. White space,
     and what the tokenizer's normalizer changes, does not count.
-
-    Args:
-        tokenizer: Tokenizer of the text.
-        batch: Pieces of text.
-        encoded: Tokens of each piece.
     """
     text = "".join(piece.text for piece in batch)
     if normalizer := tokenizer.core.normalizer:
@@ -278,9 +257,6 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
 
     So `target` is complete or does not exist. If the block raises, the folder is removed. Of
     several processes that prepare the same target, the folder that is renamed first stays.
-
-    Args:
-        target: Final path. Missing parent folders are created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=target.parent) as name:

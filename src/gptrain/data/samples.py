@@ -35,17 +35,10 @@ class BatchDataset(Dataset):
 
         If samples hold several documents that must not see each other, the third item is the index
         of the document of each token, (B, T), int64.
-
-        Args:
-            indices: Indices of the samples, (B,).
         """
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item.
-
-        Raises:
-            IndexError: If the dataset has no such sample.
-        """
+        """Return one sample: tokens (T,), targets (T,) and, if batches have it, a third item."""
         index = range(len_of(self))[index]
         return tuple(item[0] for item in self.__getitems__([index]))
 
@@ -109,17 +102,7 @@ class BatchReader(WrappedDataset):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return the samples of a batch as a tuple or a dict of stacked tensors.
-
-        Args:
-            indices: Indices of the samples. An index i < 0 makes a batch of sample -1 - i whose
-                targets are all -100: `EvalBatches` gives such an index to a rank that has no sample
-                while other ranks have a sample.
-
-        Raises:
-            DataError: If samples cannot be stacked, do not have `n_positions` positions, or have an
-                id outside of 0 to `vocab_size` - 1. A target may also be -100.
-        """
+        """Return the samples of a batch as a tuple or a dict of stacked tensors."""
         if indices[0] < 0:
             tokens, targets, *documents = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED), *documents
@@ -201,22 +184,7 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 
 
 def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, Tensor]:
-    """Return the tokens (T,) and the targets (T,) of one dict of Hugging Face, both int64.
-
-    Labels of Hugging Face are not shifted: labels[t] is input_ids[t], or -100, and the models of
-    transformers predict labels[t + 1] from input_ids[:t + 1]. Here targets[t] is labels[t + 1], and
-    the last target is -100. Both losses are then the mean over the same T - 1 predictions. A label
-    at a position whose `attention_mask` is 0 counts as -100.
-
-    Args:
-        sample: Dict of `input_ids`, `labels` and, optionally, `attention_mask`, each a tensor, an
-            array or a list of T integers. Other keys, such as `idx` or `text`, are not used.
-        place: Name of the sample, for error messages.
-
-    Raises:
-        DataError: If a key is missing, if the values are not integers of one shape (T,), if a label
-            that is not masked is neither its input id nor -100, or if the mask has a 0 before a 1.
-    """
+    """Return the tokens (T,) and the targets (T,) of one dict of Hugging Face, both int64."""
     try:
         tokens, labels = (torch.as_tensor(sample[key]).long() for key in ("input_ids", "labels"))
         mask = torch.as_tensor(sample.get("attention_mask", torch.ones_like(tokens))).bool()

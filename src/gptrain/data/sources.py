@@ -54,23 +54,7 @@ class Piece(NamedTuple):
 def find_files(
     path: Paths, keep: Callable[[str], bool] = bool, left_out: Collection[str] = ()
 ) -> list[Path]:
-    """Return the files at a path, at the matches of a glob pattern, or at each entry of a list.
-
-    Of a folder, the files below it at any depth are returned, sorted by name. Links are followed. A
-    file to which several paths lead is returned once: one copy could otherwise be part of the
-    validation set while another copy is trained on. Links that lead to no file are left out.
-
-    Args:
-        path: File, folder, glob pattern or a list of these.
-        keep: Function of the path of a file below a folder, with slashes, that says whether the
-            file counts. Hidden files and folders are left out in any case.
-        left_out: Names and real paths of folders that are not entered.
-
-    Raises:
-        FileNotFoundError: If a path does not exist, or a glob pattern matches nothing.
-        OSError: If a folder cannot be read.
-        DataError: If no regular file is left.
-    """
+    """Return the files at a path, at the matches of a glob pattern, or at each entry of a list."""
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
@@ -104,15 +88,7 @@ def _walk(folder: str, left_out: Collection[str]) -> Iterator[Path]:
 
 
 def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]:
-    """Return the files of a corpus, as `find_files` does.
-
-    Args:
-        path: File, folder, glob pattern or a list of these. None takes the .py files of Python's
-            standard library without its tests, about 12 MB of text.
-        pattern: Pattern that the names of files within folders must match, or the ends of their
-            paths if the pattern has a slash.
-        cache_dir: Folder of tokens, which is left out.
-    """
+    """Return the files of a corpus, as `find_files` does."""
     left_out = {str(cache_dir)}
     if path is None:
         path, left_out = sysconfig.get_path("stdlib"), left_out | _EXCLUDED_FOLDERS
@@ -138,25 +114,7 @@ def read_pieces(
     text_key: str | None = None,
     newline: bool = True,
 ) -> Iterator[Piece]:
-    """Yield the text of a corpus in pieces, document by document, in the order of the files.
-
-    The unit of the split is a piece of 8 Ki characters of a text file (less in a corpus below
-    512 KiB), or a record. Units are numbered, and the number decides, so that the validation units
-    are evenly spread. Pieces of a longer record are not divided. Records without text are left out.
-
-    Args:
-        files: Files of the corpus.
-        val_fraction: Fraction of the units for validation.
-        format: Format of all files. None decides by the suffix of each.
-        text_key: Key of the text in a record. None is "text".
-        newline: Whether to append a newline to each document that does not end with one.
-
-    Raises:
-        DataError: If a text is not UTF-8, if a file of records is damaged or a record has no such
-            key, or if `text_key` is given and a file is not a file of records.
-        OSError: If a file cannot be read.
-        ModuleNotFoundError: If a file needs the package `datasets`, which is missing.
-    """
+    """Yield the text of a corpus in pieces, document by document, in the order of the files."""
     n_bytes = sum(file.stat().st_size for file in files)
     sizes = min(PIECE_CHARS, 1 + n_bytes // 64), min(_LINE_CHARS, 1 + n_bytes // 16)
     number = 0  # of the unit

@@ -37,9 +37,6 @@ def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can only be iterated, because its samples have no index.
 
     This is so for an IterableDataset, and for an iterable that lacks `__getitem__` or `__len__`.
-
-    Args:
-        dataset: Object of any type.
     """
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
@@ -71,11 +68,7 @@ class StreamDataset(WrappedDataset):
         return len(self.dataset) if hasattr(self.dataset, "__len__") else UNKNOWN_LENGTH
 
     def __getitem__(self, index: int) -> Any:
-        """Return the first sample of the stream, whatever the index. The position does not change.
-
-        Raises:
-            DataError: If the stream is empty.
-        """
+        """Return the first sample, whatever the index. The position does not change."""
         if "first" not in self.__dict__:
             state = self.position()["state"]
             self.first = next(iter(self.dataset), None)
@@ -90,9 +83,6 @@ class StreamDataset(WrappedDataset):
 
         Before `start` was called, each item is the first sample of the stream, so that checks of
         the data do not change the position.
-
-        Raises:
-            DataError: If a complete pass has no sample for this part.
         """
         if self._samples is None:
             return [self[0] for _ in indices]

@@ -228,15 +228,6 @@ def train_bpe(
     """Train a byte-level BPE tokenizer, write it to `path`, and return it.
 
     256 of its tokens are the bytes, so that every text can be encoded. Words are split as by GPT-2.
-
-    Args:
-        texts: Texts to learn from.
-        vocab_size: Largest number of tokens, including the end token.
-        path: Path of the tokenizer.json to write.
-        has_end: Whether to add the end token `<|endoftext|>` as the last token.
-
-    Raises:
-        ValueError: If `vocab_size` is less than 256, or than 257 with `has_end`.
     """
     n_end_tokens = 1 if has_end else 0
     if vocab_size < 256 + n_end_tokens:
@@ -265,9 +256,6 @@ def read_chat_template(folder: Path) -> str | None:
 
     A file chat_template.jinja takes precedence over the template in tokenizer_config.json. If that
     has several templates, the one with the name `default` is returned.
-
-    Raises:
-        OSError: If chat_template.jinja cannot be read.
     """
     file = folder / TEMPLATE_NAME
     if file.is_file():

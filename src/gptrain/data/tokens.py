@@ -128,11 +128,7 @@ class TokenDataset(BatchDataset):
         return int(self._firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return a batch: tokens (B, T) and targets (B, T), int64.
-
-        Args:
-            indices: Numbers of windows, (B,), counted over all files.
-        """
+        """Return a batch: tokens (B, T) and targets (B, T), int64."""
         batch = np.full((len(indices), self.seq_len + 1), IGNORED, dtype=np.int64)  # (B, T+1)
         for row, index in zip(batch, indices, strict=True):
             number = int(np.searchsorted(self._firsts, index, side="right")) - 1
@@ -172,17 +168,6 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
     """Return the token files that a path, a glob pattern or a list of these names.
 
     Index files of Megatron (.idx) are left out.
-
-    Args:
-        path: File, folder, glob pattern or a list of these. Of a folder, the .bin and .npy files at
-            any depth are taken.
-        split: "train" or "val" leaves out the files below a folder whose name contains the name of
-            another split, or that are in a folder of its name. An empty text takes all files.
-
-    Raises:
-        FileNotFoundError: If a path does not exist, or a pattern matches nothing.
-        OSError: If a folder cannot be read.
-        DataError: If a folder has no such file.
     """
     others = _OTHER_SPLITS.get(split, ())
 
@@ -197,19 +182,7 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
 def open_token_file(
     path: str | os.PathLike, dtype: str = "uint16", vocab_size: int | None = None
 ) -> TokenFile:
-    """Return the layout of a token file, from its header, its index or, without these, its size.
-
-    Args:
-        path: Path of the file. An index with the suffix .idx in the same folder is read as well.
-        dtype: Type of the tokens of a raw file.
-        vocab_size: Number of tokens of the vocabulary. A raw file whose type cannot hold them is
-            refused. None does not check.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        DataError: If the file is not a regular file, if it is empty, if it ends inside a token, if
-            its header or index is not known, or if the number of tokens does not match the size.
-    """
+    """Return the layout of a token file, from its header, its index or, without these, its size."""
     path = Path(path)
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -243,17 +216,7 @@ def open_token_file(
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Return the dtype and the number of all tokens that a Megatron index describes.
-
-    The header is followed by the length of each sequence in tokens (int32), the position of each
-    sequence in bytes (int64), and the number of the first sequence of each document (int64). The
-    number of all tokens is the end of the last sequence.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        DataError: If the file is not an index of version 1 with tokens of a known type, or is
-            truncated.
-    """
+    """Return the dtype and the number of all tokens that a Megatron index describes."""
     with open_regular(path) as file:
         head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
         size_bytes = os.fstat(file.fileno()).st_size
@@ -273,11 +236,6 @@ def _find_wider(head: bytes, dtype: str, vocab_size: int | None) -> str | None:
     """Return the type of tokens that are read as a narrower type, or None.
 
     Of a wider type, the upper half of each token is 0, if the ids are small.
-
-    Args:
-        head: First bytes of a raw file.
-        dtype: Type as which the file is read.
-        vocab_size: Number of tokens of the vocabulary, or None.
     """
     tokens = np.frombuffer(head[: len(head) // 8 * 8], dtype)
     for wider in ("int64", "uint32"):

@@ -21,7 +21,7 @@ from typing import Literal
 from omegaconf import OmegaConf
 
 from gptrain import config
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 from gptrain.checkpoints.signature import sign_record
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
@@ -88,7 +88,7 @@ def export(cfg: ExportRun) -> None:
     if cfg.format == "safetensors" or not hasattr(net, "to_peft"):  # holds what `model` describes
         (folder / ".hydra").mkdir(exist_ok=True)  # gptrain.load builds the net from config.yaml
         record = OmegaConf.to_yaml({"model": cfg.model.plain()})
-        fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
+        files.replace(folder / ".hydra" / "config.yaml", record.encode())
         sign_record(folder)
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
     log.info(labels.line("folder", folder))

@@ -11,8 +11,8 @@ from safetensors.torch import save
 from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, ID_KEYS, TOKENIZER, read_ends, read_ids
-from gptrain.checkpoints import fileops
-from gptrain.checkpoints.status import to_json
+from gptrain.checkpoints import files
+from gptrain.checkpoints.files import to_json
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
@@ -48,7 +48,7 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     if method:
         content, tensors = getattr(net, method)()
         content |= {"dtype": DTYPES[dtype]} if format == "hf" else {}
-        fileops.replace(folder / config, to_json(content))
+        files.replace(folder / config, to_json(content))
     else:
         ties = tied_names(net)
         tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
@@ -58,7 +58,7 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
         for name, t in tensors.items()
     }
     # transformers requires this entry of the metadata.
-    fileops.replace(folder / file, save(converted, metadata={"format": "pt"}))
+    files.replace(folder / file, save(converted, metadata={"format": "pt"}))
     return sum(tensor.nbytes for tensor in converted.values())
 
 
@@ -89,10 +89,10 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
     ids |= read_ids(generation, config.get("vocab_size"))
     if tokenizer:
         content = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-        fileops.replace(folder / CONFIG_NAME, to_json(content | read_facts(folder / CONFIG_NAME)))
+        files.replace(folder / CONFIG_NAME, to_json(content | read_facts(folder / CONFIG_NAME)))
         if tokenizer.end_id is not None:
             ends = list(dict.fromkeys([*read_ends(ids), tokenizer.end_id]))
             ids["eos_token_id"] = ends if ends[1:] else ends[0]
     rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
-    fileops.replace(folder / GENERATION, to_json(rest | ids))
-    fileops.replace(folder / "config.json", to_json(config | ids))
+    files.replace(folder / GENERATION, to_json(rest | ids))
+    files.replace(folder / "config.json", to_json(config | ids))

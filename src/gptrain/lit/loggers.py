@@ -18,7 +18,7 @@ from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.checkpoints.json_lines import JsonLines, Row, read_json_lines
+from gptrain.checkpoints.files import Row, RowFile, read_rows
 from gptrain.checkpoints.lock import read_run_id
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
@@ -61,7 +61,7 @@ class JsonLinesLogger(Logger):
     def __init__(self, save_dir: str):
         super().__init__()
         self.path = Path(save_dir) / "metrics.jsonl"
-        self._file: JsonLines | None = None  # opened by the first write, on rank 0 only
+        self._file: RowFile | None = None  # opened by the first write, on rank 0 only
         self._last_row: Row = {}
 
     @property
@@ -92,12 +92,12 @@ class JsonLinesLogger(Logger):
         if self.path.exists():
             self._open(step)
 
-    def _open(self, last_step: float) -> JsonLines:
+    def _open(self, last_step: float) -> RowFile:
         """Open the file without the rows of steps after `last_step`, and return it."""
-        rows = [row for row in read_json_lines(self.path) if isinstance(row.get(STEP), int)]
+        rows = [row for row in read_rows(self.path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= last_step]
         self._last_row = rows[-1] if rows else {}
-        self._file = JsonLines(self.path, rows)
+        self._file = RowFile(self.path, rows)
         return self._file
 
 

@@ -24,7 +24,7 @@ HIDDEN_WARNINGS = (
     "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
     "GPU available but not used",  # trainer.accelerator=cpu was typed
     "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
-    "Please add the following callbacks",  # OptionTracker logs which callbacks were removed
+    "Please add the following callbacks",  # `allow_changes` has allowed it
 )
 LIGHTNING_FOLDER = str(Path(pl.__file__).parent.parent)
 # Beginnings of the RuntimeErrors of Lightning that are about the configuration.

@@ -13,22 +13,11 @@ TABLE = "position_embedding"  # role in tensor_plan
 
 
 def find_tables(net: nn.Module, net_shapes: Shapes, saved_shapes: Shapes) -> dict[str, int | None]:
-    """Find the tensors whose shapes in net and checkpoint differ only in the number of positions.
-
-    The shape of such a tensor differs only in dimensions of the size `net.max_seq_len`: in one of a
-    parameter, in one or more of a buffer. A parameter must also have the role of a position table
-    in `net.tensor_plan`. In a net without `tensor_plan`, all shapes that differ must have the same
-    old size in the dimensions that differ. If `max_seq_len` is then also the size of the
-    vocabulary, no parameter is returned.
-
-    Args:
-        net: Net to be loaded.
-        net_shapes: Name -> shape of the net's tensors.
-        saved_shapes: Name -> shape of the checkpoint's tensors.
+    """Find the tensors whose shapes in net and checkpoint differ in the number of positions only.
 
     Returns:
         Name -> dimension of the positions. The dimension is None for a buffer: the net computes its
-        values, nothing is loaded. The dict is empty if there is no such tensor.
+        values, nothing is loaded.
     """
     length = getattr(net, "max_seq_len", None)
     buffers = dict(net.named_buffers())
@@ -57,12 +46,6 @@ def is_table(
 
     In a net with `tensor_plan` its role decides. In any other net it is one, unless the vocabulary
     has the same size: then it could also be the table of tokens.
-
-    Args:
-        name: Name of the parameter.
-        plan: `tensor_plan` of the net. None if the net has none.
-        length: `max_seq_len` of the net.
-        vocab_size: `vocab_size` of the net.
     """
     if plan is None:
         # If both sizes are equal, the parameter could be the table of tokens.
@@ -77,13 +60,6 @@ def fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
     """Copy the first positions of `source` into `target`, as many as both have.
 
     All other values of `target` stay.
-
-    All ranks that hold a shard of `target` must call this function.
-
-    Args:
-        target: Plain tensor or DTensor.
-        source: Full tensor with another number of positions.
-        dim: Dimension of the positions.
     """
     full = full_tensor(target).clone()
     n_positions = min(full.shape[dim], source.shape[dim])

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.lock import is_held
-from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore, DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.small_files import read_json, read_yaml
@@ -98,7 +97,7 @@ def read_run(folder: Path) -> RunRecord:
         detail = str(status.get("message", "")).removeprefix("error: ")
     metrics = {k: v for k, v in facts.get("metrics", {}).items() if _number(v) is not None}
     steps, seconds = _number(facts.get("steps")), _number(facts.get("seconds"))
-    goodput = measure(read_json_lines(folder / TIMELINE_NAME))
+    goodput = measure(read_rows(folder / TIMELINE_NAME))
     return RunRecord(
         folder, overrides, metrics, steps, seconds, is_done, str(ended), str(detail), goodput
     )

@@ -15,12 +15,11 @@ from typing import Any, NoReturn, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from gptrain.checkpoints import fileops
+from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
-from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, clear_status, write_status
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore, read_manifest
 from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
@@ -157,7 +156,7 @@ def keep_config(cfg: RunConfig) -> None:
     hydra = cast(Any, HydraConfig.instance().cfg)
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
-        fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
+        files.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
     sign_record(cfg.run_dir)
 
 

@@ -136,26 +136,6 @@ def make_finder():
     return BatchSizeFinder(max_trials=2)
 
 
-class Counts(Callback):
-    """Keeps three options and two counters in its state; one counter is also an argument."""
-
-    def __init__(self, every, scale=1.0, start=0, limit=3):
-        self.every, self._scale, self.start, self.count = every, scale, start, 0
-        self.more = {"limit": limit}
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.count += 1
-        self.start += 1
-        counters = {"start": self.start, "count": self.count}
-        note(trainer, every=self.every, scale=self._scale, **self.more, **counters)
-
-    def state_dict(self):
-        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count", "more")}
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
 class BreaksLayer(Callback):
     """Makes a layer's weight, output or output's gradient non-finite from step 2 on.
 

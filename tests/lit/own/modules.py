@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
 from gptrain.lit import LanguageModel
@@ -281,21 +281,6 @@ class ClipsItself(LanguageModel):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class Near(Metric):
-    """Number of targets whose token id is within `distance` of the most likely token's id."""
-
-    def __init__(self, distance):
-        super().__init__()
-        self.register_buffer("distance", torch.tensor(distance))
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, logits, targets):
-        self.total += ((logits.argmax(-1) - targets).abs() <= self.distance).sum()
-
-    def compute(self):
-        return self.total
 
 
 class LogsVector(LanguageModel):

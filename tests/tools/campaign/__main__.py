@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import measure
 from tests.tools.campaign.lab import Lab
 from tests.tools.campaign.recovery import recovery_times
@@ -23,7 +23,7 @@ def print_times(folder: Path, faults: list[str]) -> None:
     print("median over the runs of a fault:")
     for fault in dict.fromkeys(("reference", *faults, "")):
         paths = sorted(folder.glob(f"*-{fault}*/timeline.jsonl"))
-        timelines = [read_json_lines(path) for path in paths]
+        timelines = [read_rows(path) for path in paths]
         goodputs = [times["goodput"] for timeline in timelines if (times := measure(timeline))]
         recoveries = [seconds for timeline in timelines for seconds in recovery_times(timeline)]
         if goodputs:

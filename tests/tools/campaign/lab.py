@@ -28,7 +28,7 @@ from tests.tools.campaign.truth import record
 EVERY = 5  # steps between two checkpoints
 WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.launch",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline",
-        "gptrain.checkpoints.safe_load", "torch._dynamo",
+        "gptrain.checkpoints.tensors", "torch._dynamo",
         "tests.tools.campaign.faults"]  # fmt: skip
 # Only one thread at a time may read exit codes: the system reports the code of a child only once.
 _polling = threading.Lock()

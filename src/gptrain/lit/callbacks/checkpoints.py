@@ -8,10 +8,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import PreemptedError
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore, read_manifest
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks.resume import (
@@ -125,13 +124,7 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes.
-
-        They follow from its step, so that the run may resume on another number of ranks. If only
-        the validation of the last step is left, the limit of Lightning's loop is removed, because
-        the loop would end without this validation. Does nothing in an evaluation, and for a file of
-        a Lightning callback such as ModelCheckpoint, which has counters. All ranks must call it.
-        """
+        """Add Lightning's loop counters to a checkpoint of gptrain from which a fit resumes."""
         if "rng" not in checkpoint or trainer.state.fn != "fit":
             return
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
@@ -151,13 +144,7 @@ class Checkpoints(Checkpoint):
             trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what Lightning does not restore, if the run resumes from gptrain's checkpoint.
-
-        See `resume_run`. If only the validation of the last step is left to do,
-        `trainer.val_check_batch` becomes 1, so that it takes place whatever the validation
-        interval. In every run the interval of `checkpoint.every_minutes` begins here. All ranks
-        must call this method.
-        """
+        """Restore what Lightning does not restore, if the run resumes from gptrain's checkpoint."""
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
@@ -168,12 +155,7 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the random generator states and logged metrics that an exact resume needs.
-
-        Lightning's loop counters are removed: a resumed run computes them. All ranks must call this
-        method, because it gathers the states of the random generators. Files of Lightning's own
-        callbacks, such as ModelCheckpoint, stay as Lightning makes them.
-        """
+        """Add the random generator states and logged metrics that an exact resume needs."""
         if strategy_of(trainer).saves_to_store:
             add_state(trainer, checkpoint)
 
@@ -184,11 +166,6 @@ class Checkpoints(Checkpoint):
 
         A step with a validation is saved by `before_validation`, and one that ends an epoch by
         `before_epoch`. All ranks must call this method.
-
-        Raises:
-            SaveFailedError: On all ranks, if a rank could not write its files.
-            RefusedStepError: If the step is saved, but was refused, and the run ends because of it.
-            DataError: If the step is saved, but is step 0 of the run and had no target.
         """
         if not ends_step(trainer, batch_idx):
             return
@@ -218,15 +195,7 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the metrics of the validation into the manifest of the checkpoint of its step.
-
-        After the first validation, rank 0 warns if `checkpoint.monitor` or `objective` was not
-        logged. If the run has resumed only to repeat this validation, `trainer.should_stop` is set.
-        Does nothing in an evaluation and in the sanity check.
-
-        Raises:
-            SaveFailedError: On rank 0, if the manifest cannot be written.
-        """
+        """Write the metrics of the validation into the manifest of the checkpoint of its step."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
@@ -341,12 +310,7 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def votes_to_save(self, trainer: Trainer) -> bool:
-        """Return whether this rank votes to save, because `checkpoint.every_minutes` have passed.
-
-        Only rank 0 reads the clock, so only rank 0 can vote yes; its clock then starts again.
-        `TrainingMonitor` calls this method and collects the votes. With several ranks the result of
-        the vote is known one step later, on all ranks, and sets `time_is_up`.
-        """
+        """Return whether rank 0 votes to save, because `checkpoint.every_minutes` have passed."""
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
             return False
@@ -359,9 +323,7 @@ class Checkpoints(Checkpoint):
     def _is_due(self, trainer: Trainer) -> bool:
         """Return whether the current step is saved even if no validation follows it.
 
-        `save` is a collective operation, so the result must be identical on all ranks. A condition
-        may use the step, the config and the result of a `Vote`. It must not use the clock, signals,
-        files or metrics of one rank.
+        The result must be identical on all ranks, because `save` is a collective operation.
         """
         every_n_steps = self.options.every_n_steps
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0

@@ -44,9 +44,6 @@ def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
     """Return the logged values by name, without those that depend on measured time (perf/*).
 
     The result is identical in two identical runs.
-
-    Args:
-        trainer: Trainer of the run.
     """
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
@@ -58,10 +55,6 @@ def warn_about_missing(
     """Log a warning for each config key that names a metric which was not logged.
 
     A name that begins with perf/ is not checked, because `reproducible_metrics` leaves it out.
-
-    Args:
-        expected: Config key -> name of the metric, and what happens if it is not logged.
-        metrics: Result of `reproducible_metrics` after the first validation.
     """
     logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
     for key, (name, effect) in expected.items():
@@ -71,13 +64,7 @@ def warn_about_missing(
 
 
 def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`.
-
-    Args:
-        trainer: Trainer of the run.
-        state: Entries of the checkpoint with the keys in STATE. Only `logged`, logged name ->
-            value, is used.
-    """
+    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`."""
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
     trainer.callback_metrics.update(logged)
 
@@ -85,16 +72,8 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
 
-    Optimizer options and schedules that the config has changed take effect (`apply_changes`,
-    `follow_schedule`). These changes, and another number of ranks or threads, are logged as
-    warnings on rank 0. The RNG is restored last, so that the next step draws the same random
-    numbers as in a run that was not stopped. On another number of ranks each rank gets an RNG state
-    of its own that was not saved. All ranks must call this function.
-
-    Args:
-        trainer: Trainer of the run, whose weights and optimizer states are already loaded.
-        state: Entries of the checkpoint with the keys in STATE, as `add_state` has made them.
-        changed: Names of the optimizer options that take their value from the current config.
+    The RNG is restored last, so that the next step draws the same random numbers as in a run that
+    was not stopped. All ranks must call this function.
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)
@@ -130,13 +109,6 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
 
     Loading the checkpoint has replaced all options by the saved ones. If the peak learning rate has
     changed, the current learning rate is scaled in the same ratio.
-
-    Args:
-        trainer: Trainer of the run, whose optimizer state is already loaded.
-        changed: Names of the optimizer options that may change, such as `lr`.
-
-    Returns:
-        One message for each option whose value is not the same as in the checkpoint.
     """
     messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
@@ -155,21 +127,7 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
 
 
 def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
-    """Compute the learning rates of the next step from the schedule of the current config.
-
-    The schedule may have changed, for example because the run is longer now. Only a LambdaLR is
-    computed again. Any other schedule keeps its state from the checkpoint, except for the peak
-    learning rate if `lr` may change. This is a generator: it changes the optimizer while the caller
-    iterates over it.
-
-    Args:
-        trainer: Trainer of the run, whose schedules are loaded.
-        changed: Names of the optimizer options that may change, such as `lr`.
-
-    Yields:
-        One message for each schedule that gives the first parameter group another learning rate
-        than the saved one.
-    """
+    """Compute the learning rates of the next step from the schedule of the current config."""
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups

@@ -14,10 +14,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.manifest import REST_NAME
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.shards import MODEL, OPTIMIZER, SavedTensors
-from gptrain.checkpoints.store import save_folder
+from gptrain.checkpoints.save import save_folder
+from gptrain.checkpoints.store import REST_NAME
+from gptrain.checkpoints.tensors import MODEL, OPTIMIZER, SavedTensors, load_file
 from gptrain.parallel import state as states
 from gptrain.parallel.base import Parallel
 from gptrain.parallel.mesh import gather
@@ -91,14 +90,7 @@ class SavingStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write the state that Lightning has collected. All ranks must call this method.
-
-        Args:
-            checkpoint: State dict that Lightning has collected. Its tensors are removed from it.
-            filepath: Path for Lightning's own callbacks, if `storage_options` is None. They get one
-                file, or the folder of a checkpoint if the net is partitioned.
-            storage_options: Function (tensors, rest) of `CheckpointStore.save`.
-        """
+        """Write the state that Lightning has collected. All ranks must call this method."""
         if not self._saves_folder:
             super().save_checkpoint(checkpoint, filepath)
             return
@@ -122,15 +114,6 @@ class SavingStrategy(Strategy):
 
         The tensors of a partitioned net are not in it: `load_model_state_dict` reads them. Those of
         another net are, because callbacks such as WeightAveraging exchange them.
-
-        Args:
-            checkpoint_path: Folder of a checkpoint, or path of a file.
-            weights_only: Ignored. Only tensors and plain values are ever loaded.
-
-        Raises:
-            DamagedCheckpointError: If a file is damaged, or contains anything but tensors and plain
-                values.
-            FileNotFoundError: If the file is missing.
         """
         self._loaded = path = Path(checkpoint_path)
         if not path.is_dir():
@@ -145,18 +128,7 @@ class SavingStrategy(Strategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Copy this rank's part of a checkpoint into the module. All ranks must call this method.
-
-        Args:
-            checkpoint: Result of `load_checkpoint`.
-            strict: Whether names outside `net` must be equal. Names of a partitioned net always
-                must.
-
-        Raises:
-            ValueError: If the tensors of a partitioned net have other names or shapes.
-            RuntimeError: The same, if every rank holds the full net.
-            DamagedCheckpointError: If a file is damaged.
-        """
+        """Copy this rank's part of a checkpoint into the module. All ranks must call it."""
         if not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
@@ -178,16 +150,6 @@ class SavingStrategy(Strategy):
 
         Before that, the options of the parameter groups, as the config gives them, are copied to
         `fresh_options`.
-
-        Args:
-            checkpoint: Dict that `load_checkpoint` returned. The states of the learning rate
-                schedules in it are changed if the optimizer has another number of parameter groups
-                than the saved one, as a stage of a pipeline may have.
-
-        Raises:
-            ValueError: If parameters of one group were saved in groups with different options, or
-                if a parameter of the optimizer was not saved or is not one of the module.
-            DamagedCheckpointError: If a file is damaged.
         """
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]

@@ -1,4 +1,6 @@
-"""Save: one rank's part of a save, in which an error of one rank is raised on all ranks."""
+"""One rank's part of a save, in which an error of one rank is raised on all ranks."""
+
+from __future__ import annotations
 
 import errno
 import io
@@ -11,10 +13,9 @@ from typing import Any
 
 import torch
 
-from gptrain.checkpoints import fileops
-from gptrain.checkpoints.fileops import Gather, free_bytes, save_failed
-from gptrain.checkpoints.manifest import REST_NAME
-from gptrain.checkpoints.shards import Shard, Tensors, encode, plan_files, shard_of
+from gptrain.checkpoints import files
+from gptrain.checkpoints.store import MANIFEST_NAME, REST_NAME, Gather, seal
+from gptrain.checkpoints.tensors import Shard, Tensors, encode, shard_of
 
 
 class Save:
@@ -28,14 +29,13 @@ class Save:
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
         rank: Global rank of this process.
         gather: Collective function that returns one value of each rank on all ranks.
-        needed_bytes: Expected size of the save over all ranks, for error messages.
+        needed_bytes: Expected size of the save over all ranks. Rank 0 checks that it is free.
         in_background: Whether a thread writes copies of the tensors. Else `finish` writes them.
         progress: Function that is called while bytes are written, but not in the background, where
             the heartbeats would hide a training that hangs.
 
     Raises:
-        SaveFailedError: On all ranks, if the folder cannot be made, or fewer than `needed_bytes`
-            bytes are free.
+        SaveFailedError: On all ranks, if the folder cannot be made, or the space is not free.
     """
 
     def __init__(
@@ -44,25 +44,26 @@ class Save:
         tensors: Mapping[str, Tensors],
         rest: Any,
         *,
-        rank: int,
-        gather: Gather,
-        needed_bytes: int,
-        in_background: bool,
-        progress: Callable[[], object] | None,
+        rank: int = 0,
+        gather: Gather = lambda value: [value],
+        needed_bytes: int = 0,
+        in_background: bool = False,
+        progress: Callable[[], object] | None = None,
     ) -> None:
-        self.folder = folder
-        self.rank = rank
-        self.gather = gather
+        self.folder, self.rank, self.gather = folder, rank, gather
         self.needed_bytes = needed_bytes
-        self.progress = progress
-        self._shards: dict[tuple[str, str], Shard] = {}
+        self.progress = None if in_background else progress
         self._rest = io.BytesIO()
-        held = self.on_all_ranks(lambda: self._prepare(tensors, rest))
-        self._files = plan_files(self._shards, held, rank)
-        self._shards.clear()
+        shards = {}
+        for kind, named in tensors.items():
+            for name, tensor in named.items():
+                shard = shard_of(tensor)
+                if shard.data.numel() or not tensor.numel():  # a rank may have no row of a tensor
+                    shards[kind, name, shard.offsets] = shard
+        held = self.on_all_ranks(lambda: self._begin(rest, list(shards)))
+        self._files = _own_files(shards, held, rank)
         self._written = None
         if in_background:
-            self.progress = None
             self.on_all_ranks(self._copy)
             self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
 
@@ -84,17 +85,14 @@ class Save:
         """Call a function on this rank, and return its results on all ranks, in rank order.
 
         Rank 0 removes the folder if it fails on any rank.
-
-        Raises:
-            SaveFailedError: On all ranks, if it raised an OSError on the lowest rank that failed.
-            RuntimeError: On the other ranks, if it raised any other exception on that rank, which
-                raises the exception itself.
         """
         result = error = failure = None
         try:
             result = action()
         except OSError as own:
-            error = failure = save_failed(own, self.folder.parent, self.needed_bytes, self.rank)
+            error = failure = files.save_failed(
+                own, self.folder.parent, self.needed_bytes, self.rank
+            )
             error.__cause__ = own
         except Exception as own:
             error, text = own, f"{type(own).__name__}: {own}"
@@ -107,17 +105,19 @@ class Save:
                 raise error if error is not None and rank == self.rank else failure
         return [result for _, result in outcomes]
 
-    def _prepare(self, tensors: Mapping[str, Tensors], rest: Any) -> list:
-        """Make the folder, and return the keys of `plan_files` of the shards of this rank."""
+    def _begin(self, rest: Any, keys: list[tuple]) -> list[tuple]:
+        """Make the folder on rank 0 if there is space, and return the keys of this rank."""
         if self.rank == 0:
-            self._make_folder()
+            parent = self.folder.parent
+            if files.free_bytes(parent) < self.needed_bytes:
+                raise OSError(errno.ENOSPC, "too little space")
+            if not parent.exists():
+                os.mkdir(parent)
+                files.sync_folder(parent.parent)
+            shutil.rmtree(self.folder, ignore_errors=True)  # a failed save may have left it
+            os.mkdir(self.folder)
             torch.save(rest, self._rest)
-        for kind in tensors:
-            for name, tensor in tensors[kind].items():
-                shard = shard_of(tensor)
-                if shard.data.numel() or not tensor.numel():  # a rank may have no row of a tensor
-                    self._shards[kind, name] = shard
-        return [(*key, shard.offsets) for key, shard in self._shards.items()]
+        return keys
 
     def _copy(self) -> None:
         """Replace the shards of this rank by copies in the memory of the host."""
@@ -126,25 +126,46 @@ class Save:
             for file, part in self._files.items()
         }
 
-    def _make_folder(self) -> None:
-        """Make the folder if there is space, and remove what a failed save has left."""
-        parent = self.folder.parent
-        if free_bytes(parent) < self.needed_bytes:
-            raise OSError(errno.ENOSPC, "too little space")
-        if not parent.exists():
-            os.mkdir(parent)
-            fileops.sync_folder(parent.parent)
-        fileops.remove_tree(self.folder)
-        os.mkdir(self.folder)
-
     def _write(self) -> dict[str, dict]:
         """Write the files of this rank, and return their manifest entries by name."""
         entries = {}
         while self._files:  # each file's copies are freed when it is written
             name, shards = self._files.popitem()
             path = self.folder / name
-            entries[name] = fileops.write_new_file(path, encode(shards), self.progress)
+            entries[name] = files.write_new_file(path, encode(shards), self.progress)
         if self.rank == 0:
             path, content = self.folder / REST_NAME, self._rest.getbuffer()
-            entries[REST_NAME] = fileops.write_new_file(path, [content], self.progress)
+            entries[REST_NAME] = files.write_new_file(path, [content], self.progress)
         return entries
+
+
+def _own_files(
+    shards: Mapping[tuple, Shard], held: list[list[tuple]], rank: int
+) -> dict[str, dict[str, Shard]]:
+    """Return file name -> name -> shard that this rank writes.
+
+    A shard that several ranks hold is written by the first of them. The keys are kind, name and
+    offsets; `held` has those of each rank.
+    """
+    writers = {key: number for number in reversed(range(len(held))) for key in held[number]}
+    own: dict[str, dict[str, Shard]] = {}
+    for (kind, name, offsets), shard in shards.items():
+        if writers[kind, name, offsets] == rank:
+            ranks = sorted({number for key, number in writers.items() if key[0] == kind})
+            part = f"-{ranks.index(rank) + 1:05d}-of-{len(ranks):05d}" if len(ranks) > 1 else ""
+            own.setdefault(f"{kind}{part}.safetensors", {})[name] = shard
+    return own
+
+
+def save_folder(
+    path: Path, tensors: Mapping[str, Tensors], rest: dict[str, Any], rank: int, gather: Gather
+) -> None:
+    """Save a checkpoint into a folder that belongs to no store. All ranks must call it.
+
+    An existing folder is replaced. `rest` has the key `global_step`.
+    """
+    save = Save(path, tensors, rest, rank=rank, gather=gather)
+    entries = {"run_id": "", "step": rest["global_step"], "config": {}, "metrics": {}}
+    text = seal(entries | {"files": save.finish()})
+    if rank == 0:
+        files.write_new_file(path / MANIFEST_NAME, [text])

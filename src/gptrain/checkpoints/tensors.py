@@ -1,16 +1,19 @@
-"""Tensors in safetensors files, each rank's shards in files of its own.
+"""Tensors in safetensors files, each rank's shards in files of its own; and files of torch.save.
 
-The files have the layout of torch.distributed.checkpoint: its HuggingFaceStorageReader reads them,
-and `safetensors` opens the files of one rank directly. torch's own writer is not used, because it
-holds all tensors and the full text of the file in memory; here a rank needs the memory of one
-tensor. Reading maps the files and copies only what a rank needs.
+The safetensors files have the layout of torch.distributed.checkpoint: its HuggingFaceStorageReader
+reads them, and `safetensors` opens the files of one rank directly. torch's own writer is not used,
+because it holds all tensors and the full text of the file in memory; here a rank needs the memory
+of one tensor. Reading maps the files and copies only what a rank needs.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gptrain.checkpoints.manifest import DamagedCheckpointError
+from gptrain.checkpoints.store import DamagedCheckpointError
+from gptrain.core.errors import first_line
 from gptrain.core.small_files import open_regular, read_json
 
 MODEL, OPTIMIZER = "model", "optimizer"  # beginnings of the names of the files
@@ -38,6 +42,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = Mapping[str, Tensor]
 
 
+class UnsafeCheckpointError(DamagedCheckpointError):
+    """Raised if a file contains anything but tensors and plain values. It was not loaded."""
+
+
 class Shard(NamedTuple):
     """Values that this rank holds of a tensor, and their first index in each dimension."""
 
@@ -52,36 +60,6 @@ def shard_of(tensor: Tensor) -> Shard:
         _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
         return Shard(tensor.to_local().detach(), tuple(offsets))
     return Shard(tensor.detach(), (0,) * tensor.ndim)
-
-
-def plan_files(
-    shards: Mapping[tuple[str, str], Shard], held: list[list[tuple]], rank: int
-) -> dict[str, dict[str, Shard]]:
-    """Return file name -> name -> shard that this rank writes.
-
-    A shard that several ranks hold is written by the first of them.
-
-    Args:
-        shards: MODEL or OPTIMIZER, and name -> shard of this rank.
-        held: The keys of `shards` of each rank, with the offsets of the shard.
-        rank: Global rank of this process.
-    """
-    writers: dict[tuple, int] = {}
-    for number, keys in enumerate(held):
-        for key in keys:
-            writers.setdefault(key, number)
-    files: dict[str, dict[str, Shard]] = {}
-    for kind in (MODEL, OPTIMIZER):
-        ranks = sorted({number for key, number in writers.items() if key[0] == kind})
-        own = {
-            key[1]: shard
-            for key, shard in shards.items()
-            if key[0] == kind and writers[(*key, shard.offsets)] == rank
-        }
-        if own:
-            part = f"-{ranks.index(rank) + 1:05d}-of-{len(ranks):05d}" if len(ranks) > 1 else ""
-            files[f"{kind}{part}.safetensors"] = own
-    return files
 
 
 def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
@@ -105,14 +83,6 @@ def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
         yield memoryview(data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-class Part(NamedTuple):
-    """A shard in a file."""
-
-    path: Path
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 class SavedTensors:
     """Full tensors in the safetensors files of a checkpoint, of which each rank reads its part.
 
@@ -129,22 +99,21 @@ class SavedTensors:
     """
 
     def __init__(self, folder: Path, kind: str = MODEL) -> None:
-        self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, list[Part]] = {}
+        # Name -> open file, first index and shape of each shard.
+        self._parts: dict[str, list[tuple[Any, tuple[int, ...], tuple[int, ...]]]] = {}
         for path in sorted(folder.glob(f"{kind}*.safetensors")):
-            with open_file(path) as file:
-                try:
-                    self._add(path, file)
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
-                    raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
+            try:
+                self._add(open_file(path))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():
-            if sum(prod(part.shape) for part in parts) != prod(self.shapes[name]):
+            if sum(prod(shape) for _, _, shape in parts) != prod(self.shapes[name]):
                 raise DamagedCheckpointError(folder, f"parts of {name} are missing")
 
-    def _add(self, path: Path, file: Any) -> None:
-        """Add the shards of an open file."""
+    def _add(self, file: Any) -> None:
+        """Add the shards in a file."""
         sharding = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
         for name in file.keys():  # noqa: SIM118, it is no mapping
             part = file.get_slice(name)
@@ -154,40 +123,29 @@ class SavedTensors:
             known = self.shapes.get(name, end)
             self.shapes[name] = tuple(map(max, zip(known, end, strict=True)))
             self.dtypes[name] = DTYPES[part.get_dtype()]
-            self._parts.setdefault(name, []).append(Part(path, begin, shape))
+            self._parts.setdefault(name, []).append((file, begin, shape))
 
     @torch.no_grad()
     def read(self, tensors: Tensors) -> None:
-        """Copy the saved values into the tensors or shards of this rank, by their names.
-
-        Raises:
-            DamagedCheckpointError: If a file is no safetensors file.
-            FileNotFoundError: If a file is missing.
-        """
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for name, tensor in tensors.items():
-                local, begin = shard_of(tensor)
-                for path, offsets, shape in self._parts[name]:
-                    sizes = zip(begin, local.shape, offsets, shape, strict=True)
-                    bounds = [(max(b, o), min(b + n, o + m)) for b, n, o, m in sizes]
-                    if any(low >= high for low, high in bounds):
-                        continue
-                    if path not in files:
-                        files[path] = stack.enter_context(open_file(path))
-                    source = [
-                        slice(a - o, z - o) for (a, z), o in zip(bounds, offsets, strict=True)
-                    ]
-                    target = [slice(a - b, z - b) for (a, z), b in zip(bounds, begin, strict=True)]
-                    local[tuple(target)].copy_(files[path].get_slice(name)[tuple(source)])
+        """Copy the saved values into the tensors or shards of this rank, by their names."""
+        for name, tensor in tensors.items():
+            local, begin = shard_of(tensor)
+            for file, offsets, shape in self._parts[name]:
+                sizes = zip(begin, local.shape, offsets, shape, strict=True)
+                bounds = [(max(b, o), min(b + n, o + m)) for b, n, o, m in sizes]
+                if all(low < high for low, high in bounds):
+                    source, target = (
+                        tuple(slice(a - o, z - o) for (a, z), o in zip(bounds, first, strict=True))
+                        for first in (offsets, begin)
+                    )
+                    local[target].copy_(file.get_slice(name)[source])
 
     def full(self) -> dict[str, Tensor]:
         """Return all tensors in full, on the CPU. Those of one rank stay in their files, mapped."""
         tensors: dict[str, Tensor] = {}
         for name, parts in self._parts.items():
             if len(parts) == 1:
-                with open_file(parts[0].path) as file:
-                    tensors[name] = file.get_tensor(name)
+                tensors[name] = parts[0][0].get_tensor(name)
             else:
                 tensors[name] = torch.empty(self.shapes[name], dtype=self.dtypes[name])
                 self.read({name: tensors[name]})
@@ -195,12 +153,7 @@ class SavedTensors:
 
 
 def open_file(path: Path) -> Any:
-    """Open a safetensors file.
-
-    Raises:
-        DamagedCheckpointError: If it is none.
-        FileNotFoundError: If it is missing.
-    """
+    """Open a safetensors file. Raises a DamagedCheckpointError if the file is none."""
     open_regular(path).close()  # raises for a pipe, for which safetensors would wait
     try:
         return safe_open(path, framework="pt")
@@ -212,39 +165,55 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file, or all files that an index names, by memory mapping.
 
     Args:
-        path: File. One of the name model.safetensors.index.json is an index.
+        path: File. One of the name INDEX is an index.
 
     Raises:
-        OSError: If the file is missing or cannot be read.
-        DamagedCheckpointError: If a file is not a safetensors file, or an index is damaged.
+        OSError: If a file is missing or cannot be read.
+        DamagedCheckpointError: If a file is not a safetensors file, or if an index is damaged or
+            names anything but safetensors files in its folder.
         UnreadableFileError: If the path is not a regular file, or an index is no JSON.
     """
-    if path.name == INDEX:
-        return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
-    with open_file(path) as file:
+    if path.name != INDEX:
+        file = open_file(path)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _indexed(index: Path) -> list[Path]:
-    """Return the safetensors files that an index names, sorted by name.
-
-    Args:
-        index: Path of a model.safetensors.index.json.
-
-    Raises:
-        DamagedCheckpointError: If the file is no index, or if it names a file that does not exist,
-            is not in the same folder or is not of the type .safetensors.
-        UnreadableFileError: If the file is no JSON.
-    """
-    content: Any = read_json(index)
+    content: Any = read_json(path)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
-        message = "not an index of safetensors files: it has no weight_map"
-        raise DamagedCheckpointError(index, message)
+        raise DamagedCheckpointError(path, "has no weight_map of safetensors files")
     parts = sorted(set(map(str, names.values())))
     for name in parts:
-        is_in_folder = Path(name).name == name and (index.parent / name).is_file()
-        if not is_in_folder or not name.endswith(".safetensors"):  # another index is refused, too
-            message = f"names {name}, which is not a safetensors file in the same folder"
-            raise DamagedCheckpointError(index, message)
-    return [index.parent / name for name in parts]
+        if "/" in name or not name.endswith(".safetensors"):
+            raise DamagedCheckpointError(path, f"names {name}, no safetensors file in its folder")
+    return {k: v for part in parts for k, v in read_safetensors(path.parent / part).items()}
+
+
+def load_file(path: str | Path, *, mmap: bool = False) -> Any:
+    """Load a file of torch.save without running code in it, and return its content on the CPU.
+
+    Args:
+        path: Path of the file.
+        mmap: Whether the tensors stay in the file until they are used. That halves the peak memory
+            if they are copied to a device afterwards. Ignored for a file in torch's old format.
+
+    Raises:
+        UnsafeCheckpointError: If the file contains anything but tensors and plain values.
+        DamagedCheckpointError: If the file is damaged, or no file of torch.save.
+        FileNotFoundError: If the file is missing.
+    """
+    try:
+        with open_regular(path) as file, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            is_mapped = mmap and zipfile.is_zipfile(file)
+            file.seek(0)
+            return torch.load(path if is_mapped else file, "cpu", weights_only=True, mmap=is_mapped)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # unpickling damaged bytes may raise any exception
+        if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
+            name = re.sub(r"^posix\.", "os.", refused[1])  # os.system pickles as posix.system
+            reason = f"contains {name}; refused: only tensors and plain values are loaded"
+            raise UnsafeCheckpointError(path, reason) from error
+        # Do not print torch's message: it advises to load the file without protection.
+        is_pickle_error = isinstance(error, pickle.UnpicklingError | LookupError)
+        reason = "not a file of torch.save" if is_pickle_error else first_line(error)
+        raise DamagedCheckpointError(path, f"not a checkpoint ({reason})") from error
