@@ -138,11 +138,9 @@ def test_any_strategy_loads_matching_weights_and_names_the_others_on_both_sides(
             ):
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left_out = states.load_net_state(kind.net, source, strict=False, stages=kind.stages)
-            assert left_out.missing == ["blocks.1.mlp.up_proj.bias"]
-            assert left_out.unexpected == ["blocks.0.adapter"]
-            assert left_out.mismatched == {"blocks.2.norm_1.weight": ((5,), (32,))}
+            left = ("blocks.2.norm_1.weight", "blocks.1.mlp.up_proj.bias", "blocks.0.adapter")
+            assert [phrase.split()[0] for phrase in left_out.tensors] == list(left)
             expected = OneProcess(seed=0).net.state_dict()
-            left = {*left_out.unexpected, *left_out.mismatched}
             expected |= {name: tensor for name, tensor in given.items() if name not in left}
             for name, tensor in states.saved_tensors(kind.net, kind.stages).items():
                 assert torch.equal(full_tensor(tensor), expected[name])
@@ -166,7 +164,8 @@ def test_any_strategy_loads_fewer_learned_positions_and_keeps_its_other_position
             ):
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left = states.load_net_state(kind.net, source, resizes=True, stages=kind.stages)
-            assert left.positions == {table: (9, 16)} and not left.describe()
+            (line,) = left.positions
+            assert table in line and " 9 " in line and " 16 " in line and not left.tensors
             loaded = states.saved_tensors(kind.net, kind.stages)
             for name, wanted in ((table, expected), ("norm.weight", given["norm.weight"])):
                 if name in loaded:

@@ -21,8 +21,7 @@ from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
-from gptrain.parallel.state import EXTRA_PREFIX, NET, NO_STAGES, Stages, load_net_state
-from gptrain.parallel.unmatched import Unmatched
+from gptrain.parallel.state import EXTRA_PREFIX, NET, NO_STAGES, LeftOut, Stages, load_net_state
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def load_weights(
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
-) -> tuple[Path, Unmatched]:
+) -> tuple[Path, LeftOut]:
     """Load weights into a net, which may be partitioned.
 
     All ranks must call this function if the net is partitioned over a pipeline.
@@ -149,9 +148,10 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
             net, weights, strict=cfg.init_strict, resizes=True, stages=stages
         )
     log.info(labels.line("start", f"from the weights of {path}"))
-    for line in left_out.describe_positions():
+    for line in left_out.positions:
         log.warning("warning: %s", line)
-    if names := left_out.describe():
+    if left_out.tensors:
+        names = "; ".join(left_out.tensors)
         log.warning("warning: init_strict=false: not loaded: %s", names)
 
 

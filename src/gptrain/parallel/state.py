@@ -3,11 +3,13 @@
 Names and shapes are those of the unpartitioned net. Each rank saves the tensors or shards that it
 holds, and reads the part that it needs. The argument `parameters` of these functions maps the names
 to parameters: those of the net, and those of the module outside `net`, which every rank holds in
-full. The argument `stages` describes the pipeline over which the net is partitioned.
+full. The argument `stages` describes the pipeline over which the net is partitioned. A `source` is
+full tensors by name, or the tensors in the files of a checkpoint (`checkpoints.SavedTensors`).
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,34 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from gptrain.parallel.mesh import gather
-from gptrain.parallel.placement import copy_from_full
-from gptrain.parallel.positions import fill_positions, find_tables
+from gptrain.parallel.placement import copy_from_full, full_tensor
 from gptrain.parallel.requirements import tied_names
-from gptrain.parallel.unmatched import Unmatched
 
 Parameters = Mapping[str, nn.Parameter]
+Shapes = Mapping[str, tuple[int, ...]]
 Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_avg` -> value
 # Prefix, in a checkpoint, of the names of a LightningModule's tensors outside `net`.
 EXTRA_PREFIX = "module."
 NET = "net."
-
-
-class SavedTensors(Protocol):
-    """Full tensors in the files of a checkpoint, of which each rank reads its part."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name -> shape of the full tensor."""
-        ...
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Name -> dtype of the tensor."""
-        ...
-
-    def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the saved values into the tensors or shards of this rank, by their names."""
-        ...
+TABLE = "position_embedding"  # role in tensor_plan
+_SHOWN = 8  # largest number of names in a message. A net of another width differs in every tensor
 
 
 class Stages(NamedTuple):
@@ -63,6 +48,18 @@ class Stages(NamedTuple):
 NO_STAGES = Stages()
 
 
+class LeftOut(NamedTuple):
+    """Phrases about what a loading has left out.
+
+    Attributes:
+        tensors: Tensors that differ in name or shape between the net and the checkpoint.
+        positions: Tables of learned positions that were loaded in part.
+    """
+
+    tensors: list[str]
+    positions: list[str]
+
+
 def saved_name(name: str) -> str:
     """Return the name in a checkpoint of a tensor of a LightningModule.
 
@@ -76,15 +73,6 @@ def module_name(name: str) -> str:
     return name.removeprefix(EXTRA_PREFIX) if name.startswith(EXTRA_PREFIX) else NET + name
 
 
-def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return name in a checkpoint -> parameter of the net, on this rank without communication.
-
-    A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
-    """
-    _reshard(net)
-    return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
-
-
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return name in the module -> parameter, for the parameters of a module outside its `net`.
 
@@ -93,6 +81,15 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     net = getattr(module, "net", None)
     net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in net_parameters}
+
+
+def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
+    """Return name in a checkpoint -> parameter of the net, on this rank without communication.
+
+    A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
+    """
+    _reshard(net)
+    return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
@@ -106,8 +103,7 @@ def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str,
 def saved_tensors(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, Tensor]:
     """Return name in a checkpoint -> tensor of the net, or this rank's shard of the tensor.
 
-    Parameters and persistent buffers are included. A tied parameter appears once, under its first
-    name. Also frees weights that FSDP has gathered. There is no communication and no copy.
+    Parameters and persistent buffers are included, a tied parameter once. There is no copy.
     """
     _reshard(net)
     further = tied_names(net)
@@ -161,12 +157,12 @@ def over_stages(value: Any, stages: Stages) -> list[Any]:
 
 def load_net_state(
     net: nn.Module,
-    source: Mapping[str, Tensor] | SavedTensors,
+    source: Any,
     *,
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
-) -> Unmatched:
+) -> LeftOut:
     """Copy this rank's part of a checkpoint into the net.
 
     All ranks must call this function if the net is partitioned over a pipeline, or if `resizes` is
@@ -174,16 +170,12 @@ def load_net_state(
 
     Args:
         net: Net as the strategy has partitioned it.
-        source: Full tensors by name, or those in the files of a checkpoint. Names that begin with
-            EXTRA_PREFIX, outside of the net, are ignored.
+        source: Tensors. Names that begin with EXTRA_PREFIX, outside of the net, are ignored.
         strict: Raise an error if names or shapes differ. False loads the tensors whose name and
             shape match.
         resizes: Also load tables of learned positions with another number of positions: all saved
             positions into a longer table, and, if not strict, the first ones into a shorter table.
         stages: Stages of the pipeline.
-
-    Returns:
-        Names and shapes that do not match, and tables of positions that were loaded in part.
 
     Raises:
         ValueError: If `strict` is true and names or shapes differ. The message names the first of
@@ -192,7 +184,7 @@ def load_net_state(
     shapes = {n: s for n, s in _shapes(source).items() if not n.startswith(EXTRA_PREFIX)}
     tensors = saved_tensors(net, stages)
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    tables = find_tables(net, own, shapes) if resizes else {}
+    tables = _find_tables(net, own, shapes) if resizes else {}
     all_own: dict[str, tuple[int, ...]] = {}
     all_tables: dict[str, int | None] = {}
     all_names: set[str] = set()  # includes all names of tied parameters
@@ -200,40 +192,80 @@ def load_net_state(
         all_own |= part
         all_tables |= part_tables
         all_names |= {*part, *names}
-    unmatched = Unmatched(
-        missing=[name for name in all_own if name not in shapes],
-        unexpected=[name for name in shapes if name not in all_names],
-        mismatched={
-            name: (shapes[name], shape)
-            for name, shape in all_own.items()
-            if shapes.get(name, shape) != shape
-        },
-        positions={},
-    )
-    hint = ""
-    for name, dim in all_tables.items():
-        n_saved, n_net = (shape[dim or 0] for shape in unmatched.mismatched[name])
-        if dim is not None and n_saved > n_net and strict:
-            hint = f"; model.max_seq_len={n_saved} keeps all learned positions"
+    differing, positions, hint = [], [], ""
+    for name, shape in all_own.items():
+        if (saved := shapes.get(name, shape)) == shape:
             continue
-        del unmatched.mismatched[name]
-        if dim is not None:
-            unmatched.positions[name] = n_saved, n_net
-    if strict and (message := unmatched.describe()):
-        raise ValueError(message + hint)
+        dim = all_tables.get(name, -1)  # None: the net computes the buffer
+        if dim == -1 or (dim is not None and strict and saved[dim] > shape[dim]):
+            differing.append(f"{name} {saved} in the checkpoint, {shape} in the net")
+            if dim != -1:
+                hint = f"; model.max_seq_len={saved[dim]} keeps all learned positions"
+        elif dim is not None:
+            n_loaded = min(saved[dim], shape[dim])
+            counts = f"{saved[dim]} positions in the checkpoint, {shape[dim]} in the net"
+            positions.append(f"{name}: {counts}; {n_loaded} are loaded")
+    differing += [f"{name} only in the net" for name in all_own if name not in shapes]
+    differing += [f"{name} only in the checkpoint" for name in shapes if name not in all_names]
+    if len(differing) > _SHOWN:
+        differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
+    if strict and differing:
+        raise ValueError("; ".join(differing) + hint)
     _read(source, {name: t for name, t in tensors.items() if shapes.get(name) == own[name]})
     for name, dim in tables.items():
-        if dim is not None and name in unmatched.positions:
+        if dim is not None:
             full = {name: torch.empty(shapes[name])}
             _read(source, full)
-            fill_positions(tensors[name], full[name], dim)
-    return unmatched
+            _fill_positions(tensors[name], full[name], dim)
+    return LeftOut(differing, positions)
+
+
+def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | None]:
+    """Return name -> dimension of the positions, for tensors that differ in their number only.
+
+    Only dimensions of the size `net.max_seq_len` may differ. The dimension is None for a buffer,
+    which is not loaded because the net computes it. A parameter needs the role of a position table
+    in `net.tensor_plan`. Without a plan it must not be possible that it is the table of tokens, and
+    all differing shapes must have the same old size.
+    """
+    length, plan = getattr(net, "max_seq_len", None), getattr(net, "tensor_plan", None)
+    may_be_tokens = length == getattr(net, "vocab_size", None)
+    buffers = dict(net.named_buffers())
+    tables: dict[str, int | None] = {}
+    old_lengths = set()
+    for name, shape in own.items():
+        old = saved.get(name, shape)
+        if len(old) != len(shape) or old == shape:
+            continue
+        dims = [dim for dim, size in enumerate(shape) if old[dim] != size]
+        old_lengths |= {old[dim] for dim in dims}
+        if any(shape[dim] != length for dim in dims):
+            continue
+        owner = name.rpartition(".")[0]
+        roles = [role for pattern, role in (plan or {}).items() if fnmatch(owner, pattern)]
+        if name in buffers:
+            tables[name] = None
+        elif len(dims) == 1 and (roles[:1] == [TABLE] if plan is not None else not may_be_tokens):
+            tables[name] = dims[0]
+    return tables if plan is not None or len(old_lengths) == 1 else {}
+
+
+@torch.no_grad()
+def _fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
+    """Copy the first positions of `source` into `target`, as many as both have.
+
+    All ranks that hold a shard of `target` must call this function.
+    """
+    full = full_tensor(target).clone()
+    n_positions = min(full.shape[dim], source.shape[dim])
+    full.narrow(dim, 0, n_positions).copy_(source.narrow(dim, 0, n_positions))
+    copy_from_full(target, full)
 
 
 def load_optimizer_state(
     parameters: Parameters,
     optimizer: Optimizer,
-    source: SavedTensors,
+    source: Any,
     values: Values,
     groups: list[dict[str, Any]],
 ) -> None:
@@ -318,15 +350,15 @@ def _reshard(net: nn.Module) -> None:
             module.reshard()
 
 
-def _shapes(source: Mapping[str, Tensor] | SavedTensors) -> Mapping[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a checkpoint."""
+def _shapes(source: Any) -> Shapes:
+    """Return name -> shape of the tensors of a source."""
     if isinstance(source, Mapping):
         return {name: tuple(tensor.shape) for name, tensor in source.items()}
     return source.shapes
 
 
 @torch.no_grad()
-def _read(source: Mapping[str, Tensor] | SavedTensors, tensors: Mapping[str, Tensor]) -> None:
+def _read(source: Any, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved values into tensors or shards of this rank."""
     if not isinstance(source, Mapping):
         source.read(tensors)
