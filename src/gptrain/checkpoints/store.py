@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptrain.checkpoints import files
-from gptrain.core.errors import BAD_DATA, RunError, printable
+from gptrain.core.errors import BAD_DATA, DataError, RunError, printable
 from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
@@ -108,20 +108,21 @@ def parse(text: bytes, path: Path) -> dict:
     """Return the entries of a manifest from its text, after a check of its hash and its entries.
 
     Raises:
-        DamagedCheckpointError: If the manifest of the checkpoint `path` is damaged, or was written
-            by a version of gptrain with another format.
+        DamagedCheckpointError: If the manifest of the checkpoint `path` is damaged.
+        DataError: If an old version of gptrain has written it.
     """
     # The hash is that of the text, not of the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
+    manifest = None
     with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
-        match json.loads(text):
-            case {"format": 1}:
-                reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
-                raise DamagedCheckpointError(path, reason)
-            case manifest if _is_manifest(manifest):
-                return manifest
+        manifest = json.loads(text)
+    if _is_manifest(manifest):
+        return manifest
+    if isinstance(manifest, dict) and manifest.get("format") == 1:
+        reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
+        raise DataError(f"{path}: {reason}")
     raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
 
 
@@ -468,7 +469,7 @@ class CheckpointStore:
             if kind == "old" and not (self.folder / name).exists():
                 os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
-                shutil.rmtree(path)
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
     def _set_aside(self, path: Path) -> str:
         """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log."""
