@@ -47,9 +47,9 @@ def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(trai
 
 
 def test_a_tensor_that_is_not_shown_is_counted(tmp_path):
-    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(1)) for name in "abcdef"})
-    torch.save({"f": torch.ones(1)}, tmp_path / "weights.ckpt")
-    with pytest.raises(ValueError, match="d only in the net; and 1 more"):
+    net = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(1)) for name in "abcdefghij"})
+    torch.save({"j": torch.ones(1)}, tmp_path / "weights.ckpt")
+    with pytest.raises(ValueError, match="h only in the net; and 1 more"):
         load_weights(net, tmp_path / "weights.ckpt")
 
 
@@ -124,7 +124,7 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     net = OwnPositions(9)
     own, mask = net.positions.detach().clone(), net.mask.clone()
     _, left = load_weights(net, file, resizes=True)
-    assert left.positions == {"positions": (6, 9)}
+    assert left.positions[0].startswith("positions: 6 ") and len(left.positions) == 1
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
     others = {

@@ -1,5 +1,6 @@
 """Find the checkpoint that a run resumes from, and check that the run is still the same."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -173,7 +174,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         facts |= {k: value for k, value in flatten(node, group).items() if not k.endswith(IGNORED)}
     for name, callback in cfg.callbacks.items():
         if callback and not isinstance(callback, SampleTextConfig):
-            facts[f"callbacks.{name}"] = callback.plain()
+            facts[f"callbacks.{name}"] = json.dumps(callback.plain(), default=str)
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 

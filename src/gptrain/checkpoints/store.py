@@ -115,7 +115,7 @@ def parse(text: bytes, path: Path) -> dict:
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    manifest = None
+    manifest: Any = None
     with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
         manifest = json.loads(text)
     if _is_manifest(manifest):

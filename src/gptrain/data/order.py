@@ -10,6 +10,7 @@ resume with other numbers of DataLoader workers and ranks, and with another glob
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ _SECOND_MULTIPLIER = 0x94D049BB133111EB
 # Number of places after which the choice of parts repeats. The actual share of a part differs from
 # its weight by at most the number of parts / 2^16.
 _CYCLE = 2**16
+_AHEAD = 64  # micro-batches whose samples are computed in one call
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -198,16 +200,26 @@ class TrainBatches:
     def __len__(self) -> int:
         return self.epoch_steps * self.accumulate
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Return the micro-batches of this rank from the current position to the end of the epoch.
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Return the micro-batches of this rank from the current position to the epoch's end."""
+        return self._micro_batches(self.position())
 
-        Each is a list of sample indices.
-        """
-        done = self.position()
-        return map(self._micro_batch, range(done, (done // len(self) + 1) * len(self)))
+    def _micro_batches(self, done: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches after `done`. The order is computed for many at a time."""
+        end = (done // len(self) + 1) * len(self)
+        for first in range(done, end, _AHEAD):
+            numbers = np.arange(first, min(first + _AHEAD, end))
+            steps, micro_steps = np.divmod(numbers, self.accumulate)
+            slots = micro_steps * self.world_size + self.rank
+            places = self.n_read(steps) + slots * self.batch_size
+            samples = self.order.index(places[:, None] + np.arange(self.batch_size))
+            for place, indices in zip(places.tolist(), samples.tolist(), strict=True):
+                batch = MicroBatch(indices)
+                batch.place = place
+                yield batch
 
-    def n_read(self, step: int) -> int:
-        """Return how many samples all ranks have read before an optimizer step of the run."""
+    def n_read(self, step: Any) -> Any:
+        """Return how many samples all ranks have read before an optimizer step, or several."""
         first_step, n_before = self.resumed
         return n_before + (step - first_step) * self.global_batch_size
 
@@ -219,14 +231,6 @@ class TrainBatches:
         """
         numbers = self.n_read(step) + np.arange(self.global_batch_size)
         return self.order.index(numbers).reshape(self.accumulate, self.world_size, -1)
-
-    def _micro_batch(self, number: int) -> MicroBatch:
-        step, micro_step = divmod(number, self.accumulate)
-        slot = micro_step * self.world_size + self.rank
-        numbers = self.n_read(step) + slot * self.batch_size + np.arange(self.batch_size)
-        batch = MicroBatch(self.order.index(numbers).tolist())
-        batch.place = int(numbers[0])
-        return batch
 
 
 class EvalBatches:
