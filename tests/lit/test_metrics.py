@@ -78,7 +78,7 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
     assert F.cross_entropy(logits.mT, targets, reduction="sum").item() == pytest.approx(nats)
     counted = targets[targets != -100]
     n_bytes = int((counted + 2).sum())
-    assert module.eval_sums.tolist() == pytest.approx([nats, len(counted), n_bytes])
+    assert module.eval_sums[""].tolist() == pytest.approx([nats, len(counted), n_bytes])
     assert float(metric.compute()) == pytest.approx(nats)
 
 
@@ -157,7 +157,7 @@ def test_an_evaluation_accumulates_in_a_dtype_that_the_device_supports(kind, dty
     tokens = torch.zeros(1, 2, dtype=torch.long)
     with patch.object(Parallel, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
         module.evaluate(tokens, tokens)
-    assert module.eval_sums.dtype == dtype and module.eval_sums.tolist() == [1, 2]
+    assert module.eval_sums[""].dtype == dtype and module.eval_sums[""].tolist() == [1, 2]
 
 
 TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_classes: %d%s}"

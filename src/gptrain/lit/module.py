@@ -61,12 +61,9 @@ class LanguageModel(pl.LightningModule):
             `val/bits_per_byte` and `test/bits_per_byte` are logged.
 
     Attributes:
-        eval_sums: Sums over the batches that this rank has evaluated: nats, number of targets and,
-            with `token_bytes`, number of bytes. None if there was no batch since the last
-            `take_evaluation`, and so in the module's own `on_validation_epoch_end`, before which
-            the sums are taken.
-        part_sums: Name of a part -> sums like `eval_sums`, if the data are a mixture of parts. Else
-            empty.
+        eval_sums: Sums over the batches that this rank has evaluated since the last
+            `take_evaluation`: nats, number of targets and, with `token_bytes`, number of bytes. The
+            key "" has the sums over all batches. If the data are a mixture, each part has its own.
     """
 
     def __init__(
@@ -86,8 +83,7 @@ class LanguageModel(pl.LightningModule):
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.eval_sums: Tensor | None = None
-        self.part_sums: dict[str, Tensor] = {}
+        self.eval_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V) of the net.
@@ -197,39 +193,41 @@ class LanguageModel(pl.LightningModule):
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
         dtype = sum_dtype(nats.device)
         batch_sums = torch.stack([value.to(dtype) for value in sums])  # (2,) or (3,)
-        self.eval_sums = batch_sums if self.eval_sums is None else self.eval_sums + batch_sums
-        if part is not None:
-            self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
+        for name in ("",) if part is None else ("", part):
+            self.eval_sums[name] = self.eval_sums.get(name, 0.0) + batch_sums
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, batch):
                 for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
-        """Reduce the sums of the evaluation over all ranks, reset them and return the metrics."""
+        """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
+
+        Args:
+            prefix: First part of the logged names, `val` or `test`.
+
+        Raises:
+            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
+                were -100.
+        """
         values: dict[str, Tensor] = {}
-        if self.eval_sums is not None:
-            nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums, prefix)
-            values["loss"] = nats / n_targets
-            values["perplexity"] = values["loss"].exp()
+        for part, sums in self.eval_sums.items():  # all ranks have the parts in the same order
+            nats, n_targets, *n_bytes = self.trainer.strategy.reduce(sums, reduce_op="sum")
+            if float(n_targets) == 0:  # the mean loss of no target is not defined
+                name = f"{prefix} (part {part})" if part else prefix
+                raise DataError(f"data.{name}: {NO_TARGET}")
+            loss = nats / n_targets
+            if part:
+                values[f"{part}/loss"] = loss
+                continue
+            values |= {"loss": loss, "perplexity": loss.exp()}
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
                 values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
                 metric.reset()
-            for part, sums in self.part_sums.items():  # all ranks have the parts in the same order
-                nats, n_targets, *_ = self._sum_over_ranks(sums, f"{prefix} (part {part})")
-                values[f"{part}/loss"] = nats / n_targets
-            self.eval_sums = None
-            self.part_sums = {}
+        self.eval_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
-
-    def _sum_over_ranks(self, sums: Tensor, name: str) -> Tensor:
-        """Return the sum of evaluation sums over all ranks, whose number of targets is not 0."""
-        total = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        if float(total[1]) == 0:  # the mean loss of no target is not defined
-            raise DataError(f"data.{name}: {NO_TARGET}")
-        return total
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the net by the names that they have in a checkpoint.

@@ -36,12 +36,13 @@ from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import Net, planned_layers
 
-# Functional collectives return a new tensor. torch 2.11 compiles an autograd function that fills a
-# given tensor by a collective into code whose gradients are zero. torch 2.13 renamed the functions.
-if hasattr(functional, "all_gather_single"):
-    all_gather, reduce_scatter = functional.all_gather_single, functional.reduce_scatter_single
+# Functional collectives have gradients, also where they are compiled. torch 2.13 renamed them.
+if hasattr(functional, "all_gather_single_autograd"):
+    all_gather = functional.all_gather_single_autograd
+    reduce_scatter = functional.reduce_scatter_single_autograd
 else:
-    all_gather, reduce_scatter = functional.all_gather_tensor, functional.reduce_scatter_tensor
+    all_gather = functional.all_gather_tensor_autograd
+    reduce_scatter = functional.reduce_scatter_tensor_autograd
 
 
 def apply_tensor_parallel(
@@ -228,13 +229,21 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the shards of a sequence into the full sequence, with gradients."""
-    return _AlongSequence.apply(shard, group, True)
+    """All-gather the shards (..., t, D) of a sequence into the full sequence (..., T', D).
+
+    All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
+    gradient of a shard is the sum over ranks of the gradients of this rank's positions.
+    """
+    return functional.wait_tensor(all_gather(shard.contiguous(), shard.ndim - 2, group))
 
 
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum tensors over the ranks and return this rank's positions of the sum, with gradients."""
-    return _AlongSequence.apply(partial_sum, group, False)
+    """Sum tensors (..., T', D) over the ranks and return this rank's positions (..., t, D).
+
+    All ranks of the group must call this function. Its backward pass is an all-gather.
+    """
+    dim = partial_sum.ndim - 2
+    return functional.wait_tensor(reduce_scatter(partial_sum.contiguous(), "sum", dim, group))
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
@@ -262,32 +271,3 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
 def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
     """Pad indices (..., T) with index 0 to (..., T'): T rounded up to a multiple of n."""
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
-
-
-class _AlongSequence(torch.autograd.Function):
-    """All-gather or reduce-scatter along the sequence. Each is the backward pass of the other."""
-
-    @staticmethod
-    def forward(ctx, tensor, group, gathers):
-        ctx.group = group
-        ctx.gathers = gathers
-        return _all_gather(tensor, group) if gathers else _reduce_scatter(tensor, group)
-
-    @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
-        grad = _reduce_scatter(grad, ctx.group) if ctx.gathers else _all_gather(grad, ctx.group)
-        return grad, None, None
-
-
-def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the full sequence (..., T', D) of the ranks' shards (..., t, D), without gradients."""
-    full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
-    full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
-    return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
-
-
-def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's positions (..., t, D) of the sum of (..., T', D), without gradients."""
-    shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
-    shards = shards.flatten(0, 1).contiguous()
-    return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
