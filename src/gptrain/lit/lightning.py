@@ -150,7 +150,12 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 
 
 def finish_step(trainer: pl.Trainer, step: int) -> None:
-    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step."""
+    """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
+
+    A run that resumes from a step within an epoch would otherwise miss the update. If the
+    validation after the step is repeated, the resumed run passes this part of Lightning's loop
+    again.
+    """
     step_in_epoch = step % data_of(trainer).lengths.epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
         return
@@ -172,7 +177,11 @@ def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) ->
 
 
 def clear_restarting_flags(trainer: pl.Trainer) -> None:
-    """Clear the flags by which Lightning treats a resumed run differently from any other run."""
+    """Clear the flags by which Lightning treats a resumed run differently from any other run.
+
+    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It would
+    then leave out the ReduceLROnPlateau update at the end of the first epoch.
+    """
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False

@@ -66,7 +66,11 @@ def run_part(
     cache: None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Run a method of the net on this rank's part of the sequences."""
+    """Run a method of the net on this rank's part of the sequences.
+
+    Tokens are full sequences (B, T), identical on all ranks, and the result is that of the full
+    sequences; or with a `PartLayout` both are this rank's t positions.
+    """
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
     if isinstance(layout, PartLayout):
@@ -83,7 +87,11 @@ def run_part(
 def part_layout(
     tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
 ) -> PartLayout:
-    """Return the layout of this rank's part of the sequences."""
+    """Return the layout of this rank's part of the sequences.
+
+    The sequences are padded at their end with copies of the last token, which does not change the
+    other outputs of a causal net.
+    """
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
     padded = torch.arange(part_length * group.size(), device=tokens.device)  # (T',)

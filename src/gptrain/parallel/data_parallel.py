@@ -113,7 +113,12 @@ def watch_use(net: Any) -> set[str]:
 
 
 def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows."""
+    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows.
+
+    If tensor parallelism shards the rows, FSDP shards the columns, provided that they divide
+    evenly. Two shardings of one dimension would interleave, which DTensor cannot represent for a
+    vocabulary of odd size.
+    """
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
     rows_are_sharded = parameter.placements[0].is_shard(0)

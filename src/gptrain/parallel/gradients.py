@@ -18,7 +18,12 @@ def sum_gradients(
     divisor: int = 1,
     finds_unused: bool | None = None,
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`."""
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
+
+    All ranks of the group must pass the same parameters in the same order. All vectors together
+    take one all-reduce, and every other gradient takes one. `finds_unused` is None if all ranks are
+    known to have the same gradients.
+    """
     if group.size() == 1:
         return
     if finds_unused is not None:
@@ -46,7 +51,16 @@ def check_use(
     group: dist.ProcessGroup,
     finds_unused: bool,
 ) -> None:
-    """Make the ranks of a group agree on which parameters have a gradient in this step."""
+    """Make the ranks of a group agree on which parameters have a gradient in this step.
+
+    A parameter that only other ranks use gets a gradient of zeros, unless it has one. The gradient
+    of a parameter that no rank uses is removed, so that an optimizer skips the parameter. Only a
+    rank without one of the gradients waits for its device.
+
+    Raises:
+        IncompatibleModelError: If `finds_unused` is False, and another rank uses a parameter that
+            this rank does not use.
+    """
     if not parameters:
         return
     unused = [index for index, used in enumerate(is_used) if not used]
@@ -76,7 +90,13 @@ def clip_grad_norm(
     groups: Sequence[dist.ProcessGroup] = (),
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Clip gradients in place to `max_norm`, and return their global norm before clipping."""
+    """Clip gradients in place to `max_norm`, and return their global norm before clipping.
+
+    norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
+    first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
+    per group, and no synchronization with the host. It is computed in fp32, for fp64 parameters in
+    fp64. All ranks of the mesh and of `groups`, the stages of a pipeline, must call this function.
+    """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
     is_double = any(parameter.dtype == torch.float64 for parameter in parameters)

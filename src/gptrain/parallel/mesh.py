@@ -29,7 +29,13 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh over which FSDP shards the parameters."""
+    """Return the mesh over which FSDP shards the parameters. Collective.
+
+    With a context axis it is one axis of all ranks. With replicas (hybrid sharding) it has two
+    axes, "replicate" and "shard", which together replace the data axis. The ranks that share one
+    copy of the net are neighbours, because they all-gather weights; the copies exchange gradients
+    only.
+    """
     if dims.context > 1:
         return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))
     if dims.replicas == 1:

@@ -48,7 +48,13 @@ else:
 def apply_tensor_parallel(
     net: nn.Module, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says."""
+    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
+
+    Tied weights stay tied. `net(tokens)` still returns the full logits (B, T, V) on every rank, and
+    `net.hidden(tokens)` the full hidden states (B, T, D), whose backward pass sums their gradient
+    over the ranks. After the last backward pass of a step, the caller must sum the gradients of
+    `partial_parameters` over the axis.
+    """
     group = mesh["tensor"].get_group()
     net = cast(Net, net)
     roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
@@ -127,7 +133,7 @@ class _Role(nn.Module):
 
 
 class _Colwise(_Role):
-    """Linear layer that is split by outputs."""
+    """Linear layer that is split by outputs: (..., in) -> this rank's (..., out / n)."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to_local()
@@ -135,7 +141,10 @@ class _Colwise(_Role):
 
 
 class _Rowwise(_Role):
-    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums."""
+    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums.
+
+    This rank's columns (B, T', in / n) -> this rank's positions (B, t, out).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
@@ -161,7 +170,7 @@ class _LocalParameters:
 
 
 class _Sequence(_PerHead):
-    """Norm that runs on this rank's positions and returns the normalized full sequence."""
+    """Norm of this rank's positions (B, t, D) that returns the full sequence (B, T', D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -182,7 +191,7 @@ class _PositionEmbedding(_Role):
 
 
 class _VocabEmbedding(_Role):
-    """Token embedding whose rows are split over the ranks."""
+    """Token embedding whose rows are split over the ranks, (B, T) -> (B, t, D)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         n_ranks = self.tensor_group.size()
