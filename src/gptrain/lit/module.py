@@ -76,7 +76,7 @@ class LanguageModel(pl.LightningModule):
         token_bytes: Tensor | None = None,
     ):
         super().__init__()
-        self.net = cast(Net, net)
+        self.net: Net = net
         self._optimizer_factory = make_optimizer
         self._schedule_factory = make_schedule
         self.loss_options = loss or LossOptions()

@@ -310,7 +310,7 @@ class Stage(nn.Module):
             return self.net.norm(x) if self.is_last else x
 
 
-def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
+def keep_stage(net: Net, stage: int, n_stages: int) -> None:
     """Remove from a net, in place, all layers that do not belong to a stage.
 
     The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
@@ -318,7 +318,7 @@ def keep_stage(net: nn.Module, stage: int, n_stages: int) -> None:
     keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may use.
     A removed module or parameter outside of `blocks` becomes None.
     """
-    blocks = list(cast(Net, net).blocks)
+    blocks = list(net.blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})
     names = [name for name, _ in net.named_children() if name != "blocks"]

@@ -1,11 +1,11 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from inspect import signature
-from typing import Any, cast
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.strategies import (
@@ -19,32 +19,9 @@ from gptrain.core.strategies import (
     strategy_name,
 )
 
-
-class Net(nn.Module):
-    """Type, for the type checker only, of a net with all optional attributes of `gptrain.models`.
-
-    No net is an instance of this class. `check_fit` looks for the attributes that the options of a
-    run need.
-
-    Attributes:
-        blocks: Blocks of the net, in their order.
-        embed: Method from tokens (B, T) to the input (B, T, D) of the first block.
-        hidden: Method from tokens (B, T) to hidden states (B, T, D) after the final norm.
-        norm: Final norm.
-        head: Linear layer from hidden states to logits.
-        n_heads: Number of attention heads of q.
-        tensor_plan: Pattern of layer names -> role of the layers under tensor parallelism.
-        context_plan: Patterns of names of modules whose outputs depend on other positions.
-    """
-
-    blocks: nn.ModuleList
-    embed: Callable[..., Tensor]
-    hidden: Callable[..., Tensor]
-    norm: nn.Module
-    head: nn.Linear
-    n_heads: int
-    tensor_plan: dict[str, str]
-    context_plan: tuple[str, ...]
+# nn.Module with those optional attributes of `gptrain.models` that the options of a run need, such
+# as `blocks`: `check_fit` looks for them.
+Net: TypeAlias = Any
 
 
 class IncompatibleModelError(ValueError):
@@ -96,7 +73,7 @@ def check_fit(
             raise IncompatibleModelError(key, f"{message}; allowed: none")
     if documents:
         check_layout(net)
-    check_split(cast(Net, net), dims)
+    check_split(net, dims)
 
 
 def check_split(net: Net, dims: ParallelDims) -> None:

@@ -22,7 +22,6 @@ in the same pass. The ranks exchange three numbers per token.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ else:
 
 
 def apply_tensor_parallel(
-    net: nn.Module, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
+    net: Net, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
 ) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
@@ -56,7 +55,6 @@ def apply_tensor_parallel(
     `partial_parameters` over the axis.
     """
     group = mesh["tensor"].get_group()
-    net = cast(Net, net)
     roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
@@ -73,10 +71,9 @@ def apply_tensor_parallel(
         net.hidden = partial(_without_padding, net.hidden, group.size(), check_length)
 
 
-def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
+def partial_parameters(net: Net) -> list[nn.Parameter]:
     """Return the replicated parameters whose gradients cover only own positions or heads."""
     parameters: list[nn.Parameter] = []
-    net = cast(Net, net)
     for _, module, pattern in planned_layers(net, net.tensor_plan):
         role = net.tensor_plan[pattern]
         if role in ("sequence", "per_head", "position_embedding"):
