@@ -98,6 +98,10 @@ class GPTStrategy(SavingStrategy):
             self.parallel.prepare(self.module, optimizer)
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
         self._buffer_places = find_saved_buffers(self.module)
+        owners = (self.module, getattr(trainer, "datamodule", None))
+        self._changes_batches = any(
+            is_overridden(h, owner) for h in TRANSFER_HOOKS for owner in owners
+        )
 
     def synchronize_buffers(self) -> None:
         """Broadcast the saved buffers of the module from the first data-parallel rank.
@@ -121,11 +125,8 @@ class GPTStrategy(SavingStrategy):
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
-            owners = (self.module, getattr(trainer, "datamodule", None))
-            is_as_loaded = hasattr(trainer.train_dataloader, "step_targets") and not any(
-                is_overridden(hook, owner) for hook in TRANSFER_HOOKS for owner in owners
-            )
-            targets = find_targets(batch) if is_as_loaded else None
+            has_counts = hasattr(trainer.train_dataloader, "step_targets")
+            targets = find_targets(batch) if has_counts and not self._changes_batches else None
             self.step_mean.counted = None if targets is None else (targets, targets._version)
         return batch
 
