@@ -23,7 +23,7 @@ counts as it was written, and hooks see the gradients of a step as the optimizer
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +43,6 @@ from gptrain.core.strategies import (
     TENSOR,
     ParallelDims,
     ShardedOptions,
-    StrategyOptions,
     default_options,
     strategy_name,
 )
@@ -89,19 +88,18 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
 
 
+@dataclass(eq=False)
 class Parallel:
     """Partition a net over the ranks, and compute its loss, logits and gradients on this rank.
 
     All ranks must build the object, which creates the device mesh. The process group must exist,
     except under `single`.
 
-    Args:
+    Attributes:
         options: Options of the `strategy` group. Defaults to those of `single`.
         dims: Number of ranks along each axis.
         device: Device of this rank.
         precision: Precision as Lightning names it, for example `bf16-mixed`.
-
-    Attributes:
         weights_device: Device of this rank's part of the net.
         axes: Axes over which the strategy divides the work, also those of one rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
@@ -131,30 +129,24 @@ class Parallel:
             weight (V, D).
     """
 
-    net: Any = None
-    step_mean: StepMean | None = None
-    extra_parameters: Sequence[nn.Parameter] = ()
-    counted_on_other_stage: Set[nn.Parameter] = frozenset()
+    options: Any = field(default_factory=partial(default_options, "single"))
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    device: torch.device = CPU
+    precision: str = "32-true"
+    net: Any = field(default=None, init=False)
+    step_mean: StepMean | None = field(default=None, init=False)
+    extra_parameters: Sequence[nn.Parameter] = field(default=(), init=False)
+    counted_on_other_stage: Set[nn.Parameter] = field(default=frozenset(), init=False)
+    used: set[str] | None = field(default=None, init=False)
     forward_only = False
     may_pad = True
     may_skip_parameters = False
-    used: set[str] | None = None
     is_pipeline = False
     n_stages = 1
     microbatches = 1
     stages = state.NO_STAGES
 
-    def __init__(
-        self,
-        options: StrategyOptions | None = None,
-        dims: ParallelDims | None = None,
-        device: torch.device = CPU,
-        precision: str = "32-true",
-    ):
-        self.options: Any = options or default_options("single")
-        self.dims = dims or ParallelDims()
-        self.device = device
-        self.precision = precision
+    def __post_init__(self) -> None:
         self.weights_device = "cpu" if self.options.keeps_weights_on_cpu else self.device
         self.axes = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)].axes
         self.shards = isinstance(self.options, ShardedOptions)

@@ -67,8 +67,8 @@ class Pipeline(Parallel):
 
     is_pipeline = True
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         mesh = cast(DeviceMesh, self.mesh)
         self.schedule = self.options.schedule
         self.group = mesh.get_group(PIPELINE)
