@@ -114,9 +114,7 @@ class TrainingMonitor(Callback):
             self.checkpoints.before_epoch(trainer)
         self._stop_if_agreed(trainer)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End the run, if the ranks have agreed to stop."""
         set_log_interval(trainer, self.every_n_steps)
         self._stop_if_agreed(trainer)
@@ -208,10 +206,7 @@ class TrainingMonitor(Callback):
             self._stop_if_agreed(trainer)
             self.timeline.enter("validation", trainer.global_step)
 
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
-        batch_idx: int, dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Send a heartbeat, and end the run if it was asked to stop."""
         self._beat(phase="test" if trainer.testing else "validate")
         self.timeline.update(trainer.global_step)
