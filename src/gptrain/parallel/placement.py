@@ -50,7 +50,8 @@ def make_net_on(
     """
     rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
-    if not can_init_by_parameter(net):
+    # The values of a buffer that was built on the meta device would be lost.
+    if not hasattr(net, "init_parameter") or any(True for _ in net.buffers()):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
             torch.random.set_rng_state(rng_state)
             net = make_net()
@@ -65,11 +66,6 @@ def make_net_on(
         cast(Any, net).init_parameter(first_names.get(name, name), full)
         copy_from_full(parameter, full)
     return net
-
-
-def can_init_by_parameter(net: nn.Module) -> bool:
-    """Return whether the net can be built on the meta device and initialized afterwards."""
-    return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
 
 
 def allocate(net: nn.Module, device: torch.device | str) -> None:
@@ -103,12 +99,10 @@ def copy_from_full(target: Tensor, full: Tensor) -> None:
     local_shard(target).copy_(local_shard(full))
 
 
-def shard_like(value: Any, parameter: Tensor) -> Any:
+def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """Shard a full tensor in the same way as a parameter, without communication."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    sharded = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    copy_from_full(sharded, value)
+    sharded = torch.empty_like(parameter.detach(), dtype=full.dtype)
+    copy_from_full(sharded, full)
     return sharded
 
 
