@@ -35,7 +35,8 @@ from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import Net, planned_layers
 
-# Functional collectives have gradients, also where they are compiled. torch 2.13 renamed them.
+# Functional collectives have gradients, also where they are compiled: in torch 2.11 along the first
+# dimension only. torch 2.13 renamed them.
 if hasattr(functional, "all_gather_single_autograd"):
     all_gather = functional.all_gather_single_autograd
     reduce_scatter = functional.reduce_scatter_single_autograd
@@ -240,7 +241,9 @@ def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
     gradient of a shard is the sum over ranks of the gradients of this rank's positions.
     """
-    return functional.wait_tensor(all_gather(shard.contiguous(), shard.ndim - 2, group))
+    full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
+    full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
+    return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
 
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -248,8 +251,9 @@ def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     All ranks of the group must call this function. Its backward pass is an all-gather.
     """
-    dim = partial_sum.ndim - 2
-    return functional.wait_tensor(reduce_scatter(partial_sum.contiguous(), "sum", dim, group))
+    shards = partial_sum.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
+    shards = shards.flatten(0, 1).contiguous()
+    return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
