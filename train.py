@@ -43,13 +43,14 @@ def main(cfg: RunConfig) -> float | None:
     Returns:
         Final value of the metric `objective`, by which a sweep compares its jobs, or None.
     """
-    from gptrain import runtime  # imported late: config errors need no torch
+    # Imported late: errors of the config need no torch.
     from gptrain.assemble.resume import find_checkpoint
     from gptrain.assemble.run import check
+    from gptrain.runtime.rank import run
 
     check(cfg)
     # The runtime calls find_checkpoint once it holds the run folder, and again before a restart.
-    metrics = runtime.run(train, cfg, find_checkpoint)
+    metrics = run(train, cfg, find_checkpoint)
     return metrics.get(cfg.objective)
 
 

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as assemble
 from gptrain.assemble import trainer as trainer_of
+from gptrain.assemble.report import parameters_text, typed_options
 from gptrain.assemble.run import TrainingRun
-from gptrain.assemble.start_report import parameters_text, typed_options
 from gptrain.checkpoints.lock import RunLock
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
@@ -44,24 +44,24 @@ def build(tmp_path_factory) -> Callable[..., TrainingRun]:
     return build
 
 
-def test_a_line_has_few_parameters_in_full():
-    assert parameters_text(49_999, 49_999) == "49,999 parameters"
-    assert parameters_text(50_000, 50_000) == "0.1 M parameters"
+def test_a_line_has_all_parameters_and_those_that_are_trained():
+    assert parameters_text(50_000, 50_000) == "50,000 parameters"
     assert parameters_text(90_000, 8_000) == "8,000 of 90,000 parameters are trained"
 
 
 def test_the_options_that_a_logger_compares_are_those_that_distinguish_the_run(monkeypatch):
     """Folders are left out, and so are overrides that all jobs of a sweep share."""
     shared = {"override_dirname": {"exclude_keys": ["trainer.max_steps"]}}
-    hydra = OmegaConf.create({"job": {"config": shared}})
-    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
     words = ["model=gpt_nano", "seed=3", "optimizer.betas=[0.8,0.9]", "+trainer.min_epochs=2"]
     cfg = compose_run(*words, "trainer.max_steps=5", "run_dir=a", "logger=csv")
     typed = [*words, "trainer.max_steps=5", "run_dir=a", "logger=csv", "~callbacks.sample"]
-    assert typed_options(cfg, {"overrides": typed}) == {
+    assert typed_options(cfg) == {}  # without Hydra
+    hydra = OmegaConf.create({"job": {"config": shared}, "overrides": {"task": typed}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    assert typed_options(cfg) == {
         "model": "gpt_nano", "seed": 3, "optimizer.betas": "[0.8,0.9]", "trainer.min_epochs": 2,
     }  # fmt: skip
-    assert typed_options(cfg, {"overrides": []}) == {}
 
 
 def test_runs_of_other_kinds_leave_parts_out(build):

@@ -10,8 +10,7 @@ import torch
 
 import gptrain
 from gptrain.assemble.datasets import check_sample
-from gptrain.assemble.optimizer import build_optimizer, peak_lr
-from gptrain.assemble.schedule import build_schedule
+from gptrain.assemble.module import build_optimizer, build_schedule, peak_lr
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig

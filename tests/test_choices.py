@@ -96,8 +96,6 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
         small += [f"data.path={text}"]
     run = train(*small, tiny=False)
     assert run.code == 0, run.err
-    is_compiled_on_gpus = "compile   none: a CPU compiles only what is typed" in run.out
-    assert is_compiled_on_gpus == choice.endswith("_124m")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gptrain.assemble.optimizer import build_optimizer
+from gptrain.assemble.module import build_optimizer
 from gptrain.core.lengths import plan_batch
 from gptrain.costs.choice import compare, optimizer_states
 from gptrain.costs.hardware import machine_of

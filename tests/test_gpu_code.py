@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 
-from gptrain.assemble.provenance import describe_run
+from gptrain.assemble.report import describe_run
 from gptrain.checkpoints import rng
 from gptrain.core.strategies import default_options
 from gptrain.lit.measure import wait_for
@@ -29,7 +29,6 @@ from gptrain.parallel import mesh
 from gptrain.parallel.base import Parallel
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.runtime.devices import RunDevices, accelerator_of, native_precision
-from gptrain.runtime.process import expand_gpu_segments
 from gptrain.text.sampling import Sampling, generate
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -182,20 +181,6 @@ def test_nccl_waits_longer_than_a_compilation_and_a_save_may_take(monkeypatch, b
     assert not {*interfaces} & os.environ.keys()
     mesh.start_group(backend, torch.device("cpu"), 0, 1, 30.0, HashStore())
     assert [os.environ[name] for name in interfaces] == ["lo", "lo"]
-
-
-@pytest.mark.parametrize("typed", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_of_gpu_memory_grow_unless_the_user_sets_the_allocator(monkeypatch, typed):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if typed:
-        monkeypatch.setenv(typed, "backend:native")
-    expand_gpu_segments()
-    if not typed:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
-    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", typed: "backend:native"}
-    name = typed or "PYTORCH_ALLOC_CONF"
-    assert os.environ[name] == expected[name]
 
 
 @pytest.mark.parametrize("is_used", [True, False])

@@ -89,7 +89,7 @@ def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
 DIES = """
 import sys, time
 conf, *sys.argv = sys.argv[1:]
-from gptrain import runtime
+from gptrain.runtime.rank import run
 from gptrain import config
 from gptrain.runtime.process import this_process
 from gptrain.core.errors import DataError
@@ -99,7 +99,7 @@ def train(cfg, guard):
         raise DataError("the other one waits")
     time.sleep(100)
 
-config.main(lambda cfg: runtime.run(train, cfg, lambda *_: None), conf=conf)
+config.main(lambda cfg: run(train, cfg, lambda *_: None), conf=conf)
 """
 
 OPENMPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]

@@ -11,10 +11,8 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 
-from gptrain.assemble.lengths import plan_lengths
-from gptrain.assemble.optimizer import peak_lr
-from gptrain.assemble.schedule import build_schedule
-from gptrain.core.lengths import BatchPlan
+from gptrain.assemble.module import build_schedule, peak_lr
+from gptrain.core.lengths import BatchPlan, plan_lengths
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 from tests.conftest import logged_rows

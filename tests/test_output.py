@@ -22,15 +22,6 @@ def shell(command: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_script_with_windows_line_endings_is_named_by_every_command():
-    for words in ("train.py trainer.max_steps=3$'\\r'", "-m gptrain.runs outputs$'\\r'"):
-        code, output = shell(words)
-        assert code == 2 and output.count("\n") == 1
-        assert (
-            r"\r: ends with a carriage return: the script has Windows line endings; try:" in output
-        )
-
-
 def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
     (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

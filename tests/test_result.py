@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
-from gptrain.assemble.provenance import describe_run, read_git
+from gptrain.assemble.report import describe_run, read_git
 from gptrain.checkpoints import timeline
 from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import TIMES, describe, measure

@@ -15,7 +15,7 @@ import yaml
 
 from gptrain.checkpoints.store import read_manifest
 from gptrain.runs.__main__ import main
-from gptrain.runs.folder import read_run
+from gptrain.runs.table import read_run
 from tests.conftest import ROOT
 
 

@@ -38,16 +38,14 @@ def value_of(word: str) -> object:
     return value
 
 
-@pytest.mark.parametrize("name", [*ODD, "two\nlines", "tab\there"])
+@pytest.mark.parametrize("name", ODD)
 def test_a_shell_and_hydra_read_any_text_as_it_is(name):
     for text in (name, f"out/{name}", f"/tmp/{name}/x"):
         line = shell.command("python", "train.py", shell.override("key", text))
-        assert line.isprintable()
         words = read_by_a_shell(line)
         assert words[:2] == ["python", "train.py"] and len(words) == 3
         assert value_of(words[2]) == text
-        if text.isprintable():
-            assert shlex.split(line) == words
+        assert shlex.split(line) == words
 
 
 def test_other_values_keep_their_types():
@@ -59,15 +57,6 @@ def test_words_that_need_no_quotes_have_none():
     words = [shell.override("run_dir", "outputs/train/2026-11-25_10:00"), "ckpt_path=last"]
     assert shell.command(*words) == "run_dir=outputs/train/2026-11-25_10:00 ckpt_path=last"
     assert shell.option("from_run", "a b") == "\"from_run='a b'\""
-
-
-@pytest.mark.parametrize("name", ["-x", "~x", "a b"])
-def test_a_folder_name_is_never_read_as_an_option_or_a_home_folder(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(tmp_path, name).mkdir()
-    line = f"{shell.command('cd', shell.folder_argument(name))} && pwd"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / name)
 
 
 def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp_path, monkeypatch):
@@ -122,7 +111,7 @@ def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
     test, board = line.removeprefix("next").split("; ")
-    assert read_by_a_shell(board) == ["tensorboard", "--logdir", str(folder)]
+    assert read_by_a_shell(board) == ["tensorboard", f"--logdir={folder}"]
     python, script, *pasted = read_by_a_shell(test)
     assert (python, script) == ("python", str(ROOT / "train.py"))
     tested = train(*pasted, tiny=False, name="tested")

@@ -8,7 +8,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from gptrain.config.resolvers import job_folder
+from gptrain.config.compose import job_folder
 from tests.conftest import TINY
 
 
@@ -88,7 +88,7 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
     sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30,-1", *words)
     assert sweep.code == 79  # the code of the first job that failed
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79, 4: 2}
-    assert "error: optimizer.lr=-1: must be > 0" in sweep.err
+    assert "error: optimizer.lr=-1: must be greater than 0" in sweep.err
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
     for row in table[:2]:
         assert row["ended"].startswith("early stop: val/loss=") and row["ended"] in sweep.out
@@ -99,7 +99,7 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
         assert row["ended"] in sweep.out
     assert sweep.err.count("is not finite") == 2
     assert table[4]["optimizer.lr"] == "-1"
-    assert table[4]["ended"].startswith("refused: optimizer.lr=-1: must be > 0")
+    assert table[4]["ended"].startswith("refused: optimizer.lr=-1: must be greater than 0")
 
 
 def test_a_sweep_that_is_repeated_trains_only_what_is_missing_and_one_without_jobs_is_refused(

@@ -25,14 +25,6 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     copied from each source that has the same tokenizer.json as the run. For a run without a
     tokenizer.json they are copied from each source without one. Files in the run folder are
     replaced; if several sources have a file, that of the first source counts.
-
-    Args:
-        sources: Folders of a tokenizer or of weights, or files in them.
-        run_dir: Run folder. If it has no tokenizer.json, the files of TOKENIZER, such as
-            tokenizer.json or vocab.json, are copied before, from the first source that has any.
-
-    Raises:
-        OSError: If a file cannot be read or written.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
@@ -50,13 +42,6 @@ def write_end_token(run_dir: Path, end_id: int) -> None:
     """Add the end token of a run's data to its generation_config.json, before other end tokens.
 
     Generation from this run stops at each of these tokens.
-
-    Args:
-        run_dir: Run folder. The file is created if it does not exist.
-        end_id: Id of the end token.
-
-    Raises:
-        OSError: If the file cannot be written.
     """
     generation = read_facts(run_dir / GENERATION)
     others = [token_id for token_id in read_ends(generation) if token_id != end_id]

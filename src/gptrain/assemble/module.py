@@ -1,6 +1,7 @@
-"""Builds the LightningModule with its metrics."""
+"""Builds the LightningModule, its metrics, its optimizer and its learning-rate schedule."""
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -8,36 +9,32 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_target
-from gptrain.assemble.optimizer import build_optimizer
-from gptrain.assemble.schedule import build_schedule
 from gptrain.core.errors import ConfigError
-from gptrain.core.lengths import RunLengths
+from gptrain.core.lengths import BatchPlan, RunLengths, phase_steps
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
+from gptrain.optim import decay_groups, scaled_lr
 from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.parallel.state import named_extra_parameters
 
-# Task -> method that it calls for each batch.
-TASK_STEPS = {"fit": "training_step", "test": "test_step", "validate": "validation_step"}
 LOGGED = ("loss", "perplexity", "bits_per_byte")  # LanguageModel logs val/<name> itself
+# Keys of the scheduler group that gptrain reads. A schedule gets those that are in its signature.
+SCHEDULE_KEYS = {
+    f"{phase}_{unit}" for phase in ("warmup", "decay", "total") for unit in ("steps", "tokens")
+}
+SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 
 
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
-    """Return the class of the module group.
-
-    Args:
-        cfg: Configuration of the run.
-        strategy: Name of the parallelism strategy, a key of STRATEGIES.
-
-    Raises:
-        IncompatibleModelError: If the strategy cannot train a module of this class.
-    """
+    """Return the class of the module group."""
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
         raise IncompatibleModelError(
@@ -58,50 +55,13 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
     return module_type
 
 
-def check_steps(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Check that a module has the method that the task of the run calls for each batch.
-
-    Args:
-        cfg: Configuration of the run.
-        module_type: Class of the module group.
-
-    Raises:
-        ConfigError: If the method is missing, such as `test_step` for task=test.
-    """
-    step = TASK_STEPS[cfg.task]
-    if not has_step(module_type, step):
-        hint = f"a method {step}"
-        if cfg.task == "test" and has_step(module_type, "validation_step"):
-            hint = f"task=validate, or {hint}"
-        message = f"{module_type.__name__} has no {step}, which task={cfg.task} calls"
-        raise ConfigError.of("module._target_", cfg.module.target, message, hint=hint)
-
-
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Check that no metric replaces a value that LanguageModel logs itself.
-
-    Args:
-        cfg: Configuration of the run.
-        module_type: Class of the module group.
-
-    Raises:
-        ConfigError: If a metric has the name of such a value.
-    """
+    """Check that no metric replaces a value that LanguageModel logs itself."""
     nodes = cfg.module.metric_nodes if issubclass(module_type, LanguageModel) else {}
     for name in set(LOGGED) & nodes.keys():
         key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
         hint = f"module.metrics.my_{name}"
         raise ConfigError.of(key, nodes[name]["_target_"], message, hint=hint)
-
-
-def has_step(module_type: type[pl.LightningModule], step: str) -> bool:
-    """Return whether a module's class defines a method that LightningModule only declares.
-
-    Args:
-        module_type: Class of a LightningModule.
-        step: Name of the method, such as `test_step`.
-    """
-    return getattr(module_type, step) is not getattr(pl.LightningModule, step)
 
 
 def takes_net(module_type: type[pl.LightningModule]) -> bool:
@@ -122,17 +82,6 @@ def build_module(
     A LanguageModel gets the net, the factories of optimizer and schedule, the loss options and the
     metrics. A plain LightningModule gets the net if its signature names it. Both get the other keys
     of the module group.
-
-    Args:
-        cfg: Configuration of the run.
-        net: Net, or the part of it that this rank holds.
-        lengths: Batch arithmetic and number of steps, for the learning rate and the schedule.
-        val: Validation set, which may know the number of bytes of each token. None if it is not
-            read.
-
-    Raises:
-        ConfigError: If a class does not take its keys, or a metric cannot be evaluated.
-        IncompatibleModelError: If the module optimizes manually.
     """
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     options: dict[str, Any] = cfg.module.arguments
@@ -155,14 +104,100 @@ def build_module(
 
 
 def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
-    """Build the metrics of the module group, and return them by their names.
-
-    Raises:
-        ConfigError: If a metric cannot be built.
-    """
+    """Build the metrics of the module group, and return them by their names."""
     metrics = {}
     for name, node in cfg.module.metric_nodes.items():
         key = f"module.metrics.{name}"
         with as_config_errors(cfg, key):
             metrics[name] = build_target(node, key)
     return metrics
+
+
+# Optimizer and schedule
+
+
+def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer for all trainable parameters, with the peak learning rate.
+
+    A key that is null is left to the class. Weight decay is applied to matrices alone, unless the
+    class makes its own parameter groups: then it has a class method `parameter_groups(net,
+    parameters, names, **options)`, as `gptrain.optim.Muon`. This method gets the options that are
+    in its signature. Those that end in `_lr` are scaled to the batch, like `optimizer.lr`.
+    """
+    options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
+    target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
+    if lr is not None:
+        options["lr"] = lr
+    if target.startswith("torch.optim.") and "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
+    with as_config_errors(cfg, "optimizer._target_"):
+        optimizer_class = get_method(target)
+        if make_groups := getattr(optimizer_class, "parameter_groups", None):
+            groups = _own_groups(cfg, batch, module, make_groups, options)
+        else:
+            # Parameters outside the net are never sharded and need groups of their own.
+            extra = named_extra_parameters(module)
+            of_net = [p for name, p in module.named_parameters() if name not in extra]
+            groups = decay_groups(of_net) + decay_groups(extra.values())
+        return optimizer_class(groups, **options)
+
+
+def _own_groups(
+    cfg: RunConfig,
+    batch: BatchPlan,
+    module: nn.Module,
+    make_groups: Callable[..., list[dict[str, Any]]],
+    options: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer whose class makes them itself."""
+    if isinstance(module, LanguageModel):
+        net, named = module.net, module.named_net()
+    else:  # a net on the meta device
+        net, named = module, dict(module.named_parameters())
+    names = {parameter: name for name, parameter in named.items()}
+    own = inspect.signature(make_groups).parameters.keys() & options.keys()
+    group_options = {key: options.pop(key) for key in own}
+    for key in own:
+        if key.endswith("_lr"):
+            group_options[key] = peak_lr(cfg, batch, group_options[key])
+    return make_groups(net, module.parameters(), names, **group_options)
+
+
+def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
+    """Return the peak learning rate, scaled to the batch by `optimizer.lr_scaling`, or None."""
+    options = cfg.optimizer
+    lr = options.lr if lr is None else lr
+    if lr is None:
+        parameters = inspect.signature(get_method(options.target)).parameters
+        lr = parameters["lr"].default if "lr" in parameters else None
+    if not isinstance(lr, int | float):
+        return None
+    size, reference = batch.global_batch_size, options.reference_batch_size
+    return scaled_lr(float(lr), options.lr_scaling, size, reference)
+
+
+def build_schedule(
+    cfg: RunConfig, lengths: RunLengths, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
+
+    The target is a function of the step, or a scheduler class. It gets its own keys and those of
+    warmup_steps, decay_steps, total_steps, start_factor and min_factor that are in its signature. A
+    ReduceLROnPlateau watches `checkpoint.monitor` and is stepped after each validation.
+    """
+    options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
+    parameters = inspect.signature(schedule).parameters
+    for phase in ("warmup", "decay", "total"):
+        if f"{phase}_steps" in parameters:
+            options[f"{phase}_steps"] = phase_steps(cfg, phase, lengths)
+    options = {k: v for k, v in options.items() if k in parameters or k not in SCHEDULE_KEYS}
+    if not inspect.isclass(schedule):
+        return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}
+    if not issubclass(schedule, ReduceLROnPlateau):
+        return {"scheduler": schedule(optimizer, **options)}
+    options.setdefault("mode", cfg.checkpoint.mode)
+    return {
+        "scheduler": schedule(optimizer, **options),
+        "monitor": cfg.checkpoint.monitor,
+        "frequency": lengths.validate_every * lengths.batch.accumulate,
+    }

@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.mirror import Mirror
@@ -106,7 +107,9 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
         code = FOLDER_UNUSABLE
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=code)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
-        Mirror(url).join(store, lock, restore=requested == "last" and not store.steps())
+        with as_config_errors(cfg, "checkpoint.mirror"):
+            mirror = Mirror(url)
+        mirror.join(store, lock, restore=requested == "last" and not store.steps())
     checkpoint, monitor = None, cfg.checkpoint.monitor
     with named_source("ckpt_path", requested or ""):
         if requested == "last":

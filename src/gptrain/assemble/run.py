@@ -15,6 +15,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Dataset
 
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
@@ -28,20 +29,17 @@ from gptrain.assemble.datasets import (
     read_as_pairs,
     tokens_to_compare,
 )
-from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.module import build_module, check_metrics, check_steps, has_step, module_class
-from gptrain.assemble.optimizer import build_optimizer
+from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
+from gptrain.assemble.report import build_report
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
-from gptrain.assemble.start_report import build_report
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.store import read_manifest
-from gptrain.core import labels
 from gptrain.core.data_schema import DummyTextConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
-from gptrain.core.lengths import BatchPlan
+from gptrain.core.lengths import BatchPlan, plan_lengths
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
@@ -114,7 +112,7 @@ class TrainingRun:
                 trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
             tests_too = (
                 cfg.trainer.fast_dev_run
-                and has_step(type(self.module), "test_step")
+                and is_overridden("test_step", self.module)
                 and has_loader(self.datamodule, "test")
             )
             if cfg.task == "test" or tests_too:
@@ -129,7 +127,7 @@ def check(cfg: RunConfig) -> None:
     """Check that net, module, callbacks and optimizer fit the config, before any process starts.
 
     The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
-    is written, but a `model.compile` that has no effect is logged.
+    is written.
 
     Raises:
         ConfigError: If a part does not fit, or the number of ranks does not fit the strategy or the
@@ -151,22 +149,17 @@ def check(cfg: RunConfig) -> None:
     with as_config_errors(cfg):
         module_type = module_class(cfg, name)
         check_metrics(cfg, module_type)
-        check_steps(cfg, module_type)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
         limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
             message = f"longer than the {limit} positions of the net; try: data.seq_len={limit}"
             raise IncompatibleModelError("data.seq_len", message)
-        compile, reason = choose_compile(cfg, devices)
-        is_reported = this_process().is_rank or devices.n_local == 1  # else the first rank does
-        if reason and is_reported:
-            log.info(labels.line("compile", f"none: {reason}"))
         check_fit(
             net,
             cfg.strategy,
             dims,
-            compile=compile,
+            compile=choose_compile(cfg, devices),
             activation_checkpointing=cfg.model.activation_checkpointing,
             documents=cfg.data.masks_documents,
         )
@@ -177,27 +170,20 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def choose_compile(cfg: RunConfig, devices: RunDevices) -> tuple[str, str]:
-    """Return what torch.compile compiles, and why it is less than `model.compile`, or "".
+def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
+    """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
 
     `trainer=gpu` and some experiments set `model.compile=blocks`, which pays on a GPU. A value that
     the user typed is always used. One from a yaml file becomes "none" on a CPU, and for a net that
     has no `blocks`.
-
-    Args:
-        cfg: Configuration of the run.
-        devices: Devices of the run.
     """
     mode = cfg.model.compile
     if mode == "none" or "model.compile" in typed_keys():
-        return mode, ""
-    if mode == "blocks":
+        return mode
+    if mode == "blocks" and devices.accelerator != "cpu":
         net = build_on_meta_device(partial(build_net, cfg.model))
-        if not hasattr(net, "blocks"):
-            return "none", f"{type(net).__name__} has no `blocks`; try model.compile=model"
-    if devices.accelerator == "cpu":
-        return "none", f"a CPU compiles only what is typed; try model.compile={mode}"
-    return mode, ""
+        return mode if hasattr(net, "blocks") else "none"
+    return "none" if devices.accelerator == "cpu" else mode
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
@@ -250,7 +236,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
     precision = resolve_precision(cfg, devices)
-    compile, _ = choose_compile(cfg, devices)
+    compile = choose_compile(cfg, devices)
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
 
     torch.manual_seed(cfg.seed)  # the initial weights are those of a single process
@@ -307,13 +293,6 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
     """Write the tokenizer and its companion files to the run folder.
 
     A run that was moved can then generate text without its data.
-
-    Args:
-        cfg: Configuration of the run.
-        train: Training set. Its attributes `tokenizer` and `end_id` are used if it has them.
-
-    Raises:
-        OSError: If a file cannot be read or written.
     """
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
@@ -365,13 +344,6 @@ def check_shared(run_dir: str, rank: int) -> None:
     All ranks must call it after rank 0 has locked the folder, because the ranks compare the records
     of the lock that they see. Without a record on rank 0 the check passes on ranks that do not see
     the folder. Waits up to ten seconds, because a network file system shows new files late.
-
-    Args:
-        run_dir: Run folder.
-        rank: Global rank of this process.
-
-    Raises:
-        ConfigError: On all ranks, with exit code 73, if a rank does not see the folder.
     """
     run_id = from_rank_0(read_run_id(run_dir))
     deadline_s = time.monotonic() + SHARED_S
@@ -390,16 +362,6 @@ def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
     Rank 0 may tokenize a corpus, which the other ranks then read. That may take hours: the
     heartbeat allows the time, and a stop request ends the run at once, because there is nothing to
     save yet. All ranks must call it.
-
-    Args:
-        cfg: Configuration of the run.
-        rank: Global rank of this process.
-        guard: Watchdog of this rank.
-
-    Raises:
-        ConfigError, DataError, OSError: If a dataset cannot be used.
-        PreemptedError: If this rank is asked to stop meanwhile.
-        TimeoutError: On the other ranks, if rank 0 needs more than a day (PREPARING_S).
     """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     guard.beat(phase="data", allow_s=PREPARING_S)

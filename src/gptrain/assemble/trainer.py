@@ -1,19 +1,34 @@
-"""Builds Lightning's Trainer with its loggers, devices and precision."""
+"""Builds Lightning's Trainer with its callbacks, loggers, devices and precision."""
+
+import math
+from pathlib import Path
 
 import lightning.pytorch as pl
 from hydra.utils import get_method
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.utils.data import Dataset
 
-from gptrain.assemble.callbacks import build_callbacks
 from gptrain.assemble.load import build_target
-from gptrain.core.lengths import RunLengths
+from gptrain.assemble.resume import changed_options, identity
+from gptrain.checkpoints.lock import read_run_id
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.timeline import Timeline
+from gptrain.core.lengths import RunLengths, phase_steps
 from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
+from gptrain.costs.choice import optimizer_states
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.garbage import QuietCollector
+from gptrain.lit.callbacks.monitor import TrainingMonitor
+from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.guard import Spikes, StepGuard
 from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresume
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
@@ -21,6 +36,8 @@ from gptrain.lit.user_data import UserData
 from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
+
+FP32_BYTES = 4
 
 
 def build_trainer(
@@ -34,20 +51,6 @@ def build_trainer(
     """Build Lightning's Trainer. `lengths` replaces its limits of steps, epochs and batches.
 
     An epoch consists of complete optimizer steps.
-
-    Args:
-        cfg: Configuration of the run, with the precision from `resolve_precision`.
-        devices: Devices of the run.
-        strategy: Lightning strategy around the parallelism strategy.
-        lengths: Batch arithmetic and number of steps, which replace the Trainer's own limits.
-        guard: Watchdog of this rank.
-        train: Training set, whose fingerprint is saved with each checkpoint.
-
-    Raises:
-        ConfigError: If Lightning refuses the combination of options and callbacks.
-        KeyError: If the run saves checkpoints and its folder was never locked.
-        Exception: Any other exception that the class of a callback, a logger or the profiler
-            raises.
     """
     options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks, accumulate = build_callbacks(cfg, lengths, guard, train), lengths.batch.accumulate
@@ -88,12 +91,6 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 
     Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
     such as LearningRateMonitor, refuse a Trainer without a logger.
-
-    Args:
-        cfg: Configuration of the run.
-
-    Raises:
-        Exception: Any exception that the class of a logger raises.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()]
@@ -107,11 +104,6 @@ def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
     On GPUs that value is 1. Lightning would compare it with the number of GPUs that this process
     sees, which differs from the number of ranks of the node under some launchers. On any other
     accelerator it is the number of ranks of the node, and the strategy is not changed.
-
-    Args:
-        strategy: Lightning strategy. A ParallelStrategy of Lightning gets the GPUs of all local
-            ranks; others are not changed.
-        devices: Devices of the run.
     """
     if devices.accelerator != "cuda":
         return devices.n_local
@@ -124,10 +116,78 @@ def resolve_precision(cfg: RunConfig, devices: RunDevices) -> str:
     """Return the precision by its full name in Lightning, such as `bf16-mixed` for `bf16`.
 
     `auto` becomes the precision that the devices compute natively.
-
-    Args:
-        cfg: Configuration of the run.
-        devices: Devices of the run.
     """
     precision = cfg.trainer.precision
     return native_precision(devices) if precision == "auto" else full_name(precision)
+
+
+# Callbacks
+
+
+def build_callbacks(
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset
+) -> list[pl.Callback]:
+    """Build the callbacks of the `callbacks` group and those that every run has.
+
+    TrainingMonitor comes first: it computes the values of a step that the other callbacks read, and
+    checks the step before they see it. Checkpoints comes last, because it saves the state of all
+    other callbacks. For a training, rank 0 adds the first line of this start to timeline.jsonl in
+    the run folder.
+    """
+    own = [
+        build_target(node.node(), f"callbacks.{name}")
+        for name, node in cfg.callbacks.items()
+        if node is not None
+    ]
+    has_bar = any(isinstance(callback, LightningBar) for callback in own)
+    if cfg.trainer.enable_progress_bar and not has_bar:
+        own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print
+    is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
+    keeps = is_fit and cfg.checkpoint.name != "none"
+    is_recorded = is_fit and this_process().rank == 0
+    timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
+    checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
+    monitor = TrainingMonitor(
+        cfg.trainer.log_every_n_steps,
+        lengths,
+        cfg.model.plain(),
+        guard,
+        timeline,
+        checkpoints=checkpoints,
+        compiles=cfg.model.compile != "none",
+    )
+    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
+    step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
+    last = [] if checkpoints is None else [checkpoints]
+    return [monitor, step_guard, QuietCollector(), *own, *last]
+
+
+def build_checkpoints(
+    cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
+) -> Checkpoints:
+    """Build the callback that saves checkpoints.
+
+    The run folder must have been locked: the identity of the run is read from the record of its
+    lock. A save reports progress to the watchdog, so that a long save is not taken for a hang.
+    """
+    store = CheckpointStore(
+        Path(cfg.run_dir) / CHECKPOINTS_NAME,
+        read_run_id(cfg.run_dir) or None,
+        progress=guard.beat,
+    )
+    facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
+    facts["data"] = getattr(train, "fingerprint", None)
+    facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
+    n_states = max(optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments))
+    state_bytes = math.ceil(FP32_BYTES * n_states)
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    return Checkpoints(
+        store,
+        facts,
+        cfg.checkpoint,
+        state_bytes,
+        changed_options(cfg),
+        cfg.objective,
+        mirror,
+        timeline,
+    )

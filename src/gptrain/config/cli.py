@@ -11,51 +11,35 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.timeline import begin_command
 from gptrain.config.compose import REFUSALS, compose_words, open_hydra, plain, typed
 from gptrain.config.from_run import expand
-from gptrain.config.machine import (
-    check_classes,
-    check_devices,
-    check_files,
-    check_folder,
-    check_launcher,
-)
+from gptrain.config.machine import check_classes, check_devices, check_folder, check_launcher
 from gptrain.config.rules import check_rules
 from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
-from gptrain.core.parser import Parser
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import (
-    CHECKED,
-    adopt_launcher,
-    expand_gpu_segments,
-    stop_idle_spinning,
-    this_process,
-)
-from gptrain.runtime.unchanged import unchanged_process
+from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 
 # Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
 # launcher start within these seconds, so rank 0 can print the error before the launcher kills it.
 LINGER_S = 10.0
 # Levels of the log on the terminal. In a sweep it has only warnings and one line per job.
 LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
+NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # of ranks other than 0
 # Function of the typed config that returns the value of `objective`, if the job has one.
 Job = Callable[[Any], "float | None"]
 
 
-@unchanged_process()
 def main(
     job: Job,
     schema: type[RunConfig] = RunConfig,
@@ -77,13 +61,16 @@ def main(
         usage: Text with which `--help` begins, usually the docstring of the command's file.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
-    stop_idle_spinning()
-    expand_gpu_segments()
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+        # Idle OpenMP threads sleep after 1,000 turns of waiting. On a machine with another busy
+        # process, threads that waited actively made a run three times slower (two cores).
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory stays unused
     locations.enter(conf)
     sys.exit(run_command(job, sys.argv[1:], schema, defaults, usage))
 
 
-@unchanged_process()
 def run_command(
     job: Job,
     argv: list[str],
@@ -92,8 +79,6 @@ def run_command(
     usage: str | None = None,
 ) -> int:
     """Run a command line and return its exit code. Errors are printed and not raised.
-
-    What the command changes in this process is restored (`unchanged_process`).
 
     With `--help` the help is printed, and with `--cfg` the config, and no job runs. At the end of a
     sweep a table of its jobs is printed and written to results.csv.
@@ -106,77 +91,91 @@ def run_command(
         usage: Text with which `--help` begins.
     """
     begin_command()
-    parser = Parser(usage=usage, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", help="of the config: key=value")
     parser.add_argument("--help", "-h", action="store_true", help="show all choices")
     parser.add_argument("--multirun", "-m", action="store_true", help="run a sweep")
     parser.add_argument("--config-dir", "-cd", help="additional folder of config groups")
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="show the config")
     codes: list[int] = []
-    sweep = None
     try:
         adopt_launcher()
-        args = parser.parse_intermixed_args(argv)
-        is_rank = this_process().is_rank  # raises an error if the launcher's variables are damaged
+        this_process()  # raises an error if the variables of the launcher are damaged
+        args, unknown = parser.parse_known_intermixed_args(argv)
+        if unknown:
+            raise ConfigError.of("", None, f"{unknown[0]}: no such flag", hint="--help")
         is_expanded = CHECKED in os.environ or not schema.expands_run
         words = args.overrides if is_expanded else expand(args.overrides)
         words = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *words]
         if args.config_dir:
-            if not os.path.isdir(args.config_dir):
+            if not os.path.isdir(args.config_dir):  # Hydra would warn, and take another choice
                 raise ConfigError.of("--config-dir", args.config_dir, "no such folder")
             folder = shell.quoted(f"file://{os.path.abspath(args.config_dir)}")
             words.insert(0, f"hydra.searchpath=[{folder}]")
         if args.help or args.cfg:
-            show(words if args.cfg else [], args.cfg, parser)
-        elif args.multirun and is_rank:
-            raise ConfigError.of("-m", None, "not in the ranks of a launcher")
-        elif args.multirun:
-            try:
-                parsed = OverridesParser.create().parse_overrides(words)
-            except Exception as error:  # the parser raises exceptions of several packages
-                raise ConfigError.of("-m", None, first_line(error)) from error
-            constant = [item for item in parsed if not item.is_sweep_override()]
-            known = [item for item in parsed if not isinstance(item.value(), Glob)]
-            cfg, refused = compose_words([first_value(item) for item in known])
-            if refused:
-                raise ConfigError(refused)
-            sweep = Path(cfg.hydra.sweep.dir)
-            # The folder of a job is named by the keys that the sweep varies.
-            keys = [item.key_or_group for item in constant]
-            words.append(f"hydra.job.config.override_dirname.exclude_keys={keys}")
-            words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
             with open_hydra() as hydra:
-                choices = hydra.config_loader.get_group_options
-                for item in parsed:
-                    pattern: Any = item.value()
-                    if isinstance(pattern, Glob) and not pattern.filter(choices(item.key_or_group)):
-                        raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
-                hydra.multirun("train", partial(run_job, job, schema, codes, True), words)
+                if args.cfg:
+                    hydra.show_cfg("train", words, args.cfg, package=None)
+                else:
+                    print(parser.format_help())
+                    choices = hydra.config_loader.get_group_options
+                    for group in sorted(hydra.config_loader.list_groups("")):
+                        print(f"{group:17}{' '.join(choices(group))}")
+        elif args.multirun:
+            run_sweep(job, schema, words, codes)
         else:
-            cfg, refused = compose_words(words)
-            if cfg.hydra.mode == RunMode.MULTIRUN:
-                raise ConfigError.of("hydra.mode", "MULTIRUN", "only -m starts a sweep")
-            HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-            folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            run = check(cfg, schema, refused, folder)
-            if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
-                job(run)
-                return errors.DONE
-            if _rank() > 0:
-                words.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
-            with open_hydra() as hydra:  # hydra.main would compose the config a second time
-                hydra.run("train", partial(run_job, job, schema, codes, False), words)
+            run_once(job, schema, words, codes)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         # The words are read as text, because the config may be impossible to compose.
         if isinstance(error, JobFailedError) and not codes:  # it was printed in another process
             _print([first_line(error)])
         codes.append(report(error, shell.by_key(argv).get("debug", "").lower() == "true"))
-    if sweep:
-        report_sweep(sweep)
     code = next(filter(None, codes), errors.DONE)
     if code == errors.BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
     return code
+
+
+def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
+    """Check the config of a single job, and run it under Hydra."""
+    cfg, refused = compose_words(words)
+    HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
+    folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
+    run = check(cfg, schema, refused, folder)
+    if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
+        job(run)
+        return
+    with open_hydra() as hydra:  # hydra.main would compose the config a second time
+        words = [*words, NO_LOG] if _rank() > 0 else words
+        hydra.run("train", partial(run_job, job, schema, codes, False), words)
+
+
+def run_sweep(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
+    """Run a sweep, and report its jobs. The arguments are those of `run_once`."""
+    if this_process().is_rank:
+        raise ConfigError.of("-m", None, "not in the ranks of a launcher")
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+    except Exception as error:  # the parser raises exceptions of several packages
+        raise ConfigError.of("-m", None, first_line(error)) from error
+    globs = [item for item in parsed if isinstance(item.value(), Glob)]
+    cfg, refused = compose_words([first_value(item) for item in parsed if item not in globs])
+    if refused:
+        raise ConfigError(refused)
+    # The folder of a job is named by the keys that the sweep varies.
+    keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
+    words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
+    words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
+    folder = Path(cfg.hydra.sweep.dir)
+    try:
+        with open_hydra() as hydra:
+            for item in globs:
+                pattern: Any = item.value()
+                if not pattern.filter(hydra.config_loader.get_group_options(item.key_or_group)):
+                    raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
+            hydra.multirun("train", partial(run_job, job, schema, codes, True), words)
+    finally:
+        report_sweep(folder)
 
 
 def check(
@@ -187,8 +186,8 @@ def check(
 ) -> RunConfig:
     """Check a composed config and return the typed config. Warnings are printed.
 
-    The run folder, the launcher and the files are checked only for a training or an evaluation,
-    classes and devices only if `schema.runs_here` is true.
+    The run folder and the launcher are checked only for a training or an evaluation, classes and
+    devices only if `schema.runs_here` is true.
 
     Args:
         cfg: Composed config.
@@ -206,17 +205,16 @@ def check(
         run = typed(values, schema)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    stages = [check_rules(run)]
-    if schema is RunConfig:  # a command with a schema of its own reads no data and makes no run
-        is_first = this_process().rank == 0  # another rank may see what rank 0 has written
-        of_folder = check_folder(run, folder or run.run_dir) if is_first else ()
-        stages[0] = chain(stages[0], check_launcher(run), of_folder, check_files(run))
-    if schema.runs_here:
-        stages.append(chain(check_classes(values), check_devices(run)))  # torch takes seconds
-    for stage in stages:
-        problems += stage
-        if any(problem.code for problem in problems):
-            raise ConfigError(problems)
+    problems += check_rules(run)
+    if schema is RunConfig:  # a command with a schema of its own makes no run
+        problems += check_launcher(run)
+        if this_process().rank == 0:  # another rank may see what rank 0 has written
+            problems += check_folder(run, folder or run.run_dir)
+    is_valid = not any(problem.code for problem in problems)
+    if is_valid and schema.runs_here:  # torch takes seconds
+        problems += [*check_classes(run, values), *check_devices(run)]
+    if any(problem.code for problem in problems):
+        raise ConfigError(problems)
     if CHECKED not in os.environ:  # else the parent of this rank has printed them
         _print(problem.line for problem in problems)
     return run
@@ -251,20 +249,6 @@ def first_value(override: Override) -> str:
     return f"{line.partition('=')[0]}={first}"
 
 
-def show(words: list[str], package: str | None, parser: argparse.ArgumentParser) -> None:
-    """Print the composed config, or the flags and all choices if `package` is None."""
-    _, refused = compose_words(words)
-    if refused:
-        raise ConfigError(refused)
-    with open_hydra() as hydra:
-        if package:
-            hydra.show_cfg("train", words, package, package=None)
-            return
-        print(parser.format_help())
-        for group in sorted(hydra.config_loader.list_groups("")):
-            print(f"{group:17}{' '.join(hydra.config_loader.get_group_options(group))}")
-
-
 def run_job(
     job: Job, schema: type[RunConfig], codes: list[int], is_sweep: bool, cfg: DictConfig
 ) -> float | None:
@@ -274,17 +258,6 @@ def run_job(
     run again: the objective of its result is returned. After an error Hydra's basic sweeper runs
     its next job. Other sweepers (a search) and launchers (jobs in other processes) need an
     exception to notice the failure. A job whose config was refused has its row in the table.
-
-    Args:
-        job: Function of the typed config.
-        schema: Type of the config.
-        codes: Exit codes of the jobs so far, to which that of this job is appended.
-        is_sweep: Whether the job belongs to a sweep.
-        cfg: Composed config of the job.
-
-    Raises:
-        JobFailedError: If a job of a sweep fails, unless sweeper and launcher are basic.
-        SystemExit: If the job was interrupted or preempted, which ends the sweep.
     """
     node: Any = HydraConfig.get()
     folder = Path(node.runtime.output_dir)

@@ -1,5 +1,6 @@
 """Composes a config with Hydra, on the conf/ of the project and of the library, and types it."""
 
+import copy
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator
@@ -18,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from gptrain.config.resolvers import RESOLVERS
 from gptrain.config.vocabulary import AUTO, vocabulary_size
 from gptrain.core import locations
 from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
@@ -32,15 +32,9 @@ REFUSALS = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, AttributeError,
     KeyError,
 )  # fmt: skip
-# Phrases of pydantic's messages, and what is printed instead.
-PHRASES = {
-    "greater than or equal to": ">=",
-    "less than or equal to": "<=",
-    "greater than": ">",
-    "less than": "<",
-    "Input should be": "must be",
-    "Value error, ": "",
-}
+SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its context length
+# Largest default data.seq_len: longer contexts are an extension of a trained net.
+LONG_SEQ_LEN = 8192
 Config = TypeVar("Config", bound=RunConfig)
 
 
@@ -50,6 +44,48 @@ class LibraryChoices(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the library's conf/ to Hydra's search path. Hydra calls this method."""
         search_path.append(provider="gptrain", path="pkg://gptrain.conf")
+
+
+def job_folder(number: int, varied: str) -> str:
+    """Return the folder name of a sweep's job, such as `3-lr_0.001-seed_1`."""
+    name = re.sub(r"[\w./@+]*?(\w+)=", r"\1_", varied)
+    return re.sub(r"[^\w.+-]+", "-", f"{number}-{name}")[:80].strip("-.")
+
+
+def plus(left: Any, right: int) -> Any:
+    """Return left + right, or `left` unchanged if it is no integer, so that only its key is wrong.
+
+    Used as `${plus:${seed},1}`.
+    """
+    return left + right if isinstance(left, int) else left
+
+
+def default_seq_len(model: Any, shortest: int = 1) -> int:
+    """Return the default of `data.seq_len`: the context length of the net, at most LONG_SEQ_LEN."""
+    length = model.get("max_seq_len") if isinstance(model, DictConfig) else None
+    is_used = type(length) is int and length >= shortest
+    return min(length, LONG_SEQ_LEN) if is_used else SHORT_SEQ_LEN
+
+
+def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
+    """Return the value of one key in each part of a data mixture, by the name of the part.
+
+    Used as `${of_parts:${data.parts},weight}`.
+    """
+    values = {}
+    for name, part in parts.items():
+        part = copy.copy(part)
+        if seq_len is not None and "seq_len" in part:
+            part.seq_len = seq_len
+        node = part.get(key, 1)
+        is_node = OmegaConf.is_config(node)
+        values[name] = OmegaConf.to_container(node, resolve=True) if is_node else node
+    return values
+
+
+RESOLVERS = (
+    locations.default_output_dir, locations.expand_home, job_folder, plus, default_seq_len, of_parts
+)  # fmt: skip
 
 
 @contextmanager
@@ -62,7 +98,7 @@ def open_hydra() -> Generator[Any, None, None]:
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (locations.default_output_dir, locations.expand_home, *RESOLVERS):
+    for resolver in RESOLVERS:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(locations.find_conf() or locations.LIBRARY / "conf")
@@ -73,17 +109,7 @@ def open_hydra() -> Generator[Any, None, None]:
 
 
 def compose_words(words: list[str]) -> tuple[DictConfig, list[ConfigIssue]]:
-    """Compose the config from all overrides that Hydra accepts.
-
-    Args:
-        words: Overrides of a command line.
-
-    Returns:
-        The config with Hydra's own node, and a problem for each override that was left out.
-
-    Raises:
-        ConfigError: If the reason of a refusal is not an override, for example a yaml file.
-    """
+    """Compose the config from all overrides that Hydra accepts; return a problem of each other."""
     refusals: list[tuple[str, Exception]] = []
     with open_hydra():
         while True:
@@ -117,30 +143,13 @@ def _refused_key(error: Exception) -> str:
 
 
 def _explain(word: str, error: Exception, known: Iterable[str]) -> ConfigIssue:
-    """Return the problem of an override that Hydra refused.
-
-    Args:
-        word: The override.
-        error: Exception that Hydra raised for it.
-        known: Dotted keys of the config.
-    """
-    key, value, text = key_of(word), word.partition("=")[2] or None, str(error)
-    if isinstance(error, OverrideParseException):
-        if value is None:
-            return ConfigIssue("", None, f"{word}: not key=value", hint="--help")
-        return ConfigIssue(key, value, "cannot be parsed", hint=option(key, value))
-    if isinstance(error, MissingConfigException):
-        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
-        names = sorted(error.options or [])
-        near = get_close_matches(wanted, names, 1)
-        message = f"no choice {wanted}" + (f', did you mean "{near[0]}"?' if near else "")
-        return ConfigIssue(key, value, message, ", ".join(names))
-    if text.startswith("Ambiguous value"):
-        hint = f"-m for a sweep, or {key}=[{value}] for a list"
-        return ConfigIssue(key, value, "several values, but this is not a sweep", hint=hint)
-    if text.startswith("Could not override"):
-        return ConfigIssue(key, value, f"unknown key{_did_you_mean(key, known)}")
-    return ConfigIssue(key, value, first_line(error))
+    """Return the problem of an override that Hydra refused. `known` are the keys of the config."""
+    key, value = key_of(word), word.partition("=")[2] or None
+    text = " ".join(str(error.__cause__ or error).partition("Config search path")[0].split())
+    if str(error).startswith("Could not override"):
+        text = f"unknown key{_did_you_mean(key, known)}"
+    is_grammar = isinstance(error, OverrideParseException) and value is not None
+    return ConfigIssue(key, value, text, hint=option(key, value) if is_grammar else "")
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
@@ -196,12 +205,7 @@ def typed(values: dict[str, Any], schema: type[Config]) -> Config:
 
 
 def _find_problems(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigIssue]:
-    """Yield one problem for each key that pydantic refuses.
-
-    Args:
-        error: Error of the config.
-        values: Config as nested dicts.
-    """
+    """Yield one problem for each key that pydantic refuses."""
     messages: dict[str, list[str]] = {}  # each member of a union has a message for its key
     given: dict[str, Any] = {}
     for details in error.errors(include_url=False):
@@ -218,8 +222,7 @@ def _find_problems(error: ValidationError, values: dict[str, Any]) -> Iterator[C
         message = "missing, but required" if is_missing else details["msg"]
         if details["type"] == "extra_forbidden":
             message = f"unknown key{_did_you_mean(key, flatten(values).keys() - {key})}"
-        for phrase, replacement in PHRASES.items():
-            message = message.replace(phrase, replacement)
+        message = message.removeprefix("Value error, ").replace("Input should be", "must be")
         messages.setdefault(key, []).append(message)
         given[key] = None if is_missing else show(node)
     for key, found in messages.items():

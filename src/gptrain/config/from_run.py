@@ -29,13 +29,6 @@ def expand(typed: list[str]) -> list[str]:
     """Return the overrides of the run in `from_run`, followed by the typed overrides.
 
     A typed key replaces the run's override of the same key, and a typed `~key` removes it.
-
-    Args:
-        typed: Overrides of the command line, returned unchanged without `from_run`.
-
-    Raises:
-        ConfigError: If there is no run in the folder (exit code 66), its overrides cannot be read
-            (65), or another person has started it and `trust=true` is not typed.
     """
     values = {key_of(word): word.partition("=")[2] for word in typed}
     if values.get("from_run", "") in ("", "null"):
@@ -49,16 +42,7 @@ def expand(typed: list[str]) -> list[str]:
 
 
 def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides with which a run was started.
-
-    Args:
-        folder: Folder of the run.
-        typed: Typed overrides by key, among them `trust`.
-
-    Raises:
-        ConfigError: If the folder has no run (exit code 66), its file cannot be read (65), or the
-            run is not trusted.
-    """
+    """Return the overrides with which a run was started."""
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)

@@ -10,8 +10,15 @@ from gptrain.checkpoints.status import write_status
 from gptrain.config.from_run import is_left_out
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
-from gptrain.runs.folder import MALFORMED_FILE_ERRORS, RunRecord, read_run, read_runs
-from gptrain.runs.table import rank_runs, table, text_table
+from gptrain.runs.table import (
+    MALFORMED_FILE_ERRORS,
+    RunRecord,
+    rank_runs,
+    read_run,
+    read_runs,
+    table,
+    text_table,
+)
 
 
 def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
@@ -19,10 +26,6 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
 
     A finished run has the overrides of the job, except those that `from_run` leaves out. That its
     job is skipped is printed.
-
-    Args:
-        folder: Folder of the job, which may be empty.
-        words: Overrides of the job.
     """
     try:
         run = read_run(folder)
@@ -36,17 +39,7 @@ def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
 
 
 def record_refusal(folder: Path, words: Sequence[str], code: int, message: str) -> None:
-    """Record a job whose config was refused, for the table of the sweep.
-
-    Args:
-        folder: Folder of the job, which does not exist.
-        words: Overrides of the job.
-        code: Exit code of the job.
-        message: Error of the job, one line.
-
-    Raises:
-        OSError: If a file cannot be written.
-    """
+    """Record a job whose config was refused, for the table of the sweep."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*words]))
     write_status(folder, cause="refused", exit_code=code, message=message)
@@ -56,12 +49,6 @@ def report_sweep(folder: Path) -> None:
     """Print the table of all jobs, the best first, and write it to results.csv.
 
     The last line is a command that evaluates the best job. Does nothing if the folder has no runs.
-
-    Args:
-        folder: Folder of the sweep.
-
-    Raises:
-        OSError: If results.csv cannot be written.
     """
     if runs := read_runs([folder]):
         metric, runs = rank_runs(runs)

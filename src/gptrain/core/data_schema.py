@@ -8,27 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gptrain.core.value_types import (
-    WORKERS_MAX,
-    Chosen,
-    Count,
-    KeepsResult,
-    LocalPath,
-    LocalPaths,
-    Name,
-    OpenSection,
-    Positive,
-    TargetConfig,
-    between,
-)
+from gptrain.core import value_types as types
+from gptrain.core.value_types import Chosen, Count, KeepsResult, OpenSection, TargetConfig, between
 
 
 def find_data_kind(node: dict[str, Any]) -> object:
-    """Return the key of DATA for a data group, or a name that is not in DATA for another group.
-
-    Args:
-        node: Values of the group. One with a `_target_` of its own is a LightningDataModule.
-    """
+    """Return the key of DATA for a data group, or a name that is not in DATA for another group."""
     if "_target_" in node:
         return "LightningDataModule"
     train = node.get("train")
@@ -54,7 +39,7 @@ class DataConfig(OpenSection):
     # The resulting global batch size is compared on a resume.
     batch_size: Annotated[Count, KeepsResult]
     global_batch_size: Annotated[Count | None, KeepsResult]
-    num_workers: Annotated[int, between(0, WORKERS_MAX), KeepsResult]
+    num_workers: Annotated[int, between(0, types.WORKERS_MAX), KeepsResult]
     train: TargetConfig
     val: TargetConfig
     test: TargetConfig | None = None
@@ -85,7 +70,7 @@ class DataModuleConfig(DataConfig):
     target: str = Field(alias="_target_")
     batch_size: Annotated[Count, KeepsResult] = 1
     global_batch_size: Annotated[Count | None, KeepsResult] = None
-    num_workers: Annotated[int, between(0, WORKERS_MAX), KeepsResult] = 0
+    num_workers: Annotated[int, between(0, types.WORKERS_MAX), KeepsResult] = 0
     train: Any = None
     val: Any = None
     test: Any = None
@@ -128,11 +113,11 @@ class TextConfig(DataConfig):
     """
 
     seq_len: Count
-    path: LocalPaths | None
-    pattern: Name
+    path: types.LocalPaths | None
+    pattern: types.Name
     format: Literal["text", "jsonl", "json", "parquet", "csv"] | None
-    text_key: Name | None
-    tokenizer: LocalPath
+    text_key: types.Name | None
+    tokenizer: types.LocalPath
     end_of_document: bool | None
     documents: Literal["packed", "masked"]
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
@@ -149,8 +134,8 @@ class TokensConfig(DataConfig):
     """
 
     seq_len: Count
-    train_path: LocalPaths
-    val_path: LocalPaths
+    train_path: types.LocalPaths
+    val_path: types.LocalPaths
     dtype: Literal["uint16", "uint32", "int64"]
 
 
@@ -165,7 +150,7 @@ class PartConfig(OpenSection):
         val: Node of the dataset of the validations.
     """
 
-    weight: Positive = 1
+    weight: types.Positive = 1
     train: TargetConfig
     val: TargetConfig
 

@@ -4,8 +4,20 @@ Nothing here imports torch, so that the command line and the planner use the sam
 run.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
+
+from gptrain.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gptrain.core.schema import RunConfig, TrainerConfig
+
+LimitKind = Literal["steps", "epochs", "tokens"]
+DEFAULT_WARMUP_STEPS = 100
+DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
+DEFAULT_MAX_EPOCHS = 3
 
 
 def loss_rows(device_type: str) -> int:
@@ -75,7 +87,7 @@ class RunLengths:
     n_steps: int | None
     validate_every: int
     limit: str = ""
-    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"
+    limit_kind: LimitKind = "steps"
     warmup_steps: int | None = None
     unit: Literal["tokens", "samples"] = "tokens"
 
@@ -93,19 +105,7 @@ class RunLengths:
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:
-    """Return the batch plan, with the accumulation derived from the global batch size if given.
-
-    Args:
-        batch_size: Sequences per data-parallel rank per micro-step.
-        global_batch_size: Sequences per optimizer step over all ranks, or None.
-        accumulate: Micro-steps per optimizer step. Must be 1 if `global_batch_size` is given.
-        data_parallel_size: Number of ranks that train on different samples.
-
-    Raises:
-        ValueError: If `global_batch_size` and an accumulation are both given, or if
-            `global_batch_size` is not a multiple of batch_size x data_parallel_size. The message
-            names the nearest sizes that are.
-    """
+    """Return the batch plan, with the accumulation derived from the global batch size if given."""
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
@@ -123,97 +123,69 @@ def plan_batch(
     return BatchPlan(batch_size, data_parallel_size, global_batch_size // micro)
 
 
-def run_steps(steps_per_epoch: int, max_epochs: int | None, max_steps: int) -> int | None:
-    """Return the number of optimizer steps of the run, or None if only a time limit ends the run.
+def plan_lengths(
+    cfg: RunConfig, n_samples: int, sample_tokens: int | None, data_parallel_size: int
+) -> RunLengths:
+    """Return the batch arithmetic, the number of steps, and the steps between two validations.
+
+    An epoch has at least one step, also if the data or trainer.limit_train_batches give less.
 
     Args:
-        steps_per_epoch: Optimizer steps of one epoch, after `trainer.limit_train_batches`.
-        max_epochs: Maximum number of epochs, or None for no limit.
-        max_steps: Maximum number of optimizer steps, or -1 for no limit.
-    """
-    by_epochs = [] if max_epochs is None else [max_epochs * steps_per_epoch]
-    by_steps = [] if max_steps == -1 else [max_steps]
-    return min(by_epochs + by_steps, default=None)
-
-
-def token_steps(max_tokens: float, step_tokens: int) -> int:
-    """Return the largest number of optimizer steps that train on at most `max_tokens` tokens.
-
-    Args:
-        max_tokens: Token budget of the run, over all ranks.
-        step_tokens: Tokens of one optimizer step, over all ranks.
+        cfg: Configuration of the run.
+        n_samples: Number of training samples.
+        sample_tokens: Positions of one sample. None for data that are not tokens; then a sample
+            counts as one position.
+        data_parallel_size: Number of ranks that see different samples.
 
     Raises:
-        ValueError: If the budget is less than one step.
+        ConfigError: If max_tokens is less than one step.
+        ValueError: If data.global_batch_size cannot be divided by the samples of a micro-step.
     """
-    if max_tokens < step_tokens:
-        raise ValueError(f"less than the {step_tokens} tokens of one step")
-    return int(max_tokens // step_tokens)
+    trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
+    epoch_steps = max(1, batch.steps_per_epoch(n_samples))
+    if (limit := trainer.limit_train_batches) is not None:
+        is_fraction = isinstance(limit, float)  # else a number of micro-batches
+        limited_steps = int(limit * epoch_steps) if is_fraction else limit // batch.accumulate
+        epoch_steps = max(1, min(epoch_steps, limited_steps))
+    step_tokens = batch.global_batch_size * (sample_tokens or 1)
+    n_steps, limit_text, limit_kind = _find_end(cfg, epoch_steps, step_tokens)
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):  # a fraction of check_val_every_n_epoch epochs
+        interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
+    return RunLengths(
+        batch,
+        sample_tokens or 1,
+        epoch_steps,
+        n_steps,
+        interval if n_steps is None else min(interval, n_steps),
+        limit_text,
+        limit_kind,
+        unit="samples" if sample_tokens is None else "tokens",
+    )
 
 
-DEFAULT_WARMUP_STEPS = 100
+def _find_end(
+    cfg: RunConfig, epoch_steps: int, step_tokens: int
+) -> tuple[int | None, str, LimitKind]:
+    """Return the number of steps of the run, the option that limits it, and the option's unit.
 
-
-def warmup_steps(length: float | None, total_steps: int | None) -> int:
-    """Return the number of warm-up steps.
-
-    Args:
-        length: Number of steps, or a fraction of the run below 1. None stands for 100 steps or a
-            tenth of the run, whichever is less.
-        total_steps: Steps of the run, or None if only a time limit ends the run. A `length` of None
-            is then 100 steps.
-
-    Raises:
-        ValueError: If `length` is neither an integer number of steps nor a fraction of the run, or
-            is a fraction and `total_steps` is None.
+    The number is None, and the option is empty, if only a time limit or nothing ends the run.
     """
-    if length is not None:
-        return phase_steps(length, total_steps)
-    if total_steps is None:
-        return DEFAULT_WARMUP_STEPS
-    return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
+    trainer = cfg.trainer
+    if trainer.fast_dev_run:
+        return int(trainer.fast_dev_run), "trainer.fast_dev_run=true", "steps"
+    ends: list[tuple[int, str, LimitKind]] = []
+    if trainer.max_steps != -1:
+        ends.append((trainer.max_steps, f"trainer.max_steps={trainer.max_steps}", "steps"))
+    if cfg.max_tokens is not None:
+        n_steps = token_steps("max_tokens", cfg.max_tokens, step_tokens)
+        ends.append((n_steps, f"max_tokens={cfg.max_tokens:g}", "tokens"))
+    if (n_epochs := effective_max_epochs(trainer, cfg.max_tokens)) is not None:
+        ends.append((n_epochs * epoch_steps, f"trainer.max_epochs={n_epochs}", "epochs"))
+    return min(ends, key=lambda end: end[0], default=(None, "", "steps"))
 
 
-def phase_steps(length: float, total_steps: int | None) -> int:
-    """Return the number of steps of one phase of the schedule. A fraction is rounded to a step.
-
-    Args:
-        length: Integer number of steps, or a fraction of the run between 0 and 1. The number 1 is
-            one step.
-        total_steps: Steps of the run, or None if only a time limit ends the run.
-
-    Raises:
-        ValueError: If `length` is neither of the two, or is a fraction and the length of the run is
-            unknown.
-    """
-    if length < 0 or (length > 1 and length != int(length)):
-        raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
-    if not 0 < length < 1:
-        return int(length)
-    if total_steps is None:
-        raise ValueError("a fraction of a run of unknown length")
-    return round(length * total_steps)
-
-
-DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
-DEFAULT_MAX_EPOCHS = 3
-
-
-class HasLimits(Protocol):
-    """Any object with the three limits of a run, such as the trainer section of the config.
-
-    Attributes:
-        max_epochs: Maximum number of epochs. -1 for no limit, None if not given.
-        max_steps: Maximum number of optimizer steps, or -1 for no limit.
-        max_time: Maximum duration, or None for no limit.
-    """
-
-    max_epochs: int | None
-    max_steps: int
-    max_time: Any
-
-
-def effective_max_epochs(trainer: HasLimits, max_tokens: float | None) -> int | None:
+def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> int | None:
     """Return the number of epochs of the run, or None for no limit.
 
     The default of 3 epochs holds only if no other limit is given: neither steps, nor time, nor
@@ -227,3 +199,48 @@ def effective_max_epochs(trainer: HasLimits, max_tokens: float | None) -> int | 
         return None if trainer.max_epochs == -1 else trainer.max_epochs
     is_limited = trainer.max_steps != -1 or trainer.max_time is not None
     return None if is_limited or max_tokens is not None else DEFAULT_MAX_EPOCHS
+
+
+def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
+    """Return the largest number of optimizer steps that train on at most `n_tokens` tokens."""
+    if n_tokens < step_tokens:
+        raise ConfigError.of(key, n_tokens, f"less than the {step_tokens} tokens of one step")
+    return int(n_tokens // step_tokens)
+
+
+def phase_steps(
+    cfg: RunConfig, phase: Literal["warmup", "decay", "total"], lengths: RunLengths
+) -> int | None:
+    """Return the number of steps of a phase of the schedule. A fraction is rounded to a step.
+
+    A phase without a length in the config has its default: a warm-up of 100 steps or a tenth of the
+    schedule, whichever is less; a decay of a fifth of the schedule; in total the length of the run.
+
+    Args:
+        cfg: Configuration of the run.
+        phase: Name of the phase.
+        lengths: Lengths of the run, with the warm-up of the first start if the run was resumed.
+
+    Returns:
+        The number. None for the total of a run whose length in steps is not known.
+
+    Raises:
+        ConfigError: If the phase is shorter than one step, or a fraction of an unknown length.
+    """
+    if phase == "warmup" and lengths.warmup_steps is not None:
+        return lengths.warmup_steps
+    steps, tokens = cfg.scheduler.phase(phase)
+    if tokens is not None:
+        return token_steps(f"scheduler.{phase}_tokens", tokens, lengths.step_tokens)
+    total = lengths.n_steps if phase == "total" else phase_steps(cfg, "total", lengths)
+    if steps is None and phase == "total":
+        return total
+    if steps is None and phase == "warmup":
+        return DEFAULT_WARMUP_STEPS if total is None else min(DEFAULT_WARMUP_STEPS, total // 10)
+    steps = DEFAULT_DECAY if steps is None else steps
+    if not 0 < steps < 1:
+        return int(steps)
+    if total is None:
+        message = "a fraction of a run of unknown length"
+        raise ConfigError.of(f"scheduler.{phase}_steps", steps, message)
+    return round(steps * total)

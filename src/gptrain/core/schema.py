@@ -9,40 +9,14 @@ to a yaml file in `conf/` and its line here.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from typing_extensions import Self
 
+from gptrain.core import value_types as types
 from gptrain.core.data_schema import DATA, DataConfig, find_data_kind
 from gptrain.core.lengths import BatchPlan, plan_batch
 from gptrain.core.strategies import STRATEGIES, DDPOptions, StrategyOptions
-from gptrain.core.value_types import (
-    SEED_MAX,
-    AtLeastOne,
-    Batches,
-    BelowOne,
-    Betas,
-    Chosen,
-    Count,
-    Devices,
-    Duration,
-    Fraction,
-    Interval,
-    KeepsResult,
-    Kept,
-    Limit,
-    LocalPath,
-    Name,
-    NonNegative,
-    Positive,
-    PositiveNumber,
-    PrecisionName,
-    RunName,
-    Section,
-    TargetConfig,
-    TokenCount,
-    Warmup,
-    between,
-)
+from gptrain.core.value_types import Chosen, Count, KeepsResult, Section, TargetConfig, between
 
 # Groups with a `_target_`
 
@@ -90,7 +64,7 @@ class SimpleGPTConfig(DecoderConfig):
         activation: Activation function of the feed-forward layers: the exact GELU or its tanh form.
     """
 
-    dropout: BelowOne
+    dropout: types.BelowOne
     activation: Literal["gelu", "gelu_tanh"]
 
 
@@ -110,9 +84,9 @@ class LlamaConfig(DecoderConfig):
 
     n_kv_heads: Count
     d_ff: Count
-    rope_base: Positive
-    rope_scaling: AtLeastOne
-    norm_eps: Positive
+    rope_base: types.Positive
+    rope_scaling: types.AtLeastOne
+    norm_eps: types.Positive
     qk_norm: bool
     tie_head: bool
     d_head: Annotated[int, between(2)] | None = None
@@ -130,7 +104,7 @@ class HuggingFaceConfig(ModelConfig, extra="forbid"):
 
     vocab_size: Count
     config: dict[str, Any] | None
-    path: LocalPath | None
+    path: types.LocalPath | None
 
 
 class LossConfig(Section):
@@ -141,8 +115,8 @@ class LossConfig(Section):
         z_loss: Weight of log(Z)^2 in the loss, where Z is the normalizer of the softmax.
     """
 
-    label_smoothing: BelowOne
-    z_loss: NonNegative
+    label_smoothing: types.BelowOne
+    z_loss: types.NonNegative
 
 
 class ModuleConfig(TargetConfig):
@@ -195,8 +169,8 @@ class OptimizerConfig(TargetConfig):
 
     OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
 
-    lr: PositiveNumber | None
-    weight_decay: NonNegative | None
+    lr: types.PositiveNumber | None
+    weight_decay: types.NonNegative | None
     lr_scaling: Literal["none", "linear", "sqrt"]
     reference_batch_size: Count
 
@@ -210,8 +184,8 @@ class AdamWConfig(OptimizerConfig):
         fused: Whether one kernel updates all parameters. None leaves the choice to torch.
     """
 
-    betas: Betas
-    eps: Positive
+    betas: types.Betas
+    eps: types.Positive
     fused: bool | None = None
 
 
@@ -225,10 +199,10 @@ class MuonConfig(AdamWConfig):
         vector_lr: Learning rate of norms and biases. None for `lr`.
     """
 
-    momentum: BelowOne
-    embedding_lr: PositiveNumber | None = None
-    head_lr: PositiveNumber | None = None
-    vector_lr: PositiveNumber | None = None
+    momentum: types.BelowOne
+    embedding_lr: types.PositiveNumber | None = None
+    head_lr: types.PositiveNumber | None = None
+    vector_lr: types.PositiveNumber | None = None
 
 
 class PhaseLength(NamedTuple):
@@ -260,12 +234,12 @@ class SchedulerConfig(TargetConfig):
         min_factor: Last learning rate, as a fraction of the peak.
     """
 
-    warmup_steps: Warmup | None
-    warmup_tokens: TokenCount | None
+    warmup_steps: types.Warmup | None
+    warmup_tokens: types.TokenCount | None
     total_steps: Count | None
-    total_tokens: TokenCount | None
-    start_factor: Fraction
-    min_factor: Fraction
+    total_tokens: types.TokenCount | None
+    start_factor: types.Fraction
+    min_factor: types.Fraction
 
     def phase(self, name: str) -> PhaseLength:
         """Return the configured length of a phase.
@@ -299,8 +273,8 @@ class StableDecayConfig(DecayConfig):
         decay_tokens: Length of the decay in tokens, over all ranks.
     """
 
-    decay_steps: Warmup | None
-    decay_tokens: TokenCount | None
+    decay_steps: types.Warmup | None
+    decay_tokens: types.TokenCount | None
 
 
 class SampleTextConfig(TargetConfig, extra="forbid"):
@@ -311,7 +285,7 @@ class SampleTextConfig(TargetConfig, extra="forbid"):
         n_tokens: Number of tokens to generate.
     """
 
-    prompt: Name
+    prompt: types.Name
     n_tokens: Count
 
 
@@ -338,24 +312,21 @@ class TrainerConfig(TargetConfig):
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
-    devices: Devices
+    devices: types.Devices
     num_nodes: Literal["auto"] | Count
-    precision: PrecisionName
+    precision: types.PrecisionName
     max_epochs: Literal[-1] | Count | None
     max_steps: Literal[-1] | Annotated[int, between(1, 2**40)]
     min_steps: Annotated[int, between(0)] | None
-    max_time: Duration
+    max_time: types.Duration
     accumulate_grad_batches: Count
-    gradient_clip_val: Annotated[NonNegative | None, Field(description=">= 0; 0 or null for off")]
-    fast_dev_run: Batches
-    overfit_batches: Annotated[int, between(0)] | Fraction
-    limit_train_batches: Annotated[
-        Interval | None,
-        Field(description="a fraction in (0, 1], an integer >= 1, or null"),
-    ]
-    limit_val_batches: Limit
-    limit_test_batches: Limit
-    val_check_interval: Interval
+    gradient_clip_val: types.NonNegative | None
+    fast_dev_run: types.Batches
+    overfit_batches: Annotated[int, between(0)] | types.Fraction
+    limit_train_batches: types.Interval | None
+    limit_val_batches: types.Limit
+    limit_test_batches: types.Limit
+    val_check_interval: types.Interval
     check_val_every_n_epoch: Count | None
     num_sanity_val_steps: Annotated[int, between(-1)] | None
     log_every_n_steps: Count
@@ -377,7 +348,7 @@ class LightningTrainerConfig(TrainerConfig, extra="forbid"):
 
     min_epochs: Annotated[int, between(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    limit_predict_batches: Limit = None
+    limit_predict_batches: types.Limit = None
     reload_dataloaders_every_n_epochs: Annotated[int, between(0)] = 0
     sync_batchnorm: bool = False
 
@@ -403,12 +374,12 @@ class CheckpointConfig(Section):
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
-    every_minutes: PositiveNumber | None
-    keep: Kept
-    monitor: Name
+    every_minutes: types.PositiveNumber | None
+    keep: Annotated[int, between(2)]  # if the newest is damaged, a run resumes from another
+    monitor: types.Name
     mode: Literal["min", "max"]
     background: bool
-    mirror: Name | None
+    mirror: types.Name | None
 
 
 class LauncherConfig(Section):
@@ -421,7 +392,7 @@ class LauncherConfig(Section):
     """
 
     max_restarts: Annotated[int, between(0)]
-    timeout_s: Positive | None
+    timeout_s: types.Positive | None
 
 
 class SpikeConfig(Section):
@@ -433,7 +404,7 @@ class SpikeConfig(Section):
         window: Number of earlier steps over which mean and standard deviation are computed.
     """
 
-    sigma: Positive
+    sigma: types.Positive
     window: Annotated[int, between(2, 100_000)]
 
 
@@ -456,11 +427,7 @@ SHIPPED: dict[str, type[TargetConfig]] = {
 
 
 def by_target(base: type[TargetConfig]) -> Chosen:
-    """Return the mark of a group whose `_target_` may be one of the classes in SHIPPED.
-
-    Args:
-        base: Section type of the group, which is also that of any other class.
-    """
+    """Return the mark of a group whose `_target_` may be one of the classes in SHIPPED."""
     kinds = {target: kind for target, kind in SHIPPED.items() if issubclass(kind, base)}
     return Chosen(kinds, lambda node: node.get("_target_"))
 
@@ -513,22 +480,22 @@ class RunConfig(Section):
     runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
 
-    name: RunName
+    name: types.LocalPath
     task: Literal["fit", "validate", "test"]
-    seed: Annotated[int, between(0, SEED_MAX)]
-    max_tokens: TokenCount | None
+    seed: Annotated[int, between(0, types.SEED_MAX)]
+    max_tokens: types.TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
     on_spike: Literal["none", "warn", "skip"]
     spike: SpikeConfig
     max_skips: Count
-    objective: Name
-    output_dir: LocalPath
-    run_dir: LocalPath
-    ckpt_path: LocalPath | None
+    objective: types.Name
+    output_dir: types.LocalPath
+    run_dir: types.LocalPath
+    ckpt_path: types.LocalPath | None
     allow_changes: list[str]
-    init_from: LocalPath | None
+    init_from: types.LocalPath | None
     init_strict: bool
-    from_run: LocalPath | None
+    from_run: types.LocalPath | None
     trust: bool
     debug: bool
     model: Annotated[ModelConfig, by_target(ModelConfig)]

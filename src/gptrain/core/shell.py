@@ -82,31 +82,7 @@ def option(key: str, value: object) -> str:
     return command(override(key, value))
 
 
-def folder_argument(path: str | os.PathLike) -> str:
-    """Return a path as a text that a command cannot mistake for an option or for a home folder.
-
-    A path that begins with `-` or `~` gets a `./` in front. The result is not yet quoted for the
-    shell.
-
-    Args:
-        path: Path of a folder.
-    """
-    text = str(path)
-    return f"./{text}" if text.startswith(("-", "~")) else text
-
-
 def _shell_word(word: str) -> str:
-    """Return a word quoted for a POSIX shell; one with control characters in bash's $'…'."""
-    if not word.isprintable():  # bash's $'…' writes a line feed as \n
-        return "$'" + "".join(map(_escape, word)) + "'"
-    # Double quotes are easier to read than escaped single quotes; they do not protect $ ` \ and !.
-    if "'" in word and not re.search(r'["$`\\!]', word):
-        return f'"{word}"'
-    return shlex.quote(word)
-
-
-def _escape(char: str) -> str:
-    """Return the escape sequence of a character inside bash's $'…'."""
-    if char.isprintable():
-        return f"\\{char}" if char in "\\'" else char
-    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogateescape"))
+    """Return a word quoted for a POSIX shell, in double quotes where these are easier to read."""
+    is_simple = "'" in word and not re.search(r'["$`\\!]', word)
+    return f'"{word}"' if is_simple else shlex.quote(word)

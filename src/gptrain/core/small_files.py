@@ -3,7 +3,7 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,7 +68,11 @@ def read_json(path: str | Path) -> Any:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not JSON, or the path is not a regular file.
     """
-    return _parse(path, json.loads, "JSON")
+    content = read_bytes(path)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # also if not UTF-8
+        raise UnreadableFileError(path, f"not JSON ({first_line(error)})") from None
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -81,26 +85,11 @@ def read_yaml(path: str | Path) -> Any:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not such YAML, or the path is not a regular file.
     """
-    return _parse(path, yaml.safe_load, "YAML")
-
-
-def _parse(path: str | Path, parse: Callable[[bytes], Any], language: str) -> Any:
-    """Read a file and return the value that `parse` finds in it.
-
-    Args:
-        path: Path of the file.
-        parse: Function of the content, in bytes.
-        language: Name of the file's format, for the error.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the path is not a regular file, or `parse` refuses the content.
-    """
-    text = read_bytes(path)
+    content = read_bytes(path)
     try:
-        return parse(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also if not UTF-8
-        raise UnreadableFileError(path, f"not {language} ({first_line(error)})") from None
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UnreadableFileError(path, f"not YAML ({first_line(error)})") from None
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
@@ -116,23 +105,6 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
         if isinstance(values := read(path), dict):
             return values
     return {}
-
-
-def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of a node and of everything inside it, in depth-first order.
-
-    Args:
-        node: Nested dicts and lists. An item of a list has its index as the last part of its key.
-        place: Dotted key of the node itself.
-    """
-    yield place, node
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, dict):
-        items = node.items()
-    elif isinstance(node, list):
-        items = enumerate(node)
-    for key, item in items:
-        yield from walk(item, f"{place}.{key}" if place else str(key))
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import yaml
 from pydantic import field_validator
 
-from gptrain.core.value_types import Count, OpenSection, Positive, check_choice
+from gptrain.core.value_types import Count, OpenSection, Positive
 
 DATA, CONTEXT, TENSOR, PIPELINE = "data", "context", "tensor", "pipeline"
 DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # folder of <strategy>.yaml
@@ -49,7 +49,9 @@ class StrategyOptions(OpenSection):
     @field_validator("name")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        return check_choice(name, ("auto", *STRATEGIES))
+        if name not in (names := ("auto", *STRATEGIES)):
+            raise ValueError(f"unknown; allowed: {', '.join(names)}")
+        return name
 
     def axis_size(self, axis: str) -> int | None:
         """Return the number of ranks that the config sets for an axis of the device mesh.
@@ -224,16 +226,6 @@ STRATEGIES: dict[str, type[StrategyOptions]] = {
 ANY_NET = tuple(name for name, options in STRATEGIES.items() if not options.needs)
 
 
-def find_strategy(name: object) -> type[StrategyOptions] | None:
-    """Return the type of the options of a strategy, or None for an unknown name.
-
-    Args:
-        name: Value of `strategy.name`. `auto` gives that of `ddp`, because everything that `ddp`
-            supports is supported by `single`, too.
-    """
-    return STRATEGIES.get("ddp" if name == "auto" else str(name))
-
-
 @cache
 def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file.
@@ -247,7 +239,7 @@ def default_options(name: str) -> StrategyOptions:
         FileNotFoundError: If the name is neither.
     """
     content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
-    return (find_strategy(name) or StrategyOptions).model_validate(content)
+    return STRATEGIES["ddp" if name == "auto" else name].model_validate(content)
 
 
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
@@ -355,8 +347,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
         shown = (DATA, CONTEXT) if CONTEXT in axes else (DATA, TENSOR, PIPELINE)
         equation = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in shown)
         raise ValueError(
-            f"strategy={name}: {equation} = {dims.world_size}, but there are {world_size} ranks; "
-            f"{_advice(axes, world_size)}"
+            f"strategy={name}: {equation} = {dims.world_size}, but there are {world_size} ranks"
         )
     return dims
 
@@ -390,18 +381,3 @@ def divisors(number: int) -> str:
     """Return all divisors of a positive number in ascending order as text, joined by commas."""
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
-
-
-def _advice(axes: tuple[str, ...], world_size: int) -> str:
-    """Return the part of an error message that names sizes which fit the world size.
-
-    Args:
-        axes: Axes of the strategy. The last one is the axis whose size is suggested.
-        world_size: Number of ranks of the job.
-    """
-    if not axes:
-        return "use one device, or strategy=ddp"
-    axis = axes[-1]
-    if DATA not in axes:
-        return f"use {axis}_parallel_size={world_size}, or null"
-    return f"{axis}_parallel_size must divide {world_size}: {divisors(world_size)}"

@@ -129,7 +129,7 @@ class Report:
         if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
         run_dir = self.hyper_parameters["run_dir"]
-        tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(run_dir))
+        tensorboard = shell.command("tensorboard", f"--logdir={run_dir}")
         datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
         tasks = [
             task

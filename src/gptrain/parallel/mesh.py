@@ -57,8 +57,8 @@ def start_group(
 
     On one node gloo and NCCL use the loopback interface, so that no port can be reached from other
     machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in the environment, if they are not.
-    Lightning finds the process group and creates no other. `unchanged_process` destroys the group
-    at the end of the command.
+    Lightning finds the process group and creates no other. `run_rank` destroys the group at the end
+    of the run.
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".

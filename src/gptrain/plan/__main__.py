@@ -108,11 +108,7 @@ def train_command(typed: list[str], changes: dict[str, Any]) -> str:
 
 
 def plan_lines(result: dict[str, Any]) -> list[str]:
-    """Return the printed lines of a plan: memory and time of each strategy, and the best strategy.
-
-    Args:
-        result: Content of the plan: what `--json` prints.
-    """
+    """Return the printed lines of a plan: memory and time of each strategy, and the best."""
     machine, rows = result["machine"], result["strategies"]
     head = f"{result['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
     lines = [f"{head} ({machine['source']}; {machine['memory_bytes'] / 2**30:.1f} GiB for tensors)"]

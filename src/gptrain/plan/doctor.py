@@ -27,10 +27,6 @@ def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
     """Check this machine for faults that would stop a run or make it slow. Nothing is changed.
 
     Yields a line with a fix for each fault, and a last line that lists what was checked.
-
-    Args:
-        n_local: Number of devices per node that the run asks for. None for all devices.
-        accelerator: Value of `trainer.accelerator`.
     """
     known = nvidia_smi("--query-gpu=index", "--format=csv,noheader").split()
     # CUDA ignores the first invalid index in CUDA_VISIBLE_DEVICES and everything after it.

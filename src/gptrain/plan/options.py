@@ -51,9 +51,6 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Links]:
     The machine is the one that `hardware.name` names, or this machine. If the GPUs of this machine
     are not in the table of `gptrain.costs.hardware`, its CPU is planned. There are no links if the
     key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
-
-    Raises:
-        ConfigError: If the number of devices is not known, or if the topology cannot be read.
     """
     hardware, source = cfg.hardware, cfg.topology
     name, local_gpus = hardware.name, []

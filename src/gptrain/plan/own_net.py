@@ -1,12 +1,10 @@
 """The plan of a net without formulas: what is exact without running a step on the device."""
 
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.load import build_net
@@ -21,26 +19,19 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
     """Return a plan like that of `gptrain.costs.choice.compare` of what is known without a step.
 
     The bytes of weights, gradients and optimizer states are exact, for the strategies that divide
-    no layer. `fits` is False if the states alone do not fit, else None. `flops` are those that
-    torch counts on the meta device, or None if the net cannot run there.
-
-    Raises:
-        ConfigError: If the net cannot be built.
+    no layer. `fits` is False if the states alone do not fit, else None.
     """
     with as_config_errors(cfg, "model._target_"):
         net = build_on_meta_device(partial(build_net, cfg.model)).to("meta")
     value_bytes = TYPE_BYTES[find_precision(cfg.trainer.precision).weights]
     n_states = optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments)
     hidden = {p for p in getattr(net, "blocks", nn.Module()).parameters() if p.ndim >= 2}
-    flops = None
-    n_tokens: Any = cfg.data.sample_tokens  # None is a TypeError below
-    with suppress(Exception), FlopCounterMode(display=False) as counter:
-        net(torch.zeros(1, n_tokens, dtype=torch.int64, device="meta")).sum().backward()
-        flops = counter.get_total_flops()
-    world_size, rows = machine.n_local * n_nodes, {}
-    shards = {"single": 1} | ({"ddp": 1} if world_size > 1 else {})
-    if world_size > 1 and hasattr(net, "blocks") and world_size % cfg.strategy.copies == 0:
-        shards["fsdp"] = world_size // cfg.strategy.copies
+    world_size, copies = machine.n_local * n_nodes, cfg.strategy.copies
+    shards, rows = {"single": 1}, {}
+    if world_size > 1:
+        shards["ddp"] = 1
+        if hasattr(net, "blocks") and world_size % copies == 0:
+            shards["fsdp"] = world_size // copies
     for name, n_shards in shards.items():
         sizes = {p: torch.atleast_1d(p).chunk(n_shards)[0].numel() for p in net.parameters()}
         trained = {p: size for p, size in sizes.items() if p.requires_grad}
@@ -48,9 +39,6 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
         numbers = {"weights": sum(sizes.values()), "gradients": sum(trained.values())}
         held = {part: value_bytes * n for part, n in {**numbers, "optimizer": states}.items()}
         fits = False if sum(held.values()) > machine.memory_bytes else None
-        with suppress(ValueError):  # the global batch size cannot be divided
-            batch = cfg.batch_plan(1 if name == "single" else world_size)
-            step_flops = flops and flops * batch.batch_size * batch.accumulate
-            rows[name] = {"bytes_per_device": held, "fits": fits, "flops": step_flops}
+        rows[name] = {"bytes_per_device": held, "fits": fits}
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
     return {"parameters": n_parameters, "strategies": rows, "best": None, "changes": None}

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptrain import runs as package
-from gptrain.core.errors import DONE, INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import DONE, INPUT_NOT_FOUND
 from gptrain.core.locations import default_output_dir
-from gptrain.core.parser import Parser
-from gptrain.runs.folder import read_runs
-from gptrain.runs.table import rank_runs, text_table
+from gptrain.runs.table import rank_runs, read_runs, text_table
 
 JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
 
@@ -19,23 +17,19 @@ JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
 def main() -> NoReturn:
     """Run the command `python -m gptrain.runs` with the words in `sys.argv`, and exit.
 
-    The command prints a table of runs. A ConfigError is printed on stderr, and its code is the exit
-    code.
+    The command prints a table of runs.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("python -m gptrain.runs", description=package.__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        "python -m gptrain.runs", description=package.__doc__, formatter_class=raw
+    )
     outputs, text = [Path(default_output_dir())], "run folders, or folders above them"
     parser.add_argument("folders", nargs="*", type=Path, default=outputs, help=text)
     parser.add_argument("--json", action="store_true", help="print a JSON list, the best run first")
-    try:
-        args = parser.parse_args()
-        runs = read_runs(args.folders)
-        if not runs:
-            message = f"no run in {' '.join(map(str, args.folders))}"
-            raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.code)
+    args = parser.parse_args()
+    if not (runs := read_runs(args.folders)):
+        print(f"error: no run in {' '.join(map(str, args.folders))}", file=sys.stderr)
+        sys.exit(INPUT_NOT_FOUND)
     metric, runs = rank_runs(runs)
     if args.json:
         rows = [

@@ -71,9 +71,12 @@ def find_devices(cfg: RunConfig) -> RunDevices:
         ConfigError: If the launcher's environment variables are wrong (see `this_process`).
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
-    devices = cfg.trainer.devices
+    devices, process = cfg.trainer.devices, this_process()
+    n_local = count_devices(devices)
+    if n_local is None:  # "auto" or -1: those of the launcher, or else all GPUs
+        n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
+        n_local = process.world_size // process.n_nodes if process.is_rank else n_visible
     n_nodes = count_nodes(cfg.trainer.num_nodes)
-    n_local = count_local(devices, accelerator)
     return RunDevices(accelerator, n_local, n_nodes, listed_numbers(devices))
 
 
@@ -103,26 +106,14 @@ def accelerator_of(name: str) -> str | None:
 def native_precision(devices: RunDevices) -> str:
     """Return the precision that trainer.precision=auto means on these devices.
 
-    It is `bf16-mixed` if the current CUDA device multiplies bf16 matrices natively, else `32-true`.
+    It is `bf16-mixed` on a GPU that multiplies bf16 matrices natively, from compute capability 8
+    (Ampere) on, else `32-true`: bf16 is faster only on some CPUs.
 
     Args:
         devices: Devices of the run, of which only the accelerator is read.
     """
-    major = torch.cuda.get_device_capability()[0] if devices.accelerator == "cuda" else 0
-    return precision_for(devices.accelerator, major)
-
-
-def precision_for(accelerator: str, cuda_major: int) -> str:
-    """Return "bf16-mixed" for a GPU that multiplies bf16 matrices natively, else "32-true".
-
-    A CPU keeps fp32, because bf16 is faster only on some CPUs. A user can still ask for it.
-
-    Args:
-        accelerator: Lightning's name of the accelerator.
-        cuda_major: Major number of the GPU's compute capability. 8 is Ampere, the first
-            architecture with native bf16.
-    """
-    return "bf16-mixed" if accelerator == "cuda" and cuda_major >= 8 else "32-true"
+    is_native = devices.accelerator == "cuda" and torch.cuda.get_device_capability()[0] >= 8
+    return "bf16-mixed" if is_native else "32-true"
 
 
 def set_threads(n_local: int) -> None:
@@ -133,25 +124,3 @@ def set_threads(n_local: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_cores() // n_local))
-
-
-def count_local(devices: object, accelerator: str) -> int:
-    """Return the number of ranks on this node.
-
-    Args:
-        devices: Value of trainer.devices in any of its forms. "auto" and -1 stand for the ranks
-            that the launcher has started on this node. Without a launcher they stand for all
-            visible GPUs, or for one rank on any other accelerator.
-        accelerator: Lightning's name of the accelerator.
-
-    Raises:
-        ValueError: If `devices` is a text that is no number, list or "auto".
-        ConfigError: If the launcher's environment variables are wrong (see `this_process`).
-    """
-    requested = count_devices(devices)
-    if requested is not None:
-        return requested
-    process = this_process()
-    if process.is_rank:
-        return process.world_size // process.n_nodes
-    return torch.cuda.device_count() if accelerator == "cuda" else 1

@@ -82,12 +82,6 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
     When a rank fails, the others get SIGTERM, and half a minute later SIGKILL. The first rank that
     fails has written its code to status.json. This process reports a rank that was killed, and
     ranks that were stopped before they could report anything.
-
-    Args:
-        command: Script and its words.
-        cfg: Configuration of the run.
-        n_ranks: Number of ranks.
-        stop: Flag that is true once the run was asked to stop.
     """
     # torch itself would listen on all interfaces. It finds this server, which has the same port.
     listener = socket.create_server(("127.0.0.1", 0))

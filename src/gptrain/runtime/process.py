@@ -131,10 +131,6 @@ def job_store() -> Store:
 
     torchrun serves it, or else rank 0. Every rank must call this function, and gets the same store
     in each call.
-
-    Raises:
-        ValueError: If MASTER_ADDR or MASTER_PORT is not set.
-        DistNetworkError: If rank 0 does not answer in time, or cannot serve the store.
     """
     from torch.distributed import rendezvous
 
@@ -240,26 +236,3 @@ def count_nodes(num_nodes: int | str) -> int:
         ConfigError: If it is "auto" and the launcher's variables are wrong (see `this_process`).
     """
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
-
-
-def stop_idle_spinning() -> None:
-    """Let idle OpenMP threads sleep after 1,000 turns of waiting, by the variable GOMP_SPINCOUNT.
-
-    Call it before torch is imported.
-
-    On a machine with another busy process, two threads that wait for each other actively made a run
-    three times slower than one thread (gpt_nano, two cores, torch 2.13). Does nothing if the user
-    has set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
-    """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = "1000"
-
-
-def expand_gpu_segments() -> None:
-    """Let torch's CUDA allocator grow its segments of memory, so that less memory stays unused.
-
-    Sets PYTORCH_ALLOC_CONF, unless the user has set the allocator's options. Call it before torch
-    is imported. Without a GPU, or with one that has no virtual memory, it has no effect.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

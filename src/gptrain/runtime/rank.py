@@ -1,7 +1,10 @@
-"""How one rank runs the training function, and how the end of a run is reported."""
+"""How a job and each of its ranks run the training function, and how their end is reported."""
 
+import ctypes
+import inspect
 import logging.handlers
 import os
+import signal
 import sys
 import time
 import warnings
@@ -14,6 +17,7 @@ from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from torch import distributed
 
 from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
@@ -24,6 +28,7 @@ from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
+from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import CHECKED, is_restart, this_process
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -34,6 +39,51 @@ SAVE_MEMORY = (
     "; try: a smaller data.batch_size, model.activation_checkpointing=full, or strategy=fsdp"
 )
 PEERS_REPORT_S = 1.0  # time in which a failed rank writes status.json
+
+
+def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
+    """Run one job to its end, as the only run in its folder, and return its metrics.
+
+    With several local devices and without a launcher, this process runs the same command again once
+    per device, and restarts the ranks after a failure, at most `launcher.max_restarts` times.
+    Otherwise it runs `train` itself. If a launcher such as torchrun or srun has started the ranks,
+    each of them calls this function.
+
+    Args:
+        train: Function (cfg, guard) -> metrics, which runs in every rank. `guard` is the rank's
+            `watchdog.Guard`, to which `train` must send heartbeats. The ranks run the script that
+            defines the function.
+        cfg: Configuration of the run.
+        find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
+            resume from, or None. Rank 0, which holds `lock`, the RunLock of the run folder, calls
+            the function before it joins the other ranks.
+
+    Raises:
+        JobFailedError: If the job fails or was asked to stop, after the reason has been printed. It
+            has the exit code. A rank of a launcher ends its process with this code instead.
+        ConfigError: If the config does not fit the content of its folder, or another run holds the
+            folder: no training has begun then. With several local devices it is a JobFailedError,
+            because a rank finds it.
+        OSError: If the record of the run cannot be written into its folder.
+    """
+    with StopFlag() as stop:
+        if locations.REPORT_VARIABLE in os.environ and not this_process().is_rank:
+            end_with_parent()
+        devices = find_devices(cfg)
+        if this_process().is_rank or devices.n_local == 1:
+            return run_rank(train, cfg, find_checkpoint, devices.world_size, stop)
+        from gptrain.runtime.launch import launch  # imports torch's agent
+
+        return launch(inspect.getfile(train), cfg, devices.n_local, stop)
+
+
+def end_with_parent() -> None:
+    """Make the kernel send SIGTERM to this process when the process of `gptrain.fit` ends.
+
+    The run then saves and stops. Does nothing on other systems than Linux.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 
 
 def run_rank(
@@ -98,6 +148,8 @@ def run_rank(
             raise JobFailedError(ending.code, ending.line) from error
         if process.rank == 0:
             report_ending(cfg, Ending(errors.DONE, "done", "done"), 0, guard.step)
+    if distributed.is_initialized():  # NCCL warns if a process ends with a group
+        distributed.destroy_process_group()
     return metrics
 
 
@@ -110,19 +162,6 @@ def prepare_start(
     newest checkpoint, if it has one, whatever `ckpt_path` was typed. The start of a training is
     recorded in timeline.jsonl, except under fast_dev_run. The status.json of an earlier start is
     removed, and the folder is reported to `gptrain.fit`.
-
-    Args:
-        cfg: Configuration of the run.
-        find_checkpoint: As in `run_rank`.
-        lock: Lock of the run folder.
-        world_size: Number of ranks of the job.
-
-    Returns:
-        The config with the folder of the checkpoint in `ckpt_path`, or None if nothing is loaded.
-
-    Raises:
-        ConfigError: If the config does not fit the content of the folder.
-        OSError: If the run folder cannot be read or written.
     """
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
@@ -144,12 +183,6 @@ def keep_config(cfg: RunConfig) -> None:
     it before the folder is locked, and a start that is refused would overwrite the record of the
     run in that folder. The signature proves later that this user has started the run. Call it under
     the run lock.
-
-    Args:
-        cfg: Configuration of the run.
-
-    Raises:
-        OSError: If a file cannot be written.
     """
     folder = Path(cfg.run_dir) / ".hydra"
     folder.mkdir(exist_ok=True)
@@ -177,9 +210,6 @@ def exit_rank(code: int) -> NoReturn:
 
     os._exit is used instead of sys.exit, after which the destructor of a process group would wait
     for lost ranks.
-
-    Args:
-        code: Exit code of the process.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -196,13 +226,6 @@ def report_ending(
     is done, replace an earlier report and are printed, too. With debug=true every report is
     printed. An error is printed on stderr, after its traceback if there is one. The stop of a run
     that was asked to stop is logged, with the command that resumes it. A success is only written.
-
-    Args:
-        cfg: Configuration of the run.
-        ending: Cause, exit code, message and traceback.
-        rank: Rank that ended, unless `ending` names another rank.
-        step: Last optimizer step of that rank. None if unknown.
-        replace: Whether to replace what another rank has reported.
     """
     facts: dict[str, object] = {}
     try:
@@ -234,12 +257,6 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """Return the folder of a run's newest checkpoint, or None if there is none.
 
     The checkpoint is not verified. Use the result for messages only.
-
-    Args:
-        run_dir: Run folder, which need not exist.
-
-    Raises:
-        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
@@ -249,12 +266,6 @@ def resume_facts(cfg: RunConfig) -> dict[str, object]:
 
     They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the command.
     The checkpoint is not verified.
-
-    Args:
-        cfg: Configuration of the run.
-
-    Raises:
-        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
@@ -265,12 +276,6 @@ def resume_command(cfg: RunConfig) -> str:
     The command has the typed overrides and the folder of this run. If a training has saved a
     checkpoint, `ckpt_path=last` is added. Otherwise `ckpt_path` has the value of this run, if any.
     `from_run` is left out, because by now its overrides are among those of this run.
-
-    Args:
-        cfg: Configuration of the run. The typed overrides are read from Hydra.
-
-    Raises:
-        OSError: If the folder of the checkpoints exists and cannot be read.
     """
     typed = HydraConfig.get().overrides
     added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}

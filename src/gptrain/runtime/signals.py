@@ -58,17 +58,7 @@ class StopFlag:
             signal.signal(number, previous or signal.SIG_DFL)
 
     def _handle(self, number: int, _frame: object) -> None:
-        """Handle a signal: make the flag true, or end the process at the second SIGINT.
-
-        After a SIGHUP, output to the terminal that was closed is discarded. A SIGINT within 0.3 s
-        of the first one counts as the same request.
-
-        Args:
-            number: Number of the signal.
-
-        Raises:
-            BaseException: That of the attribute `error`, if it is set, wherever the main thread is.
-        """
+        """Handle a signal: make the flag true, or end the process at the second SIGINT."""
         if number == signal.SIGINT:
             now_s = time.monotonic()
             self._interrupted_s = self._interrupted_s or now_s

@@ -83,3 +83,12 @@ def _has_group() -> bool:
     """Return whether this process has torch's default process group."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def restore_after_commands() -> None:
+    """Make each command that a test runs in this process leave the process as it was."""
+    from gptrain import config
+    from gptrain.config import cli
+
+    cli.run_command = unchanged_process()(cli.run_command)
+    config.main = cli.main = unchanged_process()(cli.main)
