@@ -17,10 +17,6 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
     for `key`; if `key` is empty, they are raised as they are. Errors of all other types pass
     unchanged.
 
-    Args:
-        cfg: Config from which the value of the option is shown.
-        key: Dotted key of the option that the block is about.
-
     Raises:
         ConfigError: If the block raises one of the errors above.
     """

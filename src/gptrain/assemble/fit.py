@@ -135,10 +135,6 @@ def _run(command: list[str], report_path: Path) -> int:
     For each Ctrl-C in this process the command gets SIGINT, and this process keeps waiting for its
     end.
 
-    Args:
-        command: Words of the command.
-        report_path: File into which the command writes its run folder or its errors.
-
     Raises:
         KeyboardInterrupt: If Ctrl-C came, after the command has ended.
     """

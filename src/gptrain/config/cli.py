@@ -295,10 +295,6 @@ def report(error: BaseException, debug: bool) -> int:
 
     A JobFailedError was printed by the job, and a SystemExit has its own exit code. The message is
     also passed to `gptrain.fit`, if that started this process.
-
-    Args:
-        error: Exception that the command or the job raised.
-        debug: Whether to print the traceback.
     """
     if isinstance(error, JobFailedError):
         return error.code

@@ -167,9 +167,6 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     `model.vocab_size=auto` is replaced by the number that the files of the tokenizers or the model
     give.
 
-    Args:
-        cfg: Composed config.
-
     Raises:
         ConfigError: If a required key is not set, a reference cannot be resolved, or no file gives
             the size of the vocabulary.
@@ -190,10 +187,6 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 def typed(values: dict[str, Any], schema: type[Config]) -> Config:
     """Return the typed config.
-
-    Args:
-        values: Config as nested dicts, as `plain` returns it.
-        schema: Type of the config.
 
     Raises:
         ConfigError: If values are invalid, or keys unknown or missing. It has all of them.

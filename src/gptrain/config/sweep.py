@@ -10,26 +10,18 @@ from gptrain.checkpoints.status import write_status
 from gptrain.config.from_run import is_left_out
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
-from gptrain.runs.table import (
-    MALFORMED_FILE_ERRORS,
-    RunRecord,
-    rank_runs,
-    read_run,
-    read_runs,
-    table,
-    text_table,
-)
+from gptrain.runs import table as runs
 
 
-def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
+def find_finished(folder: Path, words: Sequence[str]) -> runs.RunRecord | None:
     """Return the finished run in the folder of a job, or None if the job has to run.
 
     A finished run has the overrides of the job, except those that `from_run` leaves out. That its
     job is skipped is printed.
     """
     try:
-        run = read_run(folder)
-    except MALFORMED_FILE_ERRORS:
+        run = runs.read_run(folder)
+    except runs.MALFORMED_FILE_ERRORS:
         return None  # no run, or damaged files, which the job reports
     before, now = ({w for w in each if not is_left_out(w)} for each in (run.overrides, words))
     if not run.is_done or before != now:
@@ -50,12 +42,12 @@ def report_sweep(folder: Path) -> None:
 
     The last line is a command that evaluates the best job. Does nothing if the folder has no runs.
     """
-    if runs := read_runs([folder]):
-        metric, runs = rank_runs(runs)
-        print(f"\n{text_table(runs, metric)}")
-        names = sorted({name for run in runs for name in run.metrics})
+    if records := runs.read_runs([folder]):
+        metric, records = runs.rank_runs(records)
+        print(f"\n{runs.text_table(records, metric)}")
+        names = sorted({name for record in records for name in record.metrics})
         with open(folder / "results.csv", "w", newline="") as file:
-            csv.writer(file).writerows(table(runs, names))
+            csv.writer(file).writerows(runs.table(records, names))
         print(labels.line("results", folder / "results.csv"), flush=True)
-        best = train_command(override("from_run", runs[0].path), "task=test")
+        best = train_command(override("from_run", records[0].path), "task=test")
         print(labels.line("next", f"test the best job: {best}"), flush=True)

@@ -25,15 +25,6 @@ class DataConfig(OpenSection):
 
     The yaml file of a group may have more keys, to which the arguments of its datasets refer. They
     are in `extra`.
-
-    Attributes:
-        batch_size: Sequences per data-parallel rank per micro-step.
-        global_batch_size: Sequences per optimizer step over all ranks. None leaves the number of
-            micro-steps to `trainer.accumulate_grad_batches`.
-        num_workers: DataLoader worker processes per rank. 0 loads in the training process.
-        train: Node with the `_target_` of the dataset to train on.
-        val: Node of the dataset of the validations.
-        test: Node of the dataset of `task=test`. None evaluates the validation set.
     """
 
     # The resulting global batch size is compared on a resume.
@@ -77,12 +68,7 @@ class DataModuleConfig(DataConfig):
 
 
 class DummyTextConfig(DataConfig):
-    """Keys of `data=dummy_text`, which generates samples.
-
-    Attributes:
-        num_samples: Number of samples to train on.
-        seq_len: Tokens of a sample, one more than it has positions.
-    """
+    """Keys of `data=dummy_text`, which generates samples."""
 
     num_samples: Count
     seq_len: Annotated[int, between(2)]
@@ -94,23 +80,7 @@ class DummyTextConfig(DataConfig):
 
 
 class TextConfig(DataConfig):
-    """Keys of `data=text`, which tokenizes text files and files of records.
-
-    Attributes:
-        seq_len: Positions of a sample.
-        path: A file, a folder, a glob, or a list of them. None stands for the source code of
-            Python's standard library.
-        pattern: Pattern of the names of the files that are read in folders.
-        format: Format of all files. None decides by the suffix of each file.
-        text_key: Key of the text in a record. None is "text". Files that are no records are refused
-            if it is given.
-        tokenizer: `bytes`, `bpe` (trained on the data), or the path of a tokenizer.json.
-        end_of_document: Whether a token ends each document. None: only if the tokenizer has such a
-            token and is not `bytes`.
-        documents: Whether the documents in a sample attend to each other (`packed`), or not
-            (`masked`).
-        val_fraction: Fraction of the data that is kept for the validations.
-    """
+    """Keys of `data=text`, which tokenizes text files and files of records."""
 
     seq_len: Count
     path: types.LocalPaths | None
@@ -124,14 +94,7 @@ class TextConfig(DataConfig):
 
 
 class TokensConfig(DataConfig):
-    """Keys of `data=tokens`, which reads files of token ids.
-
-    Attributes:
-        seq_len: Positions of a sample.
-        train_path: Token file, folder, glob, or list of them, to train on.
-        val_path: Token file, folder, glob, or list of them, for the validations.
-        dtype: Type of the token ids in a raw file.
-    """
+    """Keys of `data=tokens`, which reads files of token ids."""
 
     seq_len: Count
     train_path: types.LocalPaths
@@ -143,11 +106,6 @@ class PartConfig(OpenSection):
     """One part of `data.parts` in `data=mixture`.
 
     A part may have all keys of another data group, or only its two datasets.
-
-    Attributes:
-        weight: Share of the training samples, relative to the weights of the other parts.
-        train: Node with the `_target_` of the dataset to train on.
-        val: Node of the dataset of the validations.
     """
 
     weight: types.Positive = 1
@@ -176,12 +134,7 @@ PARTS: dict[str, type[PartConfig]] = {
 
 
 class MixtureConfig(DataConfig):
-    """Keys of `data=mixture`, which draws samples from several datasets.
-
-    Attributes:
-        seq_len: Positions of a sample, in all parts.
-        parts: Datasets of the mixture, by name.
-    """
+    """Keys of `data=mixture`, which draws samples from several datasets."""
 
     seq_len: Count
     parts: dict[str, Annotated[PartConfig, Chosen(PARTS, find_data_kind)]]

@@ -85,9 +85,6 @@ def show(value: object) -> str:
     """Return a value in the notation of a Hydra override, for an error message.
 
     Strings are not quoted. A text longer than LONGEST_VALUE characters is cut and ends with "...".
-
-    Args:
-        value: String, number, bool, None, or nested lists and dicts of them.
     """
     if value is None:
         text = "null"
@@ -128,9 +125,6 @@ def first_line(error: object) -> str:
     If the first line ends with a colon, the second line is added. The values of tensors are left
     out. An error that torch raises again for a DataLoader worker has the traceback of the worker as
     its message: the result is then the last line, the message of the original error.
-
-    Args:
-        error: Exception, or any object with a text.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -237,10 +231,6 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     OSError of the disk, a missing package, an interrupt, an error of a collective, or memory that
     ran out. Any other exception ends with code FAILED (70), and its traceback is part of the
     result.
-
-    Args:
-        error: Exception that ended the command or the rank.
-        doing: Phase or step that the run was in. It is printed with an exception of unknown cause.
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)

@@ -26,9 +26,6 @@ def loss_rows(device_type: str) -> int:
     It is 256 on a CPU: 128 positions read the weights of the head twice as often, and 512 positions
     need 50 MB more. It is 4096 on any other device, enough to fill the kernels. Smaller chunks
     would cost time, because each chunk adds to the gradient of the whole head.
-
-    Args:
-        device_type: Type of the torch.device, such as `cpu` or `cuda`.
     """
     return 256 if device_type == "cpu" else 4096
 
@@ -57,9 +54,6 @@ class BatchPlan:
 
         The samples that do not fill a step are left out of the epoch. The next epoch has another
         order, so it leaves out other samples.
-
-        Args:
-            n_samples: Number of samples of the dataset, over all ranks.
         """
         return n_samples // self.global_batch_size
 
@@ -190,10 +184,6 @@ def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> in
 
     The default of 3 epochs holds only if no other limit is given: neither steps, nor time, nor
     tokens.
-
-    Args:
-        trainer: Trainer section of the config.
-        max_tokens: Token budget of the run, or None.
     """
     if trainer.max_epochs is not None:
         return None if trainer.max_epochs == -1 else trainer.max_epochs

@@ -65,9 +65,6 @@ def expand_home(path: str | os.PathLike) -> Path:
     The name of an unknown user stays as it is, where `Path.expanduser` raises a RuntimeError. A
     path in front of which "./" was typed, such as `./~old`, becomes absolute: a second expansion
     then does not change it.
-
-    Args:
-        path: Path as a user has typed it.
     """
     expanded = Path(os.path.expanduser(path))
     return expanded.absolute() if str(expanded).startswith("~") else expanded

@@ -49,18 +49,10 @@ SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def full_name(name: object) -> str:
-    """Return the full name of a precision in Lightning, such as `16-mixed` for 16 or `16`.
-
-    Args:
-        name: Value of `trainer.precision`. Any other name is returned unchanged.
-    """
+    """Return the full name of a precision in Lightning, such as `16-mixed` for 16 or `16`."""
     return SHORT_NAMES.get(str(name), str(name))
 
 
 def find_precision(name: object) -> Precision:
-    """Return the types of a precision. `auto` and unknown names have those of `32-true`.
-
-    Args:
-        name: Value of `trainer.precision`.
-    """
+    """Return the types of a precision. `auto` and unknown names have those of `32-true`."""
     return PRECISIONS.get(full_name(name), PRECISIONS["32-true"])

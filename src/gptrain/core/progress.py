@@ -17,10 +17,6 @@ def progress_bar(what: str, n_bytes: int) -> tqdm:
     RANK is 0 or not set. `close` removes the bar from the screen. The lock of all bars of tqdm in
     this process is replaced by one for threads only.
 
-    Args:
-        what: Label in front of the bar.
-        n_bytes: Total number of bytes. Report finished bytes with `update(n)`.
-
     Raises:
         ModuleNotFoundError: If tqdm is not installed.
     """

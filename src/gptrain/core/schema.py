@@ -1,4 +1,4 @@
-"""Types of all keys of a run. The defaults are in the yaml files of `conf/`.
+"""Types of all keys of a run. The yaml files of `conf/` have their meaning and their defaults.
 
 `RunConfig` is the whole configuration, with one section per group. A class that ships with gptrain
 has a section type of its own, which is found by its `_target_`. For any other class only the keys
@@ -22,14 +22,7 @@ from gptrain.core.value_types import Chosen, Count, KeepsResult, Section, Target
 
 
 class ModelConfig(TargetConfig):
-    """Keys that every model group has. The other keys are arguments of the net's class.
-
-    Attributes:
-        compile: Parts of the net that torch.compile compiles: none, each block, or the whole model.
-        activation_checkpointing: Activations that the backward pass recomputes: none, all but the
-            outputs of matrix multiplications and attention (`selective`), or all.
-        vocab_multiple: Number to a multiple of which the size of `vocab_size: auto` is rounded up.
-    """
+    """Keys that every model group has. The other keys are arguments of the net's class."""
 
     OWN_KEYS = frozenset({"compile", "activation_checkpointing", "vocab_multiple"})
 
@@ -39,15 +32,7 @@ class ModelConfig(TargetConfig):
 
 
 class DecoderConfig(ModelConfig, extra="forbid"):
-    """Sizes that all decoders of `gptrain.models` have.
-
-    Attributes:
-        vocab_size: Number of tokens of the vocabulary.
-        d_model: Width of the residual stream.
-        n_heads: Number of query heads.
-        n_layers: Number of blocks.
-        max_seq_len: Largest number of positions of a sequence.
-    """
+    """Sizes that all decoders of `gptrain.models` have."""
 
     vocab_size: Count
     d_model: Count
@@ -57,30 +42,14 @@ class DecoderConfig(ModelConfig, extra="forbid"):
 
 
 class SimpleGPTConfig(DecoderConfig):
-    """Keys of `gptrain.models.SimpleGPT`, a GPT-2.
-
-    Attributes:
-        dropout: Probability of dropout in training.
-        activation: Activation function of the feed-forward layers: the exact GELU or its tanh form.
-    """
+    """Keys of `gptrain.models.SimpleGPT`, a GPT-2."""
 
     dropout: types.BelowOne
     activation: Literal["gelu", "gelu_tanh"]
 
 
 class LlamaConfig(DecoderConfig):
-    """Keys of `gptrain.models.Llama`.
-
-    Attributes:
-        n_kv_heads: Number of key and value heads. It divides `n_heads`.
-        d_ff: Width of the feed-forward layers.
-        rope_base: Base of the wavelengths of rotary position embeddings.
-        rope_scaling: Factor by which slow rotations are slowed down, as in Llama 3.1. 1 for none.
-        norm_eps: Epsilon of RMSNorm.
-        qk_norm: Whether queries and keys are normalized in each head.
-        tie_head: Whether the head uses the weight of the embedding.
-        d_head: Width of a head. None for `d_model / n_heads`, also in older run folders.
-    """
+    """Keys of `gptrain.models.Llama`."""
 
     n_kv_heads: Count
     d_ff: Count
@@ -93,14 +62,7 @@ class LlamaConfig(DecoderConfig):
 
 
 class HuggingFaceConfig(ModelConfig, extra="forbid"):
-    """Keys of `gptrain.models.HuggingFace`, a causal language model of transformers.
-
-    Attributes:
-        vocab_size: Number of tokens, which must equal that in the model's config.
-        config: Keys of the model's config. They override those in the config.json of `path`.
-        path: Folder with the config.json of a model, or None if `config` has all keys. Weights are
-            loaded from it by `init_from`, not by this key.
-    """
+    """Keys of `gptrain.models.HuggingFace`, a causal language model of transformers."""
 
     vocab_size: Count
     config: dict[str, Any] | None
@@ -108,24 +70,14 @@ class HuggingFaceConfig(ModelConfig, extra="forbid"):
 
 
 class LossConfig(Section):
-    """Options of the training loss, which become a `gptrain.loss.LossOptions`.
-
-    Attributes:
-        label_smoothing: Probability that is moved from the target to all tokens in equal parts.
-        z_loss: Weight of log(Z)^2 in the loss, where Z is the normalizer of the softmax.
-    """
+    """Options of the training loss, which become a `gptrain.loss.LossOptions`."""
 
     label_smoothing: types.BelowOne
     z_loss: types.NonNegative
 
 
 class ModuleConfig(TargetConfig):
-    """Keys of any module group. The `_target_` is a LightningModule.
-
-    Attributes:
-        loss: Options of the loss, which only a `gptrain.lit.LanguageModel` reads.
-        metrics: Nodes of torchmetrics by name, which only a `gptrain.lit.LanguageModel` reads.
-    """
+    """Keys of any module group. The `_target_` is a LightningModule."""
 
     OWN_KEYS = frozenset({"loss", "metrics"})
 
@@ -144,28 +96,14 @@ class ModuleConfig(TargetConfig):
 
 
 class LanguageModelConfig(ModuleConfig, extra="forbid"):
-    """Keys of `gptrain.lit.LanguageModel`.
-
-    Attributes:
-        loss: Options of the training loss.
-        metrics: Node with the `_target_` of a torchmetrics class, by the name under which it is
-            logged.
-    """
+    """Keys of `gptrain.lit.LanguageModel`."""
 
     loss: LossConfig
     metrics: dict[str, TargetConfig]
 
 
 class OptimizerConfig(TargetConfig):
-    """Keys of any optimizer group.
-
-    Attributes:
-        lr: Peak learning rate. None leaves the default of the class.
-        weight_decay: Weight decay. None leaves the default of the class.
-        lr_scaling: How the learning rate grows with the global batch size: not at all, in
-            proportion to it, or to its square root.
-        reference_batch_size: Global batch size at which `lr` is used as given.
-    """
+    """Keys of any optimizer group."""
 
     OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
 
@@ -176,13 +114,7 @@ class OptimizerConfig(TargetConfig):
 
 
 class AdamWConfig(OptimizerConfig):
-    """Keys of `torch.optim.AdamW`.
-
-    Attributes:
-        betas: Decay rates of the averages of the gradient and of its square.
-        eps: Term added to the denominator of the update.
-        fused: Whether one kernel updates all parameters. None leaves the choice to torch.
-    """
+    """Keys of `torch.optim.AdamW`."""
 
     betas: types.Betas
     eps: types.Positive
@@ -190,14 +122,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class MuonConfig(AdamWConfig):
-    """Keys of `gptrain.optim.Muon`: Muon for hidden matrices, AdamW for all other parameters.
-
-    Attributes:
-        momentum: Momentum of the hidden matrices.
-        embedding_lr: Learning rate of embeddings, also of a head with a tied weight. None for `lr`.
-        head_lr: Learning rate of a head whose weight is not tied. None for `lr`.
-        vector_lr: Learning rate of norms and biases. None for `lr`.
-    """
+    """Keys of `gptrain.optim.Muon`: Muon for hidden matrices, AdamW for all other parameters."""
 
     momentum: types.BelowOne
     embedding_lr: types.PositiveNumber | None = None
@@ -223,15 +148,6 @@ class SchedulerConfig(TargetConfig):
     """Keys of any scheduler group. A schedule gets the keys that are in its signature.
 
     A phase has a length in steps or in tokens, not both.
-
-    Attributes:
-        warmup_steps: Optimizer steps of the warm-up, or a fraction of the run below 1. None stands
-            for 100 steps, but at most a tenth of the run, if `warmup_tokens` is None, too.
-        warmup_tokens: Length of the warm-up in tokens, over all ranks.
-        total_steps: Length of the schedule in steps. None for the length of the run.
-        total_tokens: Length of the schedule in tokens, over all ranks.
-        start_factor: First learning rate, as a fraction of the peak.
-        min_factor: Last learning rate, as a fraction of the peak.
     """
 
     warmup_steps: types.Warmup | None
@@ -265,25 +181,14 @@ class DecayConfig(WarmupConfig):
 
 
 class StableDecayConfig(DecayConfig):
-    """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase.
-
-    Attributes:
-        decay_steps: Optimizer steps of the decay, or a fraction of the run below 1. None stands for
-            a fifth of the run, if `decay_tokens` is None, too.
-        decay_tokens: Length of the decay in tokens, over all ranks.
-    """
+    """Keys of `gptrain.optim.warmup_stable_decay`, which decays at the end of a constant phase."""
 
     decay_steps: types.Warmup | None
     decay_tokens: types.TokenCount | None
 
 
 class SampleTextConfig(TargetConfig, extra="forbid"):
-    """Keys of `gptrain.lit.callbacks.SampleText`, which prints generated text at the end of a run.
-
-    Attributes:
-        prompt: Text to continue.
-        n_tokens: Number of tokens to generate.
-    """
+    """Keys of `gptrain.lit.callbacks.SampleText`."""
 
     prompt: types.Name
     n_tokens: Count
@@ -293,22 +198,6 @@ class TrainerConfig(TargetConfig):
     """Arguments of any Trainer that gptrain reads. The names are Lightning's.
 
     The keys below differ from Lightning's in their meaning, their unit or their default.
-
-    Attributes:
-        num_nodes: Number of nodes. `auto` stands for the nodes on which the launcher started ranks.
-        precision: Precision by Lightning's name. `auto` stands for that which the devices compute
-            natively.
-        max_epochs: Maximum number of epochs. -1 for no limit. None stands for 3 if nothing else
-            limits the run.
-        limit_train_batches: Micro-batches of an epoch for each rank, or a fraction of the epoch.
-        limit_val_batches: Batches of `data.batch_size` samples that a validation reads, counted as
-            one process reads the set, or their fraction. All ranks together read these samples.
-            For a user's LightningDataModule, Lightning counts the batches of each rank.
-        limit_test_batches: The same for a test.
-        val_check_interval: Optimizer steps between two validations, or a fraction of an epoch.
-            Lightning counts micro-batches instead.
-        gradient_clip_val: Threshold of gradient clipping in an optimizer step. 0 or None for no
-            clipping.
     """
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
@@ -357,20 +246,7 @@ class LightningTrainerConfig(TrainerConfig, extra="forbid"):
 
 
 class CheckpointConfig(Section):
-    """Keys of the checkpoint group: when checkpoints are saved, how many are kept, and copies.
-
-    Attributes:
-        name: Name of the choice, such as `every_n_steps`. With `none` nothing is saved.
-        every_n_steps: Optimizer steps between two checkpoints, in addition to those at validations,
-            or None.
-        every_minutes: Minutes without a checkpoint after which one is saved, by the clock of
-            rank 0, or None.
-        keep: Number of newest checkpoints that are kept, at least 2.
-        monitor: Name of a logged value. The checkpoint with its best value is kept too.
-        mode: Whether a small or a large value of `monitor` is better.
-        background: Whether a thread writes the files during the next steps.
-        mirror: Folder or fsspec URL to which each checkpoint is copied, or None.
-    """
+    """Keys of the checkpoint group: when checkpoints are saved, how many are kept, and copies."""
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
@@ -383,26 +259,14 @@ class CheckpointConfig(Section):
 
 
 class LauncherConfig(Section):
-    """Keys of the launcher group: how local ranks are restarted and watched.
-
-    Attributes:
-        max_restarts: Number of times that failed ranks are started again.
-        timeout_s: Seconds without progress after which a rank counts as hung. None stands for
-            `strategy.timeout_s`.
-    """
+    """Keys of the launcher group: how local ranks are restarted and watched."""
 
     max_restarts: Annotated[int, between(0)]
     timeout_s: types.Positive | None
 
 
 class SpikeConfig(Section):
-    """Keys of the spike group: definition of the spikes to which `on_spike` reacts.
-
-    Attributes:
-        sigma: A step is a spike if its loss or its gradient norm is more than this number of
-            standard deviations above the mean of the window.
-        window: Number of earlier steps over which mean and standard deviation are computed.
-    """
+    """Keys of the spike group: definition of the spikes to which `on_spike` reacts."""
 
     sigma: types.Positive
     window: Annotated[int, between(2, 100_000)]
@@ -444,37 +308,6 @@ class RunConfig(Section):
             then skip this machine, its folders and its files, and no run folder is created.
         expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
             the overrides of that run are put in front of those on the command line.
-        name: Name of the run, which is part of the default `run_dir`.
-        task: Whether the run trains (`fit`) or evaluates (`validate`, `test`).
-        seed: Seed of weights, data order and dropout.
-        max_tokens: Number of tokens after which the run ends, over all ranks, or None.
-        on_nonfinite: Reaction to a loss or a gradient that is NaN or infinite.
-        on_spike: Reaction to a spike of the loss or the gradient norm.
-        spike: Definition of a spike.
-        max_skips: Number of steps in a row after which the run ends, if `on_nonfinite`, `on_spike`
-            or the loss scaler of 16-mixed skips all of them.
-        objective: Logged name of the metric that a sweep optimizes.
-        output_dir: Folder of all run folders.
-        run_dir: Folder into which this run writes.
-        ckpt_path: Checkpoint of an exact resume or an evaluation: a path, `last` or `best`.
-        allow_changes: Keys and groups that may differ from those of the resumed checkpoint.
-        init_from: Source of the initial weights of a new run: a run, a checkpoint or a folder.
-        init_strict: Whether all tensors of `init_from` and of the net must match.
-        from_run: Folder of a run whose overrides come before those that were typed.
-        trust: Whether the config of `from_run` is used although another person started that run.
-        debug: Whether tracebacks are printed.
-        model: Net.
-        module: LightningModule around the net.
-        data: Datasets and batch sizes.
-        optimizer: Optimizer and peak learning rate.
-        scheduler: Learning-rate schedule.
-        strategy: Parallelism strategy and its options.
-        trainer: Lightning's Trainer.
-        callbacks: Lightning callbacks by name. None removes a callback.
-        checkpoint: When checkpoints are saved and how many are kept.
-        logger: Lightning loggers by name.
-        profiler: Lightning's profiler, or None.
-        launcher: Restarts and timeouts of the local ranks.
     """
 
     runs_here: ClassVar[bool] = True
@@ -513,9 +346,6 @@ class RunConfig(Section):
 
     def batch_plan(self, data_parallel_size: int) -> BatchPlan:
         """Return the numbers whose product is the global batch size of the run.
-
-        Args:
-            data_parallel_size: Number of ranks that train on different samples.
 
         Raises:
             ValueError: If `data.global_batch_size` cannot be divided by the samples of a

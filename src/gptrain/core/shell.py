@@ -40,9 +40,6 @@ def quoted(text: str) -> str:
     """Return a text in quotes, so that Hydra parses it as exactly this string.
 
     A text that looks like a reference, a list or a number stays a string.
-
-    Args:
-        text: Text without quotes, the value of an override.
     """
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
     # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
@@ -54,9 +51,6 @@ def by_key(overrides: Iterable[str]) -> dict[str, str]:
 
     The last override of a key counts. `~key`, like any word without `=`, gets "" as its value, and
     its key keeps the `~`.
-
-    Args:
-        overrides: Words of a command line, such as `+trainer.max_steps=10`.
     """
     pairs = (word.partition("=") for word in overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
@@ -73,12 +67,7 @@ def train_command(*overrides: str) -> str:
 
 
 def option(key: str, value: object) -> str:
-    """Return `key=value`, quoted for Hydra and for the shell, for the hint (`try:`) of an error.
-
-    Args:
-        key: Dotted key.
-        value: String, path, number, bool or None, as for `override`.
-    """
+    """Return `key=value`, quoted for Hydra and for the shell, for the hint (`try:`) of an error."""
     return command(override(key, value))
 
 

@@ -29,9 +29,6 @@ class UnreadableFileError(DataError):
 def read_bytes(path: str | os.PathLike) -> bytes:
     """Return the content of a regular file. Symbolic links are followed.
 
-    Args:
-        path: Path of the file.
-
     Raises:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the path is a pipe, a device or a folder.
@@ -42,9 +39,6 @@ def read_bytes(path: str | os.PathLike) -> bytes:
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
     """Open a regular file for reading, and return it in binary mode. Symbolic links are followed.
-
-    Args:
-        path: Path of the file.
 
     Raises:
         OSError: If the file does not exist or cannot be opened.
@@ -61,9 +55,6 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 def read_json(path: str | Path) -> Any:
     """Return the value of a JSON file.
 
-    Args:
-        path: Path of the file. A symbolic link is followed.
-
     Raises:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not JSON, or the path is not a regular file.
@@ -77,9 +68,6 @@ def read_json(path: str | Path) -> Any:
 
 def read_yaml(path: str | Path) -> Any:
     """Return the value of a YAML file. Tags that would create Python objects are refused.
-
-    Args:
-        path: Path of the file. A symbolic link is followed.
 
     Raises:
         OSError: If the file does not exist or cannot be read.
@@ -96,10 +84,6 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
     """Return the mapping in a small file, or an empty dict if the file has no readable mapping.
 
     A missing file, a damaged file and a file whose value is not a mapping all give an empty dict.
-
-    Args:
-        path: Path of the file.
-        read: Reader of the file's format, `read_json` or `read_yaml`.
     """
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read(path), dict):
@@ -112,10 +96,6 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 
     An empty dict within `values` counts as a value. Without a prefix, the result is empty if
     `values` itself is empty or is not a dict.
-
-    Args:
-        values: Nested dicts.
-        prefix: Dotted key of `values` itself, with which all keys of the result begin.
     """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}

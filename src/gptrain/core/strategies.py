@@ -30,11 +30,6 @@ class StrategyOptions(OpenSection):
         is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
             of fp16 works, and the data may be a user's LightningDataModule.
         contract: Requirement on the code of a net, for the error message if a net violates it.
-        name: Key of STRATEGIES, or "auto".
-        timeout_s: Seconds that a rank waits for the other ranks before it reports an error: at the
-            start, and in a collective. NCCL itself waits for at least an hour, and the watchdog of
-            the rank reports earlier.
-        backend: Backend of torch.distributed. None stands for nccl on GPUs and gloo on CPUs.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
@@ -55,9 +50,6 @@ class StrategyOptions(OpenSection):
 
     def axis_size(self, axis: str) -> int | None:
         """Return the number of ranks that the config sets for an axis of the device mesh.
-
-        Args:
-            axis: DATA, CONTEXT, TENSOR or PIPELINE.
 
         Returns:
             None if the config leaves the number to the default for the world size, or if the
@@ -87,15 +79,7 @@ class SingleOptions(StrategyOptions, extra="forbid"):
 
 
 class DDPOptions(StrategyOptions, extra="forbid"):
-    """Options of `ddp` and `auto`, with the meaning of DistributedDataParallel's arguments.
-
-    Attributes:
-        bucket_cap_mb: MiB of gradients per all-reduce.
-        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves one copy.
-        static_graph: Whether every step uses the same parameters.
-        find_unused_parameters: Whether some parameters may get no gradient in a step.
-        comm_hook: Compression of the gradients that are sent.
-    """
+    """Options of `ddp` and `auto`, with the meaning of DistributedDataParallel's arguments."""
 
     axes = (DATA,)
     is_standard = True
@@ -108,16 +92,7 @@ class DDPOptions(StrategyOptions, extra="forbid"):
 
 
 class ShardedOptions(StrategyOptions, extra="forbid"):
-    """Options of every strategy that shards weights with FSDP2.
-
-    Attributes:
-        reshard_after_forward: Whether gathered weights are freed between forward and backward.
-        accumulate_shards: Whether gradients are reduced after each micro-step, so that only shards
-            of them are held in memory.
-        cpu_offload: Whether weights, gradients and optimizer states are in host memory.
-        find_unused_parameters: Whether ranks may use different parameters in a step, for example
-            one adapter each. Otherwise a step in which they do is refused.
-    """
+    """Options of every strategy that shards weights with FSDP2."""
 
     reshard_after_forward: bool
     accumulate_shards: bool
@@ -126,12 +101,7 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
 
 
 class FSDPOptions(ShardedOptions):
-    """Options of `fsdp`.
-
-    Attributes:
-        replicas: Number of complete copies of the net (HSDP). Each is sharded over
-            world_size / replicas ranks.
-    """
+    """Options of `fsdp`."""
 
     axes = (DATA,)
     needs = ("blocks",)
@@ -140,12 +110,7 @@ class FSDPOptions(ShardedOptions):
 
 
 class TensorParallelOptions(StrategyOptions, extra="forbid"):
-    """Options of `tensor_parallel`.
-
-    Attributes:
-        tensor_parallel_size: Number of ranks over which each layer is split. None stands for all
-            ranks, and under `fsdp_tensor_parallel` for 2.
-    """
+    """Options of `tensor_parallel`."""
 
     axes = (TENSOR,)
     needs = _HEADS
@@ -166,12 +131,7 @@ class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
 
 
 class ContextParallelOptions(ShardedOptions):
-    """Options of `context_parallel`.
-
-    Attributes:
-        context_parallel_size: Number of ranks that share a sequence. None stands for all ranks of a
-            node.
-    """
+    """Options of `context_parallel`."""
 
     axes = (DATA, CONTEXT)
     needs = ("blocks", "context_plan", "n_heads")
@@ -185,15 +145,7 @@ class ContextParallelOptions(ShardedOptions):
 
 
 class PipelineOptions(StrategyOptions, extra="forbid"):
-    """Options of `pipeline`.
-
-    Attributes:
-        pipeline_parallel_size: Number of ranks over which the layers are divided. None stands for
-            all ranks, and under `ddp_pipeline` for 2.
-        microbatches: Parts into which the batch of a micro-step is divided. None stands for two per
-            pipeline rank.
-        schedule: Order of forward and backward passes.
-    """
+    """Options of `pipeline`."""
 
     axes = (PIPELINE,)
     needs = ("embed", "blocks", "norm", "head")
@@ -232,9 +184,6 @@ def default_options(name: str) -> StrategyOptions:
 
     All calls with the same name return the same object, which must not be changed.
 
-    Args:
-        name: Key of STRATEGIES, or "auto".
-
     Raises:
         FileNotFoundError: If the name is neither.
     """
@@ -248,10 +197,6 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
     The planner compares strategies in this way. If both strategies have the same type of options,
     the result is a copy of `given` with another name. Otherwise an option that is not set in
     `given` has the default of the strategy's yaml file.
-
-    Args:
-        name: Key of STRATEGIES.
-        given: Options of any strategy. They do not change.
     """
     kind = STRATEGIES[name]
     if type(given) is kind:
@@ -300,9 +245,6 @@ class ParallelDims:
         """Return which part of the samples a rank reads, from 0 to `data` - 1.
 
         The ranks of one context, tensor or pipeline group read the same part.
-
-        Args:
-            rank: Global rank of the process.
         """
         return rank // self.ranks_per_sample % self.data
 
@@ -353,12 +295,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return the number of microbatches into which a pipeline divides a batch.
-
-    Args:
-        given: Value of `strategy.microbatches`. None stands for two per pipeline rank.
-        n_ranks: Number of ranks along the pipeline axis.
-    """
+    """Return the number of microbatches into which a pipeline divides a batch."""
     return given or 2 * n_ranks
 
 

@@ -28,12 +28,7 @@ INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can addr
 
 
 def between(low: int, high: int = INT32_MAX) -> Any:
-    """Return a pydantic field with an inclusive lower and upper bound.
-
-    Args:
-        low: Smallest allowed number.
-        high: Largest allowed number.
-    """
+    """Return a pydantic field with an inclusive lower and upper bound."""
     return Field(ge=low, le=high)
 
 

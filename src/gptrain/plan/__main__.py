@@ -95,10 +95,6 @@ def train_command(typed: list[str], changes: dict[str, Any]) -> str:
 
     Typed options of the strategy, `strategy.<key>=...`, are kept only if the user also typed
     `strategy=` with the new strategy, because they may belong to another one.
-
-    Args:
-        typed: Overrides that the user typed.
-        changes: New values of config keys. "strategy" is one of the keys.
     """
     is_typed = f"strategy={changes['strategy']}" in typed
     dropped = ("hardware", "topology", *(f"{key}=" for key in changes))

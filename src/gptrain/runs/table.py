@@ -82,9 +82,6 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 def read_run(folder: Path) -> RunRecord:
     """Return the record of the run in a folder.
 
-    Args:
-        folder: Run folder.
-
     Raises:
         OSError, ValueError, TypeError, LookupError, AttributeError or OverflowError: If a file is
             missing, cannot be read, or has another form than gptrain's.
@@ -134,9 +131,6 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     The last run in `runs` whose config can be read determines the objective and its direction. If
     there is no such run, the objective is val/loss, and the smallest is the best. Runs without the
     metric come last. Runs with equal values keep their order.
-
-    Args:
-        runs: Runs in any order.
     """
     configs = (flatten(read_facts(run.path / CONFIG, read_yaml)) for run in reversed(runs))
     config = next(filter(None, configs), {})
@@ -151,10 +145,6 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     The columns are the run's name, the overrides in which the runs differ (except for those that
     hold a location), the metrics, steps, seconds, the goodput with the times that are not
     negligible, and how the run ended. A value that a run does not have is None.
-
-    Args:
-        runs: Runs in the order of the rows, at least one.
-        metrics: Names of the metrics in the order of the columns.
     """
     typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
@@ -176,10 +166,6 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
     """Return the table for a terminal.
 
     The metrics are the objective, the losses and the speed, as far as any of the runs has them.
-
-    Args:
-        runs: Runs in the order of the rows.
-        metric: Name of the objective, which is the first metric of the table.
     """
     candidates = dict.fromkeys((metric, *SHOWN))
     rows = table(runs, [name for name in candidates if any(name in run.metrics for run in runs)])
@@ -189,11 +175,7 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as lines whose columns are padded to equal width.
-
-    Args:
-        rows: Rows with the same number of cells.
-    """
+    """Return rows of texts as lines whose columns are padded to equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

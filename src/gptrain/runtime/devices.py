@@ -47,9 +47,6 @@ class RunDevices:
 
         A process that sees a single GPU gets index 0, whatever its rank is. Under the accelerator
         "tpu" the result is the CPU.
-
-        Args:
-            local_rank: Rank on this node.
         """
         if self.accelerator == "cuda":
             if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank one GPU
@@ -63,9 +60,6 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
     An accelerator that this machine does not have becomes "cpu".
-
-    Args:
-        cfg: Configuration of the run.
 
     Raises:
         ConfigError: If the launcher's environment variables are wrong (see `this_process`).
@@ -108,19 +102,12 @@ def native_precision(devices: RunDevices) -> str:
 
     It is `bf16-mixed` on a GPU that multiplies bf16 matrices natively, from compute capability 8
     (Ampere) on, else `32-true`: bf16 is faster only on some CPUs.
-
-    Args:
-        devices: Devices of the run, of which only the accelerator is read.
     """
     is_native = devices.accelerator == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     return "bf16-mixed" if is_native else "32-true"
 
 
 def set_threads(n_local: int) -> None:
-    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set.
-
-    Args:
-        n_local: Number of ranks on this node, which share its cores.
-    """
+    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_cores() // n_local))

@@ -184,9 +184,6 @@ def listed_numbers(devices: object) -> tuple[int, ...]:
 
     [1, 3] and "1,3" give (1, 3), and "3," gives (3,).
 
-    Args:
-        devices: Value of trainer.devices in any of its forms.
-
     Raises:
         ValueError: If an entry of a list is not a number.
     """

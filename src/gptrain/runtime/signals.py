@@ -103,9 +103,6 @@ def ignore_in_worker(_worker_id: int = 0) -> None:
     """Make a data worker ignore the stop signals: its rank ends its workers after it has saved.
 
     Call it in the worker, as DataLoader's `worker_init_fn`.
-
-    Args:
-        _worker_id: Number of the worker, which DataLoader passes. Not used.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
