@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -290,30 +289,6 @@ def test_no_operation_leaves_a_file_open(store, tmp_path):
     assert not is_held(tmp_path / "other")
     verify(store.folder / "step-00000001")
     assert count_open() < n_open + 9
-
-
-def test_a_failed_save_names_its_rank_also_if_the_free_space_is_unknown(store, monkeypatch):
-    """Rank 0 has made no folder for the files of rank 1."""
-
-    def refuse(_: Path) -> int:
-        raise OSError(errno.EACCES, "refused")
-
-    def gather(mine: Any) -> list[Any]:
-        return [(None, [] if isinstance(mine[1], list) else {}), mine]
-
-    save(store, 1)
-    monkeypatch.setattr(files, "free_bytes", refuse)
-    with pytest.raises(SaveFailedError, match="rank 1; needs 6000 bytes, None bytes free"):
-        save(store, 2, rank=1, needed_bytes=6000, gather=gather)
-    assert os.listdir(store.folder) == ["step-00000001"] and store.newest_intact().step == 1
-
-
-def test_too_little_space_is_found_out_before_anything_is_written(store):
-    store.check_space(1)
-    with pytest.raises(SaveFailedError, match="ENOSPC") as short:
-        save(store, 1, needed_bytes=1 << 60)
-    assert not store.folder.exists()
-    assert f"{store.folder}: " in str(short.value) and f"needs {1 << 60} bytes" in str(short.value)
 
 
 # Damaged

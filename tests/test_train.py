@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gptrain.checkpoints.lock import LOST_HOST_S, RunLock
 from gptrain.checkpoints.status import read_status, write_status
-from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
@@ -190,32 +188,6 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
     status = read_status(run.folder)
     assert (status["cause"], status["step"]) == ("done", int(step))
-
-
-NO_ADAM = "~optimizer.betas", "~optimizer.eps"  # options that SGD does not take
-
-
-@pytest.mark.parametrize(
-    ("words", "states"),
-    [((), 2), (("optimizer._target_=torch.optim.SGD", "+optimizer.momentum=0.9", *NO_ADAM), 1)],
-    ids=["adamw", "sgd with momentum"],
-)
-def test_disk_space_is_required_for_two_saves_with_optimizer_states(
-    train, monkeypatch, words, states
-):
-    sizes = []
-    monkeypatch.setattr(CheckpointStore, "check_space", lambda store, n: sizes.append(n))
-    run = train(*words, "trainer.max_steps=1")
-    assert run.code == 0, run.err
-    weights = {w.data_ptr(): w.numel() for w in run.state(1)["state_dict"].values()}  # tied: once
-    assert sizes[0] == 2 * 4 * (1 + states) * sum(weights.values())
-
-
-def test_too_little_space_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    run = train("logger=none")
-    assert run.code == 74 and "1000 bytes free" in run.err
-    assert not (run.folder / "metrics.jsonl").exists()
 
 
 def test_checkpoints_of_another_run_are_not_resumed(train, plain, tmp_path):

@@ -1,6 +1,5 @@
 """Builds Lightning's Trainer with its callbacks, loggers, devices and precision."""
 
-import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,7 +20,6 @@ from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths, phase_steps
 from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
-from gptrain.costs.choice import optimizer_states
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
 from gptrain.lit.callbacks.checkpoints import Checkpoints
@@ -37,7 +35,6 @@ from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
 
-FP32_BYTES = 4
 
 
 def build_trainer(
@@ -178,14 +175,11 @@ def build_checkpoints(
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
-    n_states = max(optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments))
-    state_bytes = math.ceil(FP32_BYTES * n_states)
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     return Checkpoints(
         store,
         facts,
         cfg.checkpoint,
-        state_bytes,
         changed_options(cfg),
         cfg.objective,
         mirror,

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,37 +27,23 @@ class SaveFailedError(OSError):
 
     Args:
         number: Number of the operating system's error (errno).
-        message: Message for the user.
+        folder: Folder of the checkpoints.
         rank: Rank whose file operation failed.
     """
 
     cause = "disk"
 
-    def __init__(self, number: int, message: str, rank: int = 0) -> None:
-        super().__init__(number, message)
+    def __init__(self, number: int, folder: str, rank: int = 0) -> None:
+        super().__init__(number, folder)
         self.rank = rank
 
     def __str__(self) -> str:
-        return str(self.strerror)
-
-
-def save_failed(error: OSError, folder: Path, needed_bytes: int, rank: int = 0) -> SaveFailedError:
-    """Return the error of a save of `needed_bytes` for an error of the operating system."""
-    free = None
-    with suppress(OSError):
-        free = free_bytes(folder)
-    number = error.errno or errno.EIO
-    name = errno.errorcode.get(number, number)
-    message = (
-        f"{folder}: cannot save: {os.strerror(number)} ({name}) on rank {rank}; needs "
-        f"{needed_bytes} bytes, {free} bytes free; earlier checkpoints are intact"
-    )
-    return SaveFailedError(number, message, rank)
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space for a folder, whose parent must exist, in bytes. Ignores quotas."""
-    return shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        number, folder = self.args
+        name = errno.errorcode.get(number, number)
+        return (
+            f"{folder}: cannot save: {os.strerror(number)} ({name}) on rank {self.rank}; earlier "
+            "checkpoints are intact"
+        )
 
 
 def sync_folder(folder: Path) -> None:

@@ -29,13 +29,12 @@ class Save:
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
         rank: Global rank of this process.
         gather: Collective function that returns one value of each rank on all ranks.
-        needed_bytes: Expected size of the save over all ranks. Rank 0 checks that it is free.
         in_background: Whether a thread writes copies of the tensors. Else `finish` writes them.
         progress: Function that is called while bytes are written, but not in the background, where
             the heartbeats would hide a training that hangs.
 
     Raises:
-        SaveFailedError: On all ranks, if the folder cannot be made, or the space is not free.
+        SaveFailedError: On all ranks, if the folder cannot be made.
     """
 
     def __init__(
@@ -46,12 +45,10 @@ class Save:
         *,
         rank: int = 0,
         gather: Gather = lambda value: [value],
-        needed_bytes: int = 0,
         in_background: bool = False,
         progress: Callable[[], object] | None = None,
     ) -> None:
         self.folder, self.rank, self.gather = folder, rank, gather
-        self.needed_bytes = needed_bytes
         self.progress = None if in_background else progress
         self._rest = io.BytesIO()
         shards = {}
@@ -90,9 +87,8 @@ class Save:
         try:
             result = action()
         except OSError as own:
-            error = failure = files.save_failed(
-                own, self.folder.parent, self.needed_bytes, self.rank
-            )
+            number = own.errno or errno.EIO
+            error = failure = files.SaveFailedError(number, str(self.folder.parent), self.rank)
             error.__cause__ = own
         except Exception as own:
             error, text = own, f"{type(own).__name__}: {own}"
@@ -106,11 +102,9 @@ class Save:
         return [result for _, result in outcomes]
 
     def _begin(self, rest: Any, keys: list[tuple]) -> list[tuple]:
-        """Make the folder on rank 0 if there is space, and return the keys of this rank."""
+        """Make the folder on rank 0, and return the keys of this rank."""
         if self.rank == 0:
             parent = self.folder.parent
-            if files.free_bytes(parent) < self.needed_bytes:
-                raise OSError(errno.ENOSPC, "too little space")
             if not parent.exists():
                 os.mkdir(parent)
                 files.sync_folder(parent.parent)

@@ -269,7 +269,7 @@ class CheckpointStore:
             rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
             metrics: Metrics for the manifest. Defaults to {}.
-            options: `rank`, `gather`, `needed_bytes` and `in_background` of `Save`.
+            options: `rank`, `gather` and `in_background` of `Save`.
 
         Raises:
             SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
@@ -346,13 +346,9 @@ class CheckpointStore:
             try:
                 files.replace(path / MANIFEST_NAME, text)
             except OSError as error:
-                raise files.save_failed(error, self.folder, len(text)) from error
+                number = error.errno or errno.EIO
+                raise files.SaveFailedError(number, str(self.folder)) from error
             self.on_commit()
-
-    def check_space(self, needed_bytes: int) -> None:
-        """Raise a SaveFailedError if fewer than `needed_bytes` bytes are free. Ignores quotas."""
-        if files.free_bytes(self.folder) < needed_bytes:
-            raise files.save_failed(OSError(errno.ENOSPC, ""), self.folder, needed_bytes)
 
     # Loading
 

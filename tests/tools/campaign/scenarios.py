@@ -19,7 +19,7 @@ DEAD = {"cause": "killed", "blames": True,
         "says": r"rank {rank} .* was killed by signal 9, .* memory ran out"}  # fmt: skip
 SAVE = {"rank": 0, "step": 8, "operation": (1, 12), "cause": "killed"}  # killed in one
 REFUSED = {"phases": LOG, "step": 8, "operation": (1, 9), "codes": (74,), "cause": "disk",
-           "says": r"cannot save: .* needs \d+ bytes, \d+ bytes free"}  # fmt: skip
+           "says": r"cannot save: "}  # fmt: skip
 TOLD = {"codes": (75, 0), "cause": "preempted", "redo": 0}
 HUNG = {"codes": (76,), "cause": "hang",
         "says": r"no progress for \d+ s: rank \d at[\s\S]*most recent call first",

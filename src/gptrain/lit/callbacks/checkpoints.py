@@ -30,8 +30,8 @@ from gptrain.lit.lightning import (
 )
 from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_rank_0
 
-# Smaller saves take less than 0.2 s. They are finished before the next step starts.
-BACKGROUND_BYTES = 1 << 26
+# Bytes of the weights. Smaller saves take less than 0.2 s and are finished before the next step.
+BACKGROUND_BYTES = 1 << 24
 FP32_BYTES = 4
 WRITING_S = LONG_PHASE_S  # time for which the other ranks wait while rank 0 writes, in seconds
 
@@ -53,7 +53,6 @@ class Checkpoints(Checkpoint):
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
         options: `checkpoint` group of the config, such as the intervals and the monitored metric.
-        state_bytes: Bytes of the optimizer states of one parameter.
         changed: Names of the optimizer options, such as `lr`, that take their value from the
             current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
@@ -75,7 +74,6 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: CheckpointConfig,
-        state_bytes: int,
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
@@ -84,7 +82,6 @@ class Checkpoints(Checkpoint):
         self.store = store
         self.identity = identity
         self.options = options
-        self.state_bytes = state_bytes
         self.changed = frozenset(changed)
         self.mirror = mirror
         if mirror is not None:
@@ -94,7 +91,6 @@ class Checkpoints(Checkpoint):
         self.time_is_up = False
         self.is_written = False
         self.saved_step = 0
-        self._needed_bytes = 0  # estimated size of one save
         # Config key -> logged name that the first validation must log, and the effect if it does
         # not. Empty after the first validation.
         self._expected_metrics = {
@@ -104,22 +100,6 @@ class Checkpoints(Checkpoint):
         self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
         self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check on rank 0, before training starts, that the disk has space for two checkpoints.
-
-        Two must fit, because a checkpoint is removed only after the next one is complete. Does
-        nothing before an evaluation.
-
-        Raises:
-            SaveFailedError: On rank 0, if they do not fit.
-        """
-        if stage != "fit":
-            return
-        info = strategy_of(trainer).info
-        self._needed_bytes = FP32_BYTES * info.n_parameters + self.state_bytes * info.n_trained
-        if trainer.is_global_zero:
-            self.store.check_space(2 * self._needed_bytes)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -267,11 +247,10 @@ class Checkpoints(Checkpoint):
             self.store.save,
             step,
             config=self.identity,
-            needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
             in_background=self.options.background
-            and self._needed_bytes >= BACKGROUND_BYTES
+            and FP32_BYTES * strategy.info.n_parameters >= BACKGROUND_BYTES
             and not is_last,
         )
         with self.timeline.during("saves", step):
