@@ -499,15 +499,6 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert holds(store.newest_intact().path, 2)
 
 
-def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
-    """Such progress would hide a training that hangs while the save is written."""
-    beats = []
-    store = CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1))
-    save(store, 1, in_background=True)
-    store.finish()
-    assert holds(store.newest_intact().path, 1) and not beats
-
-
 def test_a_damaged_checkpoint_is_the_same_error_after_it_was_sent_to_another_process():
     error = DamagedCheckpointError("run/step-00000004", "state.ckpt is missing")
     again = pickle.loads(pickle.dumps(error))

@@ -165,13 +165,9 @@ def build_checkpoints(
     """Build the callback that saves checkpoints.
 
     The run folder must have been locked: the identity of the run is read from the record of its
-    lock. A save reports progress to the watchdog, so that a long save is not taken for a hang.
+    lock.
     """
-    store = CheckpointStore(
-        Path(cfg.run_dir) / CHECKPOINTS_NAME,
-        read_run_id(cfg.run_dir) or None,
-        progress=guard.beat,
-    )
+    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, read_run_id(cfg.run_dir) or None)
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = phase_steps(cfg, "warmup", lengths)
@@ -184,4 +180,5 @@ def build_checkpoints(
         cfg.objective,
         mirror,
         timeline,
+        guard.beat,
     )

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_new_file(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    progress: Callable[[], object] | None = None,
-) -> dict[str, Any]:
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Create a file from pieces of its content, and wait until its bytes are on the disk.
 
     The name of the file is safe only after `sync_folder` of its folder.
@@ -74,8 +70,6 @@ def write_new_file(
                 n_written = os.write(descriptor, left[:_PIECE_BYTES])
                 digest.update(left[:n_written])
                 left = left[n_written:]
-                if progress:
-                    progress()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)  # some file systems report a failed write only here

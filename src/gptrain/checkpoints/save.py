@@ -30,8 +30,6 @@ class Save:
         rank: Global rank of this process.
         gather: Collective function that returns one value of each rank on all ranks.
         in_background: Whether a thread writes copies of the tensors. Else `finish` writes them.
-        progress: Function that is called while bytes are written, but not in the background, where
-            the heartbeats would hide a training that hangs.
 
     Raises:
         SaveFailedError: On all ranks, if the folder cannot be made.
@@ -46,10 +44,8 @@ class Save:
         rank: int = 0,
         gather: Gather = lambda value: [value],
         in_background: bool = False,
-        progress: Callable[[], object] | None = None,
     ) -> None:
         self.folder, self.rank, self.gather = folder, rank, gather
-        self.progress = None if in_background else progress
         self._rest = io.BytesIO()
         shards = {}
         for kind, named in tensors.items():
@@ -126,10 +122,10 @@ class Save:
         while self._files:  # each file's copies are freed when it is written
             name, shards = self._files.popitem()
             path = self.folder / name
-            entries[name] = files.write_new_file(path, encode(shards), self.progress)
+            entries[name] = files.write_new_file(path, encode(shards))
         if self.rank == 0:
             path, content = self.folder / REST_NAME, self._rest.getbuffer()
-            entries[REST_NAME] = files.write_new_file(path, [content], self.progress)
+            entries[REST_NAME] = files.write_new_file(path, [content])
         return entries
 
 

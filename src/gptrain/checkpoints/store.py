@@ -227,21 +227,14 @@ class CheckpointStore:
         folder: Folder of the checkpoints. The first save creates it.
         run_id: Identity of the run, which is written into every manifest. Checkpoints of another
             run are refused. With None the store reads checkpoints of any run and cannot write.
-        progress: Function that the store calls without arguments while it writes bytes.
 
     Attributes:
         on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        run_id: str | None = None,
-        progress: Callable[..., None] | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, run_id: str | None = None) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
-        self.progress = progress
         self.on_commit: Callable[[], object] = lambda: None
         # The save in the background, and the entries of its manifest.
         self._unfinished: tuple[Save, dict] | None = None
@@ -281,7 +274,7 @@ class CheckpointStore:
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
         draft = self._hidden("draft", step)
-        save = Save(draft, tensors, rest, progress=self.progress, **options)
+        save = Save(draft, tensors, rest, **options)
         entries = {"run_id": self.run_id, "step": step, "config": config or {}}
         self._unfinished = save, entries | {"metrics": metrics or {}}
         if not options.get("in_background"):

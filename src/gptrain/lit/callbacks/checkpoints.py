@@ -1,5 +1,7 @@
 """Checkpoints, the callback that saves a run so that it can resume bit for bit from every save."""
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -33,9 +35,10 @@ from gptrain.parallel.mesh import LONG_PHASE_S, from_rank_0, gather, wait_for_ra
 # Bytes of the weights. Smaller saves take less than 0.2 s and are finished before the next step.
 BACKGROUND_BYTES = 1 << 24
 FP32_BYTES = 4
-WRITING_S = LONG_PHASE_S  # time for which the other ranks wait while rank 0 writes, in seconds
+WRITING_S = LONG_PHASE_S  # time for which a rank may be silent during a save, in seconds
 
 
+@dataclass(eq=False)
 class Checkpoints(Checkpoint):
     """Callback that saves the run before each validation, at intervals, and when it ends.
 
@@ -48,7 +51,7 @@ class Checkpoints(Checkpoint):
     Lightning calls this callback after all other callbacks, so that a save after a step contains
     their state after this step.
 
-    Args:
+    Attributes:
         store: Checkpoints of the run.
         identity: Config key -> value for all keys that a resumed run must not change. Every
             manifest contains it.
@@ -59,8 +62,7 @@ class Checkpoints(Checkpoint):
         mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
             last copy before they exit. None if there is no mirror.
         timeline: Record of the phases of this start.
-
-    Attributes:
+        beat: Function that sends a heartbeat to the watchdog of this rank (`Guard.beat`).
         stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
         time_is_up: Whether the ranks have agreed to save, because `every_minutes` have passed since
             the last save. Set by `TrainingMonitor`.
@@ -69,33 +71,28 @@ class Checkpoints(Checkpoint):
         saved_step: Newest step that was saved, or that the run has resumed from.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        identity: dict[str, Any],
-        options: CheckpointConfig,
-        changed: tuple[str, ...],
-        objective: str,
-        mirror: Mirror | None,
-        timeline: Timeline,
-    ):
-        self.store = store
-        self.identity = identity
-        self.options = options
-        self.changed = frozenset(changed)
-        self.mirror = mirror
+    store: CheckpointStore
+    identity: dict[str, Any]
+    options: CheckpointConfig
+    changed: Collection[str]
+    objective: str
+    mirror: Mirror | None
+    timeline: Timeline
+    beat: Callable[..., None]
+    stopping: bool = False
+    time_is_up: bool = False
+    is_written: bool = False
+    saved_step: int = 0
+
+    def __post_init__(self) -> None:
+        mirror, store = self.mirror, self.store
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
-        self.timeline = timeline
-        self.stopping = False
-        self.time_is_up = False
-        self.is_written = False
-        self.saved_step = 0
         # Config key -> logged name that the first validation must log, and the effect if it does
         # not. Empty after the first validation.
         self._expected_metrics = {
-            "checkpoint.monitor": (options.monitor, "the newest checkpoint is the best"),
-            "objective": (objective, "a sweep finds no best run"),
+            "checkpoint.monitor": (self.options.monitor, "the newest checkpoint is the best"),
+            "objective": (self.objective, "a sweep finds no best run"),
         }
         self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
@@ -128,7 +125,7 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
-            resume_run(trainer, self._loaded, self.changed)
+            resume_run(trainer, self._loaded, frozenset(self.changed))
             self._loaded = None
         self._interval_start_s = monotonic()
 
@@ -240,8 +237,7 @@ class Checkpoints(Checkpoint):
             return
         self.finish(trainer)
         self.saved_step = step
-        if not trainer.is_global_zero:
-            self._allow_long_phase("save")
+        self.beat(phase="save", allow_s=WRITING_S)
         is_last = self.stopping or step == trainer.max_steps
         save = partial(
             self.store.save,
@@ -284,7 +280,7 @@ class Checkpoints(Checkpoint):
         if not self.store.is_unfinished:
             return
         with self.timeline.during("saves", trainer.global_step):
-            self._allow_long_phase("save")
+            self.beat(phase="save", allow_s=WRITING_S)
             self.store.finish()
             self._prune(trainer)
 
@@ -316,14 +312,6 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
-    def _allow_long_phase(self, phase: str) -> None:
-        """Send a heartbeat that lets this rank be silent for WRITING_S, without counting as a hang.
-
-        Does nothing if the store has no function `progress`.
-        """
-        if self.store.progress:
-            self.store.progress(phase=phase, allow_s=WRITING_S)
-
     def _wait_for_mirror(self, trainer: Trainer) -> None:
         """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
 
@@ -338,6 +326,6 @@ class Checkpoints(Checkpoint):
             mirror.update(self.store)  # also copies what an earlier, killed start did not copy
             mirror.wait()
 
-        self._allow_long_phase("mirror")
+        self.beat(phase="mirror", allow_s=WRITING_S)
         with self.timeline.during("saves", trainer.global_step):
             wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
