@@ -127,7 +127,7 @@ def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers
     for name in ("apply_changes", "follow_schedule"):
         monkeypatch.setattr(resume, name, lambda *_: [])
     drawn = set()
-    state = {"rng": [capture()], "threads": 1, "global_step": 1, "frozen": []}
+    state = {"rng": [capture()], "global_step": 1, "frozen": []}
     for rank in (0, 1):
         trainer = SimpleNamespace(
             world_size=2, global_rank=rank, is_global_zero=False,

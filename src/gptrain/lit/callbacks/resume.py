@@ -16,24 +16,17 @@ from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_
 from gptrain.parallel.mesh import gather
 
 log = logging.getLogger(__name__)
-STATE = ("global_step", "rng", "threads", "logged", "frozen")  # checkpoint keys of resume_run
+STATE = ("global_step", "rng", "logged", "frozen")  # checkpoint keys of resume_run
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Add the state that an exact resume needs to a checkpoint, and remove Lightning's counters.
 
-    Adds the keys `rng` (random generator states of all ranks), `threads` (number of CPU threads),
-    `logged` (logged metrics) and `frozen` (names of the parameters that are not trained). A resumed
-    run computes the counters of Lightning's loops from the number of steps done. All ranks must
-    call this function, because it gathers over the ranks.
-
-    Args:
-        trainer: Trainer of the run.
-        checkpoint: Lightning's checkpoint dict, changed in place.
+    Adds the keys `rng` (random generator states of all ranks), `logged` (logged metrics) and
+    `frozen` (names of the parameters that are not trained). All ranks must call this function.
     """
     del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
     checkpoint["rng"] = gather(capture())
-    checkpoint["threads"] = torch.get_num_threads()
     checkpoint["logged"] = reproducible_metrics(trainer)
     parameters = strategy_of(trainer).saved_parameters().items()
     frozen = gather([name for name, parameter in parameters if not parameter.requires_grad])
@@ -82,26 +75,19 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     finish_step(trainer, state["global_step"])
     messages = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
     rng = state["rng"]
-    n_saved_ranks = len(rng)
-    n_saved_threads = state["threads"]
-    n_threads = torch.get_num_threads()
-    is_cpu = trainer.strategy.root_device.type == "cpu"
-    if n_saved_ranks != trainer.world_size or (is_cpu and n_saved_threads != n_threads):
-        messages.append(
-            f"resumed on {count_text(trainer.world_size, 'rank')} of "
-            f"{count_text(n_threads, 'thread')}, saved by {count_text(n_saved_ranks, 'rank')} of "
-            f"{count_text(n_saved_threads, 'thread')}: every step has the same samples; "
-            "sums may differ in their last bits, and dropout differs if the number of ranks does"
-        )
-    if trainer.is_global_zero:
-        for message in messages:
-            log.warning("%s", message)
-    if n_saved_ranks == trainer.world_size:
+    if len(rng) == trainer.world_size:
         restore(rng[trainer.global_rank])
     else:
+        messages.append(
+            f"resumed on {count_text(trainer.world_size, 'rank')}, saved by {len(rng)}: every step "
+            "has the same samples; dropout, and the last bits of sums, differ"
+        )
         # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
         restore(rng[0])
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
+    if trainer.is_global_zero:
+        for message in messages:
+            log.warning("%s", message)
 
 
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
