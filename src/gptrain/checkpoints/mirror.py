@@ -31,15 +31,8 @@ from gptrain.checkpoints.store import (
     parse,
     verify,
 )
-from gptrain.core.errors import (
-    BAD_DATA,
-    DONE,
-    FOLDER_UNUSABLE,
-    ConfigError,
-    ConfigIssue,
-    code_of,
-    first_line,
-)
+from gptrain.core import errors
+from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_bytes
 
 _log = logging.getLogger(__name__)
@@ -84,10 +77,10 @@ class Mirror:
                 store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            raise self._error(first_line(error), code_of(error)) from error
+            raise self._error(errors.first_line(error), errors.code_of(error)) from error
         if run_id != lock.run_id:
             hint = "ckpt_path=last in a new run_dir to resume that run"
-            raise self._error("holds another run", FOLDER_UNUSABLE, hint)
+            raise self._error("holds another run", errors.FOLDER_UNUSABLE, hint)
 
     def update(self, store: CheckpointStore) -> None:
         """Start to bring the mirror up to date in a thread, and return at once.
@@ -136,7 +129,7 @@ class Mirror:
         files.sync_folder(store.folder)
         if damaged and not store.steps():
             reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            raise self._error(f"all of its checkpoints are damaged: {reasons}", BAD_DATA)
+            raise self._error(f"all of its checkpoints are damaged: {reasons}", errors.BAD_DATA)
         for name, reason in damaged.items():
             with suppress(OSError):  # the mirror may be read-only
                 self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
@@ -162,8 +155,8 @@ class Mirror:
                 if kept and name not in kept and int(name[5:]) < store.steps()[-1]:
                     self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
-            message = f"not up to date: {first_line(error)}; the run's own checkpoints are intact"
-            _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
+            text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
+            _log.warning(text, self.url, errors.first_line(error))
 
     def _put(self, source: Path) -> None:
         """Copy a checkpoint to the mirror: the files that it does not have yet, then the manifest.
