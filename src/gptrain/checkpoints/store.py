@@ -48,6 +48,8 @@ FORMAT = 2
 LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
 STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}")  # must not lead out of the folder, as `../x` would
+# Errors of a network file system that does not answer
+_NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
 Gather = Callable[[Any], list[Any]]  # collective function: one value of each rank, on all ranks
 
@@ -206,7 +208,7 @@ def _check(folder: Path, name: str, entry: dict, on_piece: Callable[[int], objec
 def _damage(path: Path, name: str) -> Generator[None, None, None]:
     """Turn errors of reading a file of a checkpoint into a DamagedCheckpointError.
 
-    Other errors pass: if a network file system does not answer, the file may be intact.
+    If a network file system does not answer, the error passes, because the file may be intact.
     """
     try:
         yield
@@ -215,7 +217,7 @@ def _damage(path: Path, name: str) -> Generator[None, None, None]:
     except UnreadableFileError as error:
         raise DamagedCheckpointError(path, f"{name} cannot be read: {error.reason}") from None
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno in _NO_ANSWER:
             raise
         raise DamagedCheckpointError(path, f"{name} cannot be read: {error.strerror}") from None
 
