@@ -101,19 +101,19 @@ class SavedTensors:
     def __init__(self, folder: Path, kind: str = MODEL) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        # Name -> open file, first index and shape of each shard.
-        self._parts: dict[str, list[tuple[Any, tuple[int, ...], tuple[int, ...]]]] = {}
+        # Name -> file, first index and shape of each shard.
+        self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
         for path in sorted(folder.glob(f"{kind}*.safetensors")):
             try:
-                self._add(open_file(path))
+                self._add(path, open_file(path))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():
             if sum(prod(shape) for _, _, shape in parts) != prod(self.shapes[name]):
                 raise DamagedCheckpointError(folder, f"parts of {name} are missing")
 
-    def _add(self, file: Any) -> None:
-        """Add the shards in a file."""
+    def _add(self, path: Path, file: Any) -> None:
+        """Add the shards in an open file."""
         sharding = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
         for name in file.keys():  # noqa: SIM118, it is no mapping
             part = file.get_slice(name)
@@ -123,14 +123,14 @@ class SavedTensors:
             known = self.shapes.get(name, end)
             self.shapes[name] = tuple(map(max, zip(known, end, strict=True)))
             self.dtypes[name] = DTYPES[part.get_dtype()]
-            self._parts.setdefault(name, []).append((file, begin, shape))
+            self._parts.setdefault(name, []).append((path, begin, shape))
 
     @torch.no_grad()
     def read(self, tensors: Tensors) -> None:
         """Copy the saved values into the tensors or shards of this rank, by their names."""
         for name, tensor in tensors.items():
             local, begin = shard_of(tensor)
-            for file, offsets, shape in self._parts[name]:
+            for path, offsets, shape in self._parts[name]:
                 sizes = zip(begin, local.shape, offsets, shape, strict=True)
                 bounds = [(max(b, o), min(b + n, o + m)) for b, n, o, m in sizes]
                 if all(low < high for low, high in bounds):
@@ -138,14 +138,17 @@ class SavedTensors:
                         tuple(slice(a - o, z - o) for (a, z), o in zip(bounds, first, strict=True))
                         for first in (offsets, begin)
                     )
-                    local[target].copy_(file.get_slice(name)[source])
+                    # An open file keeps the pages that were read in the memory of the process.
+                    with open_file(path) as file:
+                        local[target].copy_(file.get_slice(name)[source])
 
     def full(self) -> dict[str, Tensor]:
         """Return all tensors in full, on the CPU. Those of one rank stay in their files, mapped."""
         tensors: dict[str, Tensor] = {}
         for name, parts in self._parts.items():
             if len(parts) == 1:
-                tensors[name] = parts[0][0].get_tensor(name)
+                with open_file(parts[0][0]) as file:
+                    tensors[name] = file.get_tensor(name)
             else:
                 tensors[name] = torch.empty(self.shapes[name], dtype=self.dtypes[name])
                 self.read({name: tensors[name]})
