@@ -36,7 +36,6 @@ from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
 
 
-
 def build_trainer(
     cfg: RunConfig,
     devices: RunDevices,
