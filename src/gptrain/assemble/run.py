@@ -134,10 +134,9 @@ def check(cfg: RunConfig) -> None:
             batch.
     """
     devices = find_devices(cfg)
-    sized = (axis for axis in (CONTEXT, TENSOR, PIPELINE) if cfg.strategy.axis_size(axis))
-    with as_config_errors(
-        cfg, next((f"strategy.{axis}_parallel_size" for axis in sized), "trainer.devices")
-    ):
+    keys = (f"{axis}_parallel_size" for axis in (CONTEXT, TENSOR, PIPELINE))
+    sized = next((f"strategy.{key}" for key in keys if getattr(cfg.strategy, key, None)), "")
+    with as_config_errors(cfg, sized or "trainer.devices"):
         dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
     with as_config_errors(cfg, "data.global_batch_size"):
         batch = cfg.batch_plan(dims.data)

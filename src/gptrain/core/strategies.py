@@ -48,15 +48,6 @@ class StrategyOptions(OpenSection):
             raise ValueError(f"unknown; allowed: {', '.join(names)}")
         return name
 
-    def axis_size(self, axis: str) -> int | None:
-        """Return the number of ranks that the config sets for an axis of the device mesh.
-
-        Returns:
-            None if the config leaves the number to the default for the world size, or if the
-            strategy does not have this axis.
-        """
-        return getattr(self, f"{axis}_parallel_size", None)
-
     @property
     def copies(self) -> int:
         """Number of copies of the net that the option `replicas` asks for.
@@ -65,11 +56,6 @@ class StrategyOptions(OpenSection):
         under DDP.
         """
         return getattr(self, "replicas", None) or 1
-
-    @property
-    def keeps_weights_on_cpu(self) -> bool:
-        """True if weights and optimizer states are in host memory, whatever the device is."""
-        return getattr(self, "cpu_offload", False)
 
 
 class SingleOptions(StrategyOptions, extra="forbid"):
@@ -282,7 +268,8 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
     axes = STRATEGIES[name].axes
     default = 2 if DATA in axes else world_size
     defaults = {CONTEXT: max(1, world_size // n_nodes), TENSOR: default, PIPELINE: default}
-    sizes = {axis: options.axis_size(axis) or defaults[axis] for axis in axes if axis != DATA}
+    others = [axis for axis in axes if axis != DATA]
+    sizes = {axis: getattr(options, f"{axis}_parallel_size") or defaults[axis] for axis in others}
     n_data = max(1, world_size // math.prod(sizes.values())) if DATA in axes else 1
     dims = ParallelDims(n_data, replicas=options.copies, **sizes)
     if dims.world_size != world_size:

@@ -147,7 +147,7 @@ class Parallel:
     stages = state.NO_STAGES
 
     def __post_init__(self) -> None:
-        self.weights_device = "cpu" if self.options.keeps_weights_on_cpu else self.device
+        self.weights_device = "cpu" if getattr(self.options, "cpu_offload", False) else self.device
         self.axes = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)].axes
         self.shards = isinstance(self.options, ShardedOptions)
         self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})

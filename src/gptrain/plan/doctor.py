@@ -3,11 +3,12 @@
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from gptrain.plan.options import nvidia_smi
 from gptrain.runtime.process import count_cores
 
 SHM = Path("/dev/shm")
@@ -55,3 +56,12 @@ def doctor(n_local: int | None, accelerator: str) -> Iterator[str]:
     except (OSError, ValueError, OverflowError):
         yield f"warning: MASTER_PORT={port} is in use, or is not a port; try: MASTER_PORT=<another>"
     yield f"checked: {len(known)} GPUs, port, /dev/shm, variables, threads"
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Run nvidia-smi and return its output, or an empty string if it is missing, fails or hangs."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            ["nvidia-smi", *arguments], text=True, timeout=20, stderr=subprocess.DEVNULL
+        )
+    return ""
