@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gptrain.core import value_types as types
-from gptrain.core.value_types import Chosen, Count, KeepsResult, OpenSection, TargetConfig, between
+from gptrain.core.value_types import Count, KeepsResult, OpenSection, TargetConfig, between, chosen
 
 
 def find_data_kind(node: dict[str, Any]) -> object:
@@ -137,7 +137,7 @@ class MixtureConfig(DataConfig):
     """Keys of `data=mixture`, which draws samples from several datasets."""
 
     seq_len: Count
-    parts: dict[str, Annotated[PartConfig, Chosen(PARTS, find_data_kind)]]
+    parts: dict[str, Annotated[PartConfig, chosen(PARTS, find_data_kind)]]
 
     @property
     def masks_documents(self) -> bool:

@@ -16,7 +16,7 @@ from gptrain.core import value_types as types
 from gptrain.core.data_schema import DATA, DataConfig, find_data_kind
 from gptrain.core.lengths import BatchPlan, plan_batch
 from gptrain.core.strategies import STRATEGIES, DDPOptions, StrategyOptions
-from gptrain.core.value_types import Chosen, Count, KeepsResult, Section, TargetConfig, between
+from gptrain.core.value_types import Count, KeepsResult, Section, TargetConfig, between, chosen
 
 # Groups with a `_target_`
 
@@ -290,10 +290,10 @@ SHIPPED: dict[str, type[TargetConfig]] = {
 }
 
 
-def by_target(base: type[TargetConfig]) -> Chosen:
+def by_target(base: type[TargetConfig]) -> Any:
     """Return the mark of a group whose `_target_` may be one of the classes in SHIPPED."""
     kinds = {target: kind for target, kind in SHIPPED.items() if issubclass(kind, base)}
-    return Chosen(kinds, lambda node: node.get("_target_"))
+    return chosen(kinds, lambda node: node.get("_target_"))
 
 
 # Type of the options by `strategy.name`. `auto` has those of `ddp`.
@@ -333,10 +333,10 @@ class RunConfig(Section):
     debug: bool
     model: Annotated[ModelConfig, by_target(ModelConfig)]
     module: Annotated[ModuleConfig, by_target(ModuleConfig)]
-    data: Annotated[DataConfig, Chosen(DATA, find_data_kind)]
+    data: Annotated[DataConfig, chosen(DATA, find_data_kind)]
     optimizer: Annotated[OptimizerConfig, by_target(OptimizerConfig)]
     scheduler: Annotated[SchedulerConfig, by_target(SchedulerConfig)]
-    strategy: Annotated[StrategyOptions, Chosen(KINDS, lambda node: node.get("name"))]
+    strategy: Annotated[StrategyOptions, chosen(KINDS, lambda node: node.get("name"))]
     trainer: Annotated[TrainerConfig, by_target(TrainerConfig)]
     callbacks: dict[str, Annotated[TargetConfig, by_target(TargetConfig)] | None]
     checkpoint: CheckpointConfig

@@ -6,7 +6,6 @@ The validators run inside pydantic. The message of a ValueError is printed after
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -14,10 +13,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    GetCoreSchemaHandler,
     WrapValidator,
 )
-from pydantic_core import CoreSchema, core_schema
 
 from gptrain.core.precision import PRECISIONS, SHORT_NAMES
 
@@ -153,7 +150,7 @@ class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
     def plain(self) -> dict[str, Any]:
         """Return the keys that were given, with their given values, as nested dicts and lists."""
-        return self.model_dump(by_alias=True, exclude_unset=True)
+        return self.model_dump(by_alias=True, exclude_unset=True, serialize_as_any=True)
 
 
 class OpenSection(Section, extra="allow"):
@@ -186,33 +183,19 @@ class TargetConfig(OpenSection):
         return {"_target_": self.target, **self.arguments}
 
 
-@dataclass(frozen=True, eq=False)  # typing hashes the mark
-class Chosen:
-    """Mark of a group whose section type depends on one of its values.
+def chosen(kinds: Mapping[str, type[Section]], read_name: Callable[[Any], object]) -> Any:
+    """Return the mark of a group whose section type depends on one of its values.
 
-    It is written as `Annotated[ModelConfig, Chosen(kinds, read_name)]`. The annotated type stands
+    It is written as `Annotated[ModelConfig, chosen(kinds, read_name)]`. The annotated type stands
     for every name that is not in `kinds`, such as that of a user's class.
 
-    Attributes:
+    Args:
         kinds: Type of the section by name. Each is a subclass of the annotated type.
         read_name: Function that returns the name in a group, for example its `_target_`.
     """
 
-    kinds: Mapping[str, type[Section]]
-    read_name: Callable[[Any], object]
+    def validate(node: Any, of_other_name: Callable[[Any], Section]) -> Section:
+        kind = kinds.get(str(read_name(node))) if isinstance(node, dict) else None
+        return kind.model_validate(node) if kind else of_other_name(node)
 
-    def __get_pydantic_core_schema__(
-        self, source: type[Section], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Return a union of all types, in which the name in the group selects one."""
-        types = {kind.__name__: kind for kind in (source, *self.kinds.values())}
-
-        def select(node: Any) -> str:
-            """Return the name of the type of a group, which may be a section already."""
-            if isinstance(node, Section):
-                return type(node).__name__
-            name = self.read_name(node) if isinstance(node, dict) else None
-            return self.kinds.get(str(name), source).__name__
-
-        choices = {name: handler.generate_schema(kind) for name, kind in types.items()}
-        return core_schema.tagged_union_schema(choices, discriminator=select)
+    return WrapValidator(validate)
