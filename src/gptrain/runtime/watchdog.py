@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from gptrain.runtime.signals import StopFlag
 POLL_S = 0.5  # interval at which the thread looks at the heartbeats
 
 
+@dataclass(eq=False)
 class Guard:
     """Watchdog of one rank: a context manager around the training function.
 
     Time in which the process was stopped (Ctrl-Z, a suspended laptop) does not count as silence.
 
-    Args:
+    Attributes:
         run_dir: Folder of the run, in which status.json is written.
         stop: Flag that is true once the run was asked to stop. Its signal handlers are installed
             by the caller.
@@ -37,8 +39,6 @@ class Guard:
             heartbeat allows more.
         describe: Function that returns more facts for the status of a hang: the checkpoint and the
             command that resumes from it.
-
-    Attributes:
         step: Optimizer step of the last heartbeat.
         phase: Phase of the run that the last heartbeat has named, for example "train" or "save".
         allow_s: Time that the last heartbeat allows until the next one, if it is longer than the
@@ -46,22 +46,17 @@ class Guard:
         doing: Description of the current activity, for the report of an exception.
     """
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        stop: StopFlag,
-        *,
-        rank: int,
-        timeout_s: float,
-        describe: Callable[[], dict] = dict,
-    ) -> None:
-        self.stop = stop
-        self.doing = ""
-        self.step, self.phase, self.allow_s = 0, "start", 0.0
-        self._run_dir = run_dir
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._describe = describe
+    run_dir: str | Path
+    stop: StopFlag
+    rank: int
+    timeout_s: float
+    describe: Callable[[], dict] = dict
+    step: int = 0
+    phase: str = "start"
+    allow_s: float = 0.0
+    doing: str = ""
+
+    def __post_init__(self) -> None:
         self._silent_s = 0.0
         # An agent of torchrun ends its ranks. If it was killed, they end by themselves. A shell or
         # a script that has started a rank may end before the rank.
@@ -130,14 +125,14 @@ class Guard:
             if is_orphan and self.stop.signal in (None, "SIGINT"):
                 self._leave("the process that has started this rank has ended", FAILED)
             self._silent_s += POLL_S
-            limit_s = max(self._timeout_s, self.allow_s)
+            limit_s = max(self.timeout_s, self.allow_s)
             if self._silent_s > limit_s:
-                where = f"rank {self._rank} at step {self.step} in phase {self.phase}"
+                where = f"rank {self.rank} at step {self.step} in phase {self.phase}"
                 message = f"no progress for {limit_s:.0f} s: {where}"
                 facts: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
-                facts |= {"rank": self._rank, "step": self.step}
+                facts |= {"rank": self.rank, "step": self.step}
                 with suppress(OSError):  # a full disk must not keep a hung rank alive
-                    write_status(self._run_dir, **facts, **self._describe())
+                    write_status(self.run_dir, **facts, **self.describe())
                 self._leave(message, HUNG)
 
     def _leave(self, message: str, code: int) -> None:
