@@ -1,7 +1,6 @@
 """Peak speed of a device in matrix multiplications."""
 
 import torch
-from torch.utils.benchmark import Timer
 
 from gptrain.core.precision import TYPE_BYTES, find_precision
 from gptrain.costs.hardware import device_of, machine_of
@@ -36,6 +35,8 @@ def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
 
     A GPU at its power limit would multiply constants at a higher clock.
     """
+    from torch.utils.benchmark import Timer  # takes 0.1 s, and a known GPU needs none
+
     side = CPU_SIDE if device.type == "cpu" else SIDE
     generator = torch.Generator(device).manual_seed(0)  # the random numbers of the run stay
     left, right = torch.randn(2, side, side, device=device, dtype=dtype, generator=generator)
