@@ -203,7 +203,7 @@ class Comparison:
         activation_checkpointing: str = "none",
         training: bool = False,
     ) -> dict[str, Tensor]:
-        """Run a plain net, and return its logits, gradients and buffers."""
+        """Run a plain net: its logits, gradients and buffers, and the random numbers after it."""
         device = self.parallel.device
         net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
         apply_activation_checkpointing(net.train(training), activation_checkpointing)
@@ -216,6 +216,9 @@ class Comparison:
             LOGITS: logits.detach(),
             **self._gradients(net),
             **{f"the buffer {name}": buffer for name, buffer in net.named_buffers()},
+            "the use of random numbers": torch.tensor(
+                [float(torch.rand(())), random.random(), numpy.random.rand()]
+            ),
         }
 
     @torch.no_grad()
