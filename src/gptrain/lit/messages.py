@@ -50,8 +50,7 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
-        is_refused = isinstance(error, MisconfigurationException)
-        if not is_refused and not message.startswith(ABOUT_CONFIG):
+        if not (isinstance(error, MisconfigurationException) or message.startswith(ABOUT_CONFIG)):
             raise
         raise ConfigError.of(key, None, message) from error
 

@@ -184,8 +184,8 @@ class Comparison:
             if (full := expected.get(GRADIENT + name)) is not None:
                 shard = shard_like(full.to(parameter.device), parameter)
                 expected[GRADIENT + name] = local_shard(shard)
-        text = first_difference(expected, found)
-        if text := _first(reversed(gather(text))):  # the last stage of a pipeline has the logits
+        # The last stage of a pipeline has the logits.
+        if text := _first(reversed(gather(first_difference(expected, found)))):
             raise self._error(text)
         return ""
 

@@ -38,8 +38,7 @@ def sum_gradients(
         flat = torch.cat([part.flatten() for part in message])
         flat = flat.to(_communication_device(gradients))
         dist.all_reduce(flat, group=group)
-        if divisor != 1:
-            flat /= divisor
+        flat /= divisor
         for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
             part.copy_(summed.view_as(part))
 
