@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 
 import pytest
 import torch
 
 import gptrain
-from gptrain.assemble.datasets import check_sample
-from gptrain.assemble.module import build_optimizer, build_schedule, peak_lr
+from gptrain.assemble.optimizer import build_optimizer, peak_lr
+from gptrain.assemble.schedule import build_schedule
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths
-from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
-from gptrain.lit import LanguageModel
+from gptrain.core.schema import OptimizerConfig, RunConfig
 from tests.command_line import compose_run
 
 EXACT = ("logger=none", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
@@ -132,31 +130,6 @@ def factor(cfg, n_steps: int, step: int) -> float:
     return made["scheduler"].lr_lambdas[0](step)
 
 
-def own_schedule(cfg: RunConfig, target: str, **keys) -> RunConfig:
-    """The config with another `_target_` and more keys in its scheduler group."""
-    node = cfg.scheduler.plain() | {"_target_": target} | keys
-    return cfg.changed({"scheduler": SchedulerConfig.model_validate(node)})
-
-
-def test_a_schedule_receives_the_step_and_the_other_arguments_that_it_names(lab):
-    cfg = own_schedule(compose_run("model=gpt_nano"), "lab.halving")
-    assert [factor(cfg, 10, step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
-    cfg = own_schedule(cfg, "lab.to_the_end", power=2.0)
-    assert [factor(cfg, 4, step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
-
-
-def test_a_schedule_that_needs_a_metric_receives_the_monitor_after_each_validation():
-    cfg = compose_run("model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max")
-    cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    lengths = RunLengths(BatchPlan(1, 1, 4), 1, 10, 10, 5)
-    made = build_schedule(cfg, lengths, optimizer)
-    facts = made["monitor"], made["frequency"], made["scheduler"].mode
-    assert facts == ("val/top1", 5 * 4, "max")
-    typed = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau", mode="min")
-    assert build_schedule(typed, lengths, optimizer)["scheduler"].mode == "min"
-
-
 def test_an_lstm_and_a_user_optimizer_resume_exactly(train, lab):
     options = (
         "model=lstm", "optimizer=signs", "scheduler=to_the_end", "scheduler.total_steps=9",
@@ -177,57 +150,3 @@ def test_an_lstm_and_a_user_optimizer_resume_exactly(train, lab):
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
     net = gptrain.load(again.folder, "last")
     assert type(net).__name__ == "LSTM" and not net.training
-
-
-def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
-    cfg = as_if_from_a_yaml(_target_="torch.optim.LBFGS")
-    with pytest.raises(ConfigError, match=r"optimizer\._target_=torch.optim.LBFGS: .*per-param"):
-        build_optimizer(cfg, BatchPlan(4, 1, 1), torch.nn.LSTM(2, 2))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (
-            ("strategy=fsdp", "trainer.devices=2"),
-            "strategy.name=fsdp: needs blocks of LSTM.*without: single, ddp",
-        ),
-        (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),
-    ],
-)
-def test_an_unsupported_net_is_reported_before_a_process_or_a_file_is_made(
-    train, lab, words, message
-):
-    at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.max_steps=1")
-    run = train("model=lstm", *at, *words, *lab, tiny=False)
-    assert run.code == 2
-    (line,) = [line for line in run.err.splitlines() if line.startswith("error:")]
-    assert re.search(message, line)
-    assert not run.folder.exists()
-
-
-def test_an_optimizer_that_needs_real_weights_to_begin_with_is_given_them(train, lab):
-    at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.limit_val_batches=1")
-    run = train("model=lstm", "optimizer=measures", "trainer.max_steps=2", *at, *lab, tiny=False)
-    assert run.code == 0, run.err
-
-
-def test_tokens_outside_the_nets_vocabulary_are_reported_with_the_key():
-    cfg = compose_run("model=gpt_nano").changed({"model.vocab_size": 5})
-    assert check_sample(cfg, (torch.tensor([1, 4]), torch.tensor([4, -100]))) == 2
-    assert check_sample(cfg, {"targets": torch.tensor([4, -100, 0])}) == 3
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=5: data\.train has token 7") as error:
-        check_sample(cfg, (torch.tensor([1, 7]), torch.tensor([4, 2])))
-    assert error.value.code == 65
-
-
-def test_a_net_with_another_contract_is_reported_with_its_shapes():
-    class FSDPMean(torch.nn.Embedding):  # FSDP2 puts its name in front of that of a class
-        def forward(self, tokens):
-            return super().forward(tokens).mean(1)
-
-    module = LanguageModel(FSDPMean(9, 9), None)
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    message = r"^Mean.forward returns shape \(2, 9\) for tokens of shape \(2, 3\); .* \(B, T, V\)"
-    with pytest.raises(ValueError, match=message):
-        module.loss(tokens, tokens)

@@ -66,7 +66,7 @@ def commands(draw: st.DrawFn) -> list[str]:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -113,8 +113,8 @@ def test_what_is_accepted_starts(train):
     for number in range(16):
         keys = rng.sample(sorted(BEARABLE), 6)
         words = [*NANO, *(f"{key}={rng.choice(BEARABLE[key])}" for key in keys)]
-        if n_started < 2 and answer(*words)[0] == 0:
+        if n_started < 1 and answer(*words)[0] == 0:
             done = train(*words, "trainer.fast_dev_run=true", name=f"run{number}", tiny=False)
             assert done.code == 0, (words, done.err)
             n_started += 1
-    assert n_started == 2
+    assert n_started == 1

@@ -11,22 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gptrain.config.cli import compose_command
-from gptrain.core.errors import ConfigError
-from gptrain.core.lengths import (
-    BatchPlan,
-    RunLengths,
-    phase_steps,
-    plan_batch,
-    plan_lengths,
-    token_steps,
-)
+from gptrain.assemble.lengths import plan_lengths
+from gptrain.core.lengths import BatchPlan, RunLengths, plan_batch, token_steps, warmup_steps
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
-from tests.conftest import ROOT, logged_rows
-
-TOKENS_PER_STEP = 4 * 16  # sequences x positions of TINY
+from tests.conftest import logged_rows
 
 
 class Uniform(torch.nn.Module):
@@ -47,54 +37,30 @@ def column(folder, name: str) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     "asked, total, steps",
     [
-        ("null", 2000, 100),
-        ("null", 50, 5),
-        ("null", None, 100),
-        ("0", 50, 0),
-        ("7", 50, 7),
-        ("1.0", 50, 1),
-        ("0.01", 5000, 50),
-        ("0.5", 5, 2),
-        ("0.29", 10, 3),
-        ("1e3", 5000, 1000),
+        (None, 2000, 100),
+        (None, 50, 5),
+        (None, None, 100),
+        (0, 50, 0),
+        (7, 50, 7),
+        (1.0, 50, 1),
+        (0.01, 5000, 50),
+        (0.5, 5, 2),
+        (0.29, 10, 3),
+        (1e3, 5000, 1000),
     ],
 )
 def test_a_warm_up_is_a_number_of_steps_or_a_share_of_the_run(asked, total, steps):
-    cfg = compose_run(f"scheduler.warmup_steps={asked}")
-    lengths = RunLengths(BatchPlan(1, 1, 1), 16, 1, total, 1)
-    assert phase_steps(cfg, "warmup", lengths) == steps
+    assert warmup_steps(asked, total) == steps
 
 
-def test_a_share_of_an_unknown_length_and_fewer_tokens_than_those_of_a_step_are_refused():
-    cfg = compose_run("scheduler.warmup_steps=0.1")
-    with pytest.raises(ConfigError, match=r"scheduler\.warmup_steps=0\.1"):
-        phase_steps(cfg, "warmup", RunLengths(BatchPlan(1, 1, 1), 16, 1, None, 1))
-    assert token_steps("max_tokens", 1000, 100) == token_steps("max_tokens", 1099.5, 100) == 10
-    assert token_steps("max_tokens", 100, 100) == 1
-    with pytest.raises(ConfigError, match=r"max_tokens=99: .*100 tokens of one step"):
-        token_steps("max_tokens", 99, 100)
-
-
-def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
-    run = train(
-        f"max_tokens={8.5 * TOKENS_PER_STEP}", "trainer.max_steps=-1", "trainer.max_epochs=1",
-        "scheduler=warmup_constant", "scheduler.warmup_steps=0.5", "scheduler.start_factor=0",
-        "optimizer.lr=0.004", "logger=none", "trainer.log_every_n_steps=1",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    assert "8 steps by max_tokens=544" in run.out
-    assert column(run.folder, "tokens")[-1] == (8, 8 * TOKENS_PER_STEP)
-    rates = [0, 0.001, 0.002, 0.003, 0.004, 0.004, 0.004, 0.004]  # half of the run is warm-up
-    assert [rate for _, rate in column(run.folder, "lr")] == pytest.approx(rates, abs=1e-9)
-
-
-def test_a_whole_number_between_validations_means_optimizer_steps(train):
-    run = train(
-        "trainer.val_check_interval=3", "data.global_batch_size=8", "trainer.max_steps=7",
-        "data.num_samples=24", "trainer.max_epochs=9", "logger=none",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    assert [step for step, _ in column(run.folder, "val/loss")] == [3, 6, 7]  # epochs are of 3
+def test_a_warm_up_that_is_neither_and_a_run_shorter_than_a_step_are_refused():
+    for asked, total in ((0.1, None), (-1, 50), (2.5, 50)):
+        with pytest.raises(ValueError):
+            warmup_steps(asked, total)
+    assert token_steps(1000, 100) == token_steps(1099.5, 100) == 10
+    assert token_steps(100, 100) == 1
+    with pytest.raises(ValueError, match="100 tokens of one step"):
+        token_steps(99, 100)
 
 
 def test_a_fraction_of_several_epochs_between_validations():
@@ -128,8 +94,6 @@ def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     by_tokens = plan(max_tokens=1000)
     assert (by_tokens.n_steps, by_tokens.limit) == (7, "max_tokens=1000")
     assert by_tokens.limit_kind == "tokens"
-    first = plan(max_tokens=1000, max_steps=3, max_epochs=1)  # the earliest of several limits
-    assert (first.n_steps, first.limit) == (3, "trainer.max_steps=3")
     tried = plan(fast_dev_run=2)
     assert (tried.limit, tried.limit_kind) == ("trainer.fast_dev_run=true", "steps")
     images = plan(sample_tokens=None)
@@ -181,13 +145,3 @@ def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(t
     three_ranks = train(*options, "trainer.devices=3", name="three")
     assert three_ranks.code == 0, three_ranks.err
     assert three_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-6)
-
-
-def test_output_goes_where_it_is_asked_to(monkeypatch):
-    """test_ranks.py checks that no other folder receives output."""
-    monkeypatch.setenv("HOME", "/scratch")
-    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "~/me")
-    cfg = compose_command(["run_dir=x"])
-    assert cfg.output_dir == "/scratch/me"
-    monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")
-    assert compose_command(["run_dir=x"]).output_dir == str(ROOT / "outputs")

@@ -8,16 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
-from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
-from gptrain.core.errors import DataError
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
-from gptrain.parallel.base import Parallel
 from gptrain.runtime.watchdog import Guard
 from tests.lit.conftest import ACCURACY, OWN
 from tests.lit.own.metrics import Nats
@@ -78,21 +74,8 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
     assert F.cross_entropy(logits.mT, targets, reduction="sum").item() == pytest.approx(nats)
     counted = targets[targets != -100]
     n_bytes = int((counted + 2).sum())
-    assert module.eval_sums[""].tolist() == pytest.approx([nats, len(counted), n_bytes])
+    assert module.eval_sums.tolist() == pytest.approx([nats, len(counted), n_bytes])
     assert float(metric.compute()) == pytest.approx(nats)
-
-
-@torch.no_grad()
-def test_a_part_of_a_mixture_without_any_target_is_named():
-    module = LanguageModel(nn.Embedding(61, 61), torch.optim.AdamW)
-    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    tokens = torch.arange(12).view(2, 6)
-    module.evaluate(tokens, tokens, "text")
-    module.evaluate(tokens, torch.full_like(tokens, -100), "code")
-    with pytest.raises(DataError, match=r"^data.val \(part code\): no target counts"):
-        module.take_evaluation("val")
-    with pytest.raises(DataError, match=r"^data.test \(part code\): no target counts"):
-        module.take_evaluation("test")
 
 
 def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):
@@ -137,29 +120,6 @@ def test_a_monitor_that_a_user_module_does_not_log_is_one_line_that_loses_no_ste
     assert "val/mine" in line and run.steps() == [2]
 
 
-def test_training_metrics_may_be_monitored(fit):
-    words = ("checkpoint.monitor=train/loss", "objective=perf/step_s")
-    run = fit(*words, "trainer.val_check_interval=2")
-    assert "warning" not in run.out  # a measured time is no reproducible metric, but it is logged
-    best = min((2, 4, 6), key=lambda step: run.column("train/loss")[step - 1])
-    assert best in run.steps()
-
-
-class OnMPS(torch.Tensor):
-    """A tensor that claims to be on MPS, a device without float64."""
-
-    device = torch.device("mps")
-
-
-@pytest.mark.parametrize("kind, dtype", [(torch.Tensor, torch.float64), (OnMPS, torch.float32)])
-def test_an_evaluation_accumulates_in_a_dtype_that_the_device_supports(kind, dtype):
-    module = LanguageModel(nn.Identity(), make_optimizer=torch.optim.AdamW)
-    tokens = torch.zeros(1, 2, dtype=torch.long)
-    with patch.object(Parallel, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
-        module.evaluate(tokens, tokens)
-    assert module.eval_sums[""].dtype == dtype and module.eval_sums[""].tolist() == [1, 2]
-
-
 TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_classes: %d%s}"
 
 
@@ -180,11 +140,3 @@ def test_each_value_of_a_metric_that_returns_a_dict_has_a_name_of_its_own(fit):
     assert run.rows[-1].items() >= {
         "val/own/counted": n_targets, "val/own/each/0": n_targets, "val/own/each/1": 256,
     }.items()  # fmt: skip
-
-
-def test_the_sanity_check_reports_the_full_error_of_a_value_that_a_module_cannot_log(fit):
-    run = fit(
-        f"module._target_={OWN}.modules.LogsVector", "trainer.num_sanity_val_steps=1", code=70
-    )
-    assert "tensor(…)" in run.errors[0] and "single element" in run.errors[0], run.errors
-    assert run.status["step"] == 0

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import gptrain
-from gptrain.export.__main__ import main as export
 from gptrain.export.files import write_net
 from gptrain.parallel.placement import make_net_on
 from recipes.lora import NETS, LoRALinear, adapters, with_adapters
@@ -44,32 +42,6 @@ def run(monkeypatch, capfd) -> Callable[..., str]:
 
 
 train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
-
-
-def test_a_resumed_run_with_adapters_has_the_same_bits_and_leaves_the_base_as_it_is(run, tmp_path):
-    run(train, *WORDS, f"run_dir={tmp_path}/base", "trainer.max_steps=1")
-    lora = (*WORDS, "strategy=single", "experiment=lora")
-    start = f"init_from={tmp_path}/base"
-    out = run(train, *lora, start, f"run_dir={tmp_path}/a", "trainer.max_steps=4")
-    # Two blocks with two adapters of rank 8: q 16 -> 16, v 16 -> 8.
-    assert "Llama · 896 of 13,808 parameters are trained" in out
-    run(train, *lora, start, f"run_dir={tmp_path}/b", "trainer.max_steps=2")
-    run(train, *lora, f"run_dir={tmp_path}/b", "trainer.max_steps=4", "ckpt_path=last")
-    base, one, other = (
-        gptrain.load(tmp_path / name, "last").state_dict() for name in ("base", "a", "b")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(torch.equal(one[name], base[name]) for name in base)
-    assert all(one[name].any() for name in one if name.endswith("lora_b"))
-
-
-def test_a_run_with_adapters_is_exported(run, tmp_path):
-    pytest.importorskip("safetensors")
-    run(train, *WORDS, "experiment=lora", f"run_dir={tmp_path}/a", "trainer.max_steps=1")
-    for form in ("hf", "peft"):  # neither holds the net with adapters, so neither has its record
-        out = run(export, f"from_run={tmp_path}/a", f"format={form}", f"run_dir={tmp_path}/{form}")
-        assert not (tmp_path / form / ".hydra").exists()
-        assert ("init_from=" in out) == (form == "hf")  # adapters alone are no start
 
 
 def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():
@@ -114,19 +86,6 @@ def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
             name = f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{kind}.weight"
             torch.testing.assert_close(tensors.pop(name), weight.bfloat16(), rtol=0, atol=0)
     assert not tensors
-
-
-def test_a_layer_that_is_not_there_and_one_that_peft_cannot_name_are_refused():
-    sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}
-    with pytest.raises(ValueError, match="base=GPT: unknown; allowed: Llama, SimpleGPT, Hugging"):
-        with_adapters("GPT", 4, 8.0, ["*.q_proj"], **sizes)
-    layers = r"\*\.down_proj, \*\.head, \*\.k_proj, \*\.out_proj, \*\.q_proj"
-    with pytest.raises(ValueError, match=rf"'\*\.query'\]: no linear layer; allowed: {layers}"):
-        with_adapters("SimpleGPT", 4, 8.0, ["*.query"], **sizes)
-    net = with_adapters("SimpleGPT", 4, 8.0, ["*.out_proj", "*.q_proj"], **sizes)
-    message = r"attention\.q_proj: transformers stores it with other layers; try: format=hf"
-    with pytest.raises(ValueError, match=message):
-        net.to_peft()
 
 
 @pytest.mark.engine("peft")

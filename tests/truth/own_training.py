@@ -151,10 +151,6 @@ class BatchNormNet(Chain):
     block = Normalized
 
 
-class CountsNet(Chain):
-    block = Counts
-
-
 class ReplacesNet(Chain):
     block = Replaces
 

@@ -129,10 +129,12 @@ CASES = {
     "SameTwice": (nothing, lambda step: 2.0, ()),
 }
 RUNS = [
-    *(("single", case) for case in CASES),
+    *(("single", case) for case in CASES if case != "LogitPenalty"),
     *(("ddp", case) for case in ("LogitPenalty, named", "MaskedPenalty")),
     ("fsdp", "MaskedPenalty"),
     ("pipeline", "TwoLosses"),
+    ("tensor_parallel", "LogitPenalty"),
+    ("context_parallel", "LogitPenalty"),
 ]
 
 

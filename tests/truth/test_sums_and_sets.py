@@ -17,7 +17,7 @@ WORDS = (
 SUMS = (f"module._target_={OWN}.Sums", f"+callbacks.sums._target_={OWN}.CountsBatches")
 # Targets of a step and of the validation
 COUNTS = {"train/n": 4 * 8, "val/n": 21 * 8, "val/metric": 21 * 8, "val/callback": 21 * 8}
-SHARED = ["tensor_parallel", "pipeline", "context_parallel"]  # strategies that share samples
+SHARED = ["tensor_parallel", "pipeline"]  # strategies that share samples
 
 
 @pytest.fixture

@@ -56,16 +56,6 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
-class Forwards(Callback):
-    """Forwards its hooks to another callback."""
-
-    def __init__(self):
-        self.other = SeesAll()
-
-    def on_train_batch_end(self, *args):
-        self.other.on_train_batch_end(*args)
-
-
 class Saves(Callback):
     """Calls trainer.save_checkpoint at step 3."""
 
@@ -84,13 +74,6 @@ class FailsInHook(Callback):
     def fail(self, trainer, *_):
         if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
             raise RuntimeError("the callback is broken")
-
-
-class DrawsAtEpochEnd(Callback):
-    """Draws random numbers after the last step of an epoch."""
-
-    def on_train_epoch_end(self, trainer, module):
-        torch.rand(3)
 
 
 class OneRankPerNode(Callback):

@@ -158,13 +158,6 @@ class OwnLoss(LanguageModel):
         return 2 * super().loss(tokens, targets)
 
 
-class CallsNet(LanguageModel):
-    def training_step(self, batch, batch_idx):
-        tokens, targets = batch
-        logits = self.net(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 class OfDicts(LanguageModel):
     """Takes batches that are dicts of tensors."""
 
@@ -257,15 +250,6 @@ class Supervised(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-class CrossEntropy(LanguageModel):
-    """Overrides validation_step with plain cross-entropy."""
-
-    def validation_step(self, batch, batch_idx):
-        tokens, targets = batch
-        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-        self.log("val/loss", loss, sync_dist=True)
-
-
 class LogsMine(LanguageModel):
     """Logs a value that falls until step 3 and rises afterwards."""
 
@@ -281,13 +265,6 @@ class ClipsItself(LanguageModel):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class LogsVector(LanguageModel):
-    """Logs a tensor with more than one element."""
-
-    def on_validation_epoch_end(self):
-        self.log("val/vector", torch.zeros(3, 4))
 
 
 def trainer_with_loss_scaler(init_scale=2.0**16, **options):
