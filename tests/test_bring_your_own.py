@@ -7,7 +7,6 @@ import textwrap
 import pytest
 import torch
 
-import gptrain
 from gptrain.assemble.optimizer import build_optimizer, peak_lr
 from gptrain.assemble.schedule import build_schedule
 from gptrain.core.errors import ConfigError
@@ -15,7 +14,6 @@ from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import OptimizerConfig, RunConfig
 from tests.command_line import compose_run
 
-EXACT = ("logger=none", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
 LAB = '''
     import torch
     from torch import nn
@@ -128,25 +126,3 @@ def factor(cfg, n_steps: int, step: int) -> float:
         cfg, RunLengths(BatchPlan(1, 1, 1), 1, n_steps, n_steps, n_steps), optimizer
     )
     return made["scheduler"].lr_lambdas[0](step)
-
-
-def test_an_lstm_and_a_user_optimizer_resume_exactly(train, lab):
-    options = (
-        "model=lstm", "optimizer=signs", "scheduler=to_the_end", "scheduler.total_steps=9",
-        "trainer.accelerator=cpu", "data.seq_len=17", "data.batch_size=4",
-        "trainer.limit_val_batches=2", "trainer.enable_progress_bar=false", "callbacks=none",
-    )  # fmt: skip
-    run = train("trainer.max_steps=6", *options, *EXACT, *lab, tiny=False)
-    assert run.code == 0, run.err
-    losses, state = run.losses(), run.state(6)["state_dict"]
-    run.cut_back(3)
-    old = (f"from_run='{run.folder}'", *lab[:2])
-    again = train(*old, "ckpt_path=last", tiny=False)
-    assert again.code == 0, again.err
-    assert again.losses() == losses and len(losses) == 6
-    assert all(torch.equal(state[name], again.state(6)["state_dict"][name]) for name in state)
-
-    checked = train(*old, "task=validate", "ckpt_path=last", tiny=False, name="checked")
-    assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
-    net = gptrain.load(again.folder, "last")
-    assert type(net).__name__ == "LSTM" and not net.training

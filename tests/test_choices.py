@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from gptrain.config import compose_command
-from gptrain.config.compose import plain, typed
-from gptrain.core.data_schema import DATA, DataConfig, DataModuleConfig
 from gptrain.core.errors import ConfigError
-from gptrain.core.schema import SHIPPED, LightningTrainerConfig, MuonConfig, RunConfig
-from gptrain.core.value_types import Section, TargetConfig
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
@@ -96,46 +90,3 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
         with pytest.raises(ConfigError, match=message) as refused:
             compose_run("model.vocab_size=auto", *words)
         assert refused.value.code == code
-
-
-# Keys that a user adds with a `+`, so that no yaml file has them.
-ADDED_BY_USERS = {
-    DataConfig: {"test"},
-    MuonConfig: {"fused"},
-    LightningTrainerConfig: {
-        "min_epochs",
-        "gradient_clip_algorithm",
-        "limit_predict_batches",
-        "reload_dataloaders_every_n_epochs",
-        "sync_batchnorm",
-    },
-}
-
-
-def sections_of(section: Section) -> Iterator[Section]:
-    """Yield a section of the config and all sections inside it."""
-    yield section
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        for item in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(item, Section):
-                yield from sections_of(item)
-
-
-def test_the_yaml_files_of_the_library_and_the_schema_have_the_same_keys():
-    keys: dict[type[Section], set[str]] = {}
-    shipped: dict[str, list[str]] = {}
-    for file in sorted((ROOT / "src" / "gptrain" / "conf").glob("*/*.yaml")):
-        shipped.setdefault(file.parent.name, []).append(f"{file.parent.name}={file.stem}")
-    for turn in range(max(map(len, shipped.values()))):  # each choice of each group in a turn
-        words = [choices[turn % len(choices)] for choices in shipped.values()]
-        cfg = compose_command([*words, *(REQUIRED if "data=tokens" in words else ())])
-        run = typed(plain(cfg), RunConfig)
-        for section in sections_of(run):
-            keys.setdefault(type(section), set()).update(section.plain())
-    assert {*SHIPPED.values(), *DATA.values()} - {DataModuleConfig} <= keys.keys()
-    del keys[TargetConfig]  # the arguments of any class: a dataset, a logger, a callback
-    for kind, in_yaml in keys.items():
-        fields = {field.alias or name for name, field in kind.model_fields.items()}
-        added = set().union(*(ADDED_BY_USERS.get(base, ()) for base in kind.__mro__))
-        assert in_yaml == fields - added, kind

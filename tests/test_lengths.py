@@ -63,19 +63,6 @@ def test_a_warm_up_that_is_neither_and_a_run_shorter_than_a_step_are_refused():
         token_steps(99, 100)
 
 
-def test_a_fraction_of_several_epochs_between_validations():
-    cfg = compose_run("trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3")
-    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
-    assert (lengths.epoch_steps, lengths.validate_every) == (8, 12)
-
-
-@pytest.mark.parametrize("typed, n_steps", [("true", 1), ("3", 3)])
-def test_a_fast_dev_run_has_the_number_of_steps_that_was_typed(typed, n_steps):
-    cfg = compose_run(f"trainer.fast_dev_run={typed}")
-    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
-    assert (lengths.n_steps, lengths.validate_every) == (n_steps, min(n_steps, 8))
-
-
 def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     """100 samples are twelve steps of eight samples, and four samples are left."""
     cfg = compose_run("data.batch_size=4", "trainer.accumulate_grad_batches=2")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import assign_devices
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.base import ManyRanks, OneDevice
+from gptrain.lit.strategies.base import ManyRanks
 from gptrain.parallel.base import Parallel
 from gptrain.runtime.devices import RunDevices, find_devices
 from gptrain.runtime.process import Process
@@ -73,20 +73,6 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     places = [RankEnvironment(Process(rank, rank % 2, 6), 2) for rank in range(6)]
     assert [place.node_rank() for place in places] == [0, 0, 1, 1, 2, 2]
     assert [place.local_rank() for place in places] == [0, 1] * 3
-
-
-def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):
-    visible(4)
-    for name, value in {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert machine_of("auto").n_local == 2
-
-
-def test_lightning_takes_a_single_gpu_of_any_number(visible):
-    visible(4)
-    machine = RunDevices("cuda", 1, 1, (3,))
-    trainer = make_trainer(OneDevice(Parallel(device=machine.device(0))), machine, rank=0)
-    assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 
 def make_trainer(strategy, machine, rank):

@@ -30,8 +30,6 @@ def result(run) -> dict:
     ("words", "reason", "detail"),
     [
         ((*STEPS_AT_WILL,), "epochs done", "trainer.max_epochs=3"),
-        ((*STEPS_AT_WILL, "max_tokens=200"), "tokens done", "max_tokens=200"),
-        (("trainer.max_steps=-1", "trainer.max_time=00:00:00:01"), "max_time", r"at step \d+"),
         (
             (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}", NO_LIMIT),
             "early stop",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import weakref
 from collections import Counter
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptrain.lit import LanguageModel
-from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.loggers import JsonLinesLogger
 
 N_STEPS, LOGGED_EVERY = 9, 4
@@ -75,46 +72,10 @@ def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train
             assert (seen["reads"], seen["rows"]) == (ACCUMULATED, 0)
 
 
-class Cycle:
-    """An object that only the garbage collector frees."""
-
-    def __init__(self):
-        self.itself = self
-
-
-def test_the_collector_is_frozen_after_the_first_steps_and_still_frees_cycles(train, monkeypatch):
-    frozen, alive = [], []
-    training_step = LanguageModel.training_step
-
-    def step(self, batch, batch_idx):
-        frozen.append(gc.get_freeze_count() > 0)
-        alive.append(weakref.ref(Cycle()))
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(LanguageModel, "training_step", step)
-    gc.unfreeze()  # the suite has frozen its own objects, see conftest.py
-    try:
-        run = train("trainer.max_steps=8", "trainer.val_check_interval=6", "logger=none")
-        assert run.code == 0, run.err
-        assert gc.isenabled() and gc.get_freeze_count() == 0
-        fails = QuietCollector()
-        for _ in range(4):
-            assert gc.get_freeze_count() == 0
-            fails.on_train_batch_start(None)
-        assert gc.get_freeze_count() > 0
-        fails.on_exception(None)  # Lightning calls no teardown after an error
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.freeze()
-    assert frozen == [False] * 3 + [True] * 5
-    assert not any(reference() for reference in alive[3:6])  # collected at the validation
-
-
-@pytest.mark.parametrize("profiler", ["simple", "torch"])
-def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
+def test_a_profile_of_every_rank_lies_in_the_run_folder(train):
     words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
     peaks = "+callbacks.peaks._target_=tests.lit.own.callbacks.SetsPeakMemory"
-    run = train(f"profiler={profiler}", *words, peaks)
+    run = train("profiler=torch", *words, peaks)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
     assert " · peak memory 2.00 GiB per rank · " in line  # the largest of both ranks
@@ -124,10 +85,9 @@ def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
     for rank in (0, 1):
         (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
         # Next to a GPU that is not used, Lightning does not sort the table of torch.
-        is_sorted = profiler == "simple" or not torch.cuda.is_available()
+        is_sorted = not torch.cuda.is_available()
         text = table.read_text()
         assert not is_sorted or ("training_step" in text and "backward" in text)
-        if profiler == "torch":
-            (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
-            names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-            assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names
+        (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names

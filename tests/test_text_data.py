@@ -158,14 +158,6 @@ def test_the_split_has_its_share_of_whole_lines_for_every_tokenizer(corpus, cach
     assert bpe.n_tokens < in_bytes.n_tokens / 1.5
 
 
-@pytest.mark.parametrize("text", ["値" * 400, "a line\n" * 50, "x\n" * 30 + "y" * 90_000])
-def test_a_single_file_of_any_form_is_divided(tmp_path, text):
-    (tmp_path / "file").write_text(text)
-    dataset = read(tmp_path / "file", tmp_path / "cache", seq_len=8)
-    assert Counter("".join(documents_of(dataset))) - Counter(text) in (Counter(), Counter("\n"))
-    assert 0.02 < len("".join(documents_of(dataset, "val"))) / len(text) < 0.3
-
-
 def test_records_are_divided_as_a_whole_and_evenly(tmp_path):
     for number in range(20):
         rows = [{"text": text} for text in TEXTS[10 * number : 10 * number + 10]]
@@ -220,16 +212,6 @@ def test_every_kind_of_file_gives_the_same_documents(name, tmp_path, monkeypatch
         read(path, tmp_path / "cache")
 
 
-@pytest.mark.skipif("datasets" in sys.modules, reason="the package is there")
-@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.parquet", "a.jsonl.zst"])
-def test_a_file_whose_package_is_missing_is_never_read_as_text(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / name).write_text("id,text\n1,a\n" * 100)
-    with pytest.raises(ModuleNotFoundError, match=r"gptrain\[datasets\]"):
-        read(tmp_path / name, tmp_path / "cache")
-    assert "id,text" in documents_of(read(tmp_path / name, tmp_path / "cache", format="text"))[0]
-
-
 def test_a_long_record_is_one_document(tmp_path):
     texts = ["値🙂" * 100_000, "a short text", "another"]
     path = write_lines(tmp_path / "docs.jsonl", [{"text": text} for text in texts])
@@ -277,16 +259,6 @@ def test_masked_samples_number_the_document_of_each_token(tokenizer, jsonl, cach
     is_first = numbers.flatten().diff(prepend=torch.tensor([-1])) != 0
     assert (tokens.flatten()[is_first] == int(content[0])).all()
     assert torch.equal(tokens.flatten()[~is_first], targets.flatten()[:-1][~is_first[1:]])
-
-
-def test_the_parts_of_a_divided_text_are_documents_of_their_own(tmp_path):
-    (tmp_path / "long.txt").write_text("".join(f"line {n} of a text\n" for n in range(9000)))
-    dataset = read(tmp_path / "long.txt", tmp_path / "cache", tokenizer="bpe", documents="masked")
-    assert sum((stream(dataset, split) == 399).sum() for split in ("train", "val")) == 2 + 1
-    for split in ("train", "val"):
-        for text in documents_of(dataset, split):
-            numbers = [int(line.split()[1]) for line in text.splitlines()]
-            assert (np.diff(numbers) == 1).all()  # no part goes on behind a gap
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

@@ -20,19 +20,15 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "first"), [((), 1), (TWO, 2)], ids=["one", "two"])
-def test_all_ranks_save_when_the_minutes_have_passed_on_rank_0(fit, ranks, first):
+def test_all_ranks_save_when_the_minutes_have_passed_on_rank_0(fit):
     """Several ranks learn rank 0's decision one step later. The last step is always saved."""
-    words = ("checkpoint.every_minutes=1e-9", "checkpoint.keep=9", "data.num_samples=64", *ranks)
-    assert fit(*words).steps() == list(range(first, 7))
-    assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
+    words = ("checkpoint.every_minutes=1e-9", "checkpoint.keep=9", "data.num_samples=64", *TWO)
+    assert fit(*words).steps() == list(range(2, 7))
 
 
 BROKEN = {
-    "none": (65, "data.train: samples 15, 18, 5, 6: "),
     "short": (65, "data.train: samples 15, 18, 5, 6: "),
     "raises": (70, "the sample is broken"), "cannot be read": (73, "Permission denied"),
-    "a target of -1": (65, "data.train: samples 15, 18, 5, 6: token -1"),
     "a token above the vocabulary": (65, "data.train: samples 15, 18, 5, 6: token 1250"),
 }  # fmt: skip
 
@@ -45,7 +41,7 @@ def test_a_broken_sample_in_the_middle_of_an_epoch_is_named(fit, kind):
     assert failed.status["step"] > 0 and message in failed.errors[0]
 
 
-@pytest.mark.parametrize(("n_workers", "step"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("n_workers", "step"), [(1, 0)])
 def test_a_sample_that_raises_in_a_validation_is_named_by_key_and_index(fit, n_workers, step):
     words = (f"data.val._target_={OWN}.data.Broken", "+data.val.kind=raises")
     if step == 0:

@@ -74,8 +74,6 @@ def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(fit, callbacks, 
 @pytest.mark.parametrize(
     "words",
     [
-        [named(f"{CALLBACKS}.MyFinder")],
-        [named(f"{CALLBACKS}.make_finder")],
         [f"module._target_={OWN}.modules.BringsFinder"],
     ],
 )

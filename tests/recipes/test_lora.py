@@ -14,7 +14,7 @@ import torch
 
 from gptrain.export.files import write_net
 from gptrain.parallel.placement import make_net_on
-from recipes.lora import NETS, LoRALinear, adapters, with_adapters
+from recipes.lora import LoRALinear, adapters, with_adapters
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
@@ -86,40 +86,3 @@ def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
             name = f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{kind}.weight"
             torch.testing.assert_close(tensors.pop(name), weight.bfloat16(), rtol=0, atol=0)
     assert not tensors
-
-
-@pytest.mark.engine("peft")
-@pytest.mark.parametrize("kind", ["llama", "transformers"])
-def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path):
-    pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
-
-    base, arguments = "Llama", {**SIZES, "max_seq_len": 64, "qk_norm": True}
-    if kind == "transformers":
-        keys = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = {"model_type": "qwen2", "intermediate_size": 32, "num_key_value_heads": 1, **keys}
-        base, arguments = "HuggingFace", {"vocab_size": 256, "config": config}
-    nets = [with_adapters(base, 4, 8.0, ["*.q_proj", "*.down_proj"], **arguments) for _ in range(2)]
-    for name, parameter in nets[0].named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-        assert parameter.requires_grad == ("lora" in name)
-    nets[1].load_state_dict(nets[0].state_dict())
-    plain = NETS[base](**arguments)
-    plain.load_state_dict(nets[0].state_dict(), strict=False)
-    expected = nets[0].eval()(TOKENS)
-    assert not torch.allclose(plain.eval()(TOKENS), expected)
-    assert len(adapters(nets[0])) == 4
-    for net, name, form in (
-        (plain, "base", "hf"),
-        (nets[0], "merged", "hf"),
-        (nets[1], "peft", "peft"),
-    ):
-        (tmp_path / name).mkdir()
-        write_net(net, tmp_path / name, form, "fp32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
-    peft = pytest.importorskip("peft")
-    peft_net = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft_net = peft.PeftModel.from_pretrained(peft_net, tmp_path / "peft").merge_and_unload()
-    for name, tensor in merged.state_dict().items():
-        torch.testing.assert_close(peft_net.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)

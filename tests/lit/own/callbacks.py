@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BatchSizeFinder
 
 from gptrain.lit import report
 
@@ -111,12 +110,24 @@ class Fails(Callback):
             raise RuntimeError("step 3")
 
 
-class MyFinder(BatchSizeFinder):
-    """A subclass of a callback that a run cannot have."""
+class Counts(Callback):
+    """Keeps three options and two counters in its state; one counter is also an argument."""
 
+    def __init__(self, every, scale=1.0, start=0, limit=3):
+        self.every, self._scale, self.start, self.count = every, scale, start, 0
+        self.more = {"limit": limit}
 
-def make_finder():
-    return BatchSizeFinder(max_trials=2)
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += 1
+        self.start += 1
+        counters = {"start": self.start, "count": self.count}
+        note(trainer, every=self.every, scale=self._scale, **self.more, **counters)
+
+    def state_dict(self):
+        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count", "more")}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
 
 
 class BreaksLayer(Callback):

@@ -6,8 +6,6 @@
     python -m tests.tools.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
                                                                gptrain's loop saves checkpoints
     python -m tests.tools.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
-    python -m tests.tools.bench target_loss=first                  GPT-2 and AdamW, Llama and Muon
-    python -m tests.tools.bench target_loss=1.9 configs="['experiment=a seed=7',experiment=b]"
 
     size    tiny, cpu, simple_gpt, gpt2 or llama_124m: model and batch, which every key of train.py
             can change
@@ -15,10 +13,6 @@
     steps   number of steps in a turn
     loops   [tutorial, bare, ours]. The tutorial's net is a GPT with learned positions, so that
             llama_124m has [bare, ours]
-    target_loss  compare complete runs instead: tokens, steps and seconds to this validation loss.
-                 `first` is the loss that the first config has at the end of its budget
-    configs      overrides of each config
-    seeds        number of runs of each config
 
 All figures are in result.json of the run's folder. Each loop runs in its own processes and takes a
 few steps in each turn, so that other load on the machine slows all loops equally. Ratios are taken

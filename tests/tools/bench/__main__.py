@@ -6,21 +6,18 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
-from pydantic import Field
 
 from gptrain import config
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import ModelConfig, RunConfig
 from gptrain.core.shell import quoted
-from gptrain.core.value_types import Count, Name, Positive
+from gptrain.core.value_types import Count
 from gptrain.costs.net import net_of, train_flops_per_token
 from tests.tools import bench as package
-from tests.tools.bench import target
 from tests.tools.bench.result import summarize, table
-from tests.tools.bench.target import CONFIGS
 from tests.tools.bench.turns import Contestant
 
 # Overrides of each size, which typed overrides follow. A step takes about 1 ms, 0.1 s and 2 s on a
@@ -37,7 +34,6 @@ SIZES = {
 LOOPS = ("tutorial", "bare", "ours")
 DEFAULTS = {
     "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
-    "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
 }  # fmt: skip
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 COMPARED = {
@@ -55,9 +51,6 @@ class BenchRun(RunConfig):
     rounds: Count  # number of turns of each loop
     steps: Count  # number of steps in a turn
     loops: list[Literal[LOOPS]]
-    target_loss: Literal["first"] | Positive | None
-    configs: Annotated[list[Name], Field(min_length=1)]
-    seeds: Count
 
 
 def main() -> None:
@@ -65,8 +58,6 @@ def main() -> None:
     words = sys.argv[1:]
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
     preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
-    if any(word.startswith("target_loss=") for word in words):
-        preset = []  # the configs choose their model and batch
     sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
     config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
 
@@ -84,10 +75,6 @@ def bench(cfg: BenchRun) -> None:
 
     overrides = typed_words()
     folder = Path(cfg.run_dir)
-    if cfg.target_loss is not None:
-        results = target.race(cfg, overrides)
-        facts = {"target_loss": cfg.target_loss, "configs": results}
-        return report(facts, target.table(results), folder)
     devices = find_devices(cfg)
     if cfg.trainer.precision == "auto":
         cfg = cfg.changed({"trainer.precision": native_precision(devices)})
