@@ -81,6 +81,3 @@ def test_a_mutated_command_is_accepted_or_refused_by_clean_lines(command):
         assert len(line) < 2000
     assert len(set(lines)) == len(lines)
     assert not [path for path in outputs.rglob("*") if path.is_file()]
-
-
-NANO = ("model=gpt_nano", "model.d_model=64", "trainer.accelerator=cpu")

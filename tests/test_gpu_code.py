@@ -12,8 +12,6 @@ from gptrain.loss import cross_entropy_in_place
 from gptrain.models.attention import attend
 from gptrain.text.sampling import Sampling, generate
 
-H100 = "NVIDIA H100 80GB HBM3"
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}])

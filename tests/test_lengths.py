@@ -16,7 +16,6 @@ from gptrain.core.lengths import BatchPlan, RunLengths, plan_batch, token_steps,
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
-from tests.conftest import logged_rows
 
 
 class Uniform(torch.nn.Module):
@@ -28,10 +27,6 @@ class Uniform(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.logits.expand(*tokens.shape, -1)  # (B, T, V)
-
-
-def column(folder, name: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in logged_rows(folder) if row[name] is not None]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Loading never runs foreign code: files, tensors, and the state of the generators."""
 
 import contextlib
-import io
 import os
 import random
 import warnings
-from pathlib import Path
 
 import numpy
 import pytest
@@ -18,21 +16,6 @@ from gptrain.checkpoints.files import SaveFailedError
 from gptrain.checkpoints.store import CheckpointStore, DamagedCheckpointError, verify
 from gptrain.checkpoints.tensors import SavedTensors, UnsafeCheckpointError, load_file
 from tests.run import read_tensors
-
-
-@pytest.fixture
-def mark(tmp_path):
-    """A file that exists afterwards if foreign code ran."""
-    path = tmp_path / "foreign code ran"
-    yield path
-    assert not path.exists()
-
-
-def is_mapped(path) -> bool:
-    """Return whether a file is mapped into the memory of this process, True outside Linux."""
-    maps = Path("/proc/self/maps")
-    return not maps.exists() or str(path) in maps.read_text()
-
 
 # One file
 
@@ -47,12 +30,6 @@ def test_flipped_bits_in_an_unverified_file_raise_one_of_two_errors(tmp_path):
         (tmp_path / "x.ckpt").write_bytes(bad)
         with contextlib.suppress(UnsafeCheckpointError, DamagedCheckpointError):
             load_file(tmp_path / "x.ckpt")
-
-
-def cut() -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"w": torch.ones(1000)}, buffer)
-    return buffer.getvalue()[:2000]
 
 
 # Tensors

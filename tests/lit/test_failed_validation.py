@@ -7,17 +7,8 @@ import pytest
 from tests.lit.conftest import OWN
 
 CALLBACKS = f"{OWN}.callbacks"
-BREAKS = f"+module.metrics.broken={{_target_: {OWN}.metrics.Breaks, at: %d}}"
-EARLY = (
-    "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
-    " patience: 9}"
-)
 NODES = f"+callbacks.nodes._target_={CALLBACKS}.OneRankPerNode"
 TWO = ("trainer.devices=2", "data.batch_size=2", NODES)
-WORDS = (
-    "trainer.val_check_interval=2", "model.dropout=0.1", "checkpoint.keep=9", "data.num_samples=16",
-    "trainer.max_epochs=9", EARLY,
-)  # fmt: skip
 
 
 def test_all_ranks_save_when_the_minutes_have_passed_on_rank_0(fit):

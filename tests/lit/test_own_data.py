@@ -13,18 +13,12 @@ from torch.utils.data import (
     random_split,
 )
 
-from gptrain.assemble.datasets import (
-    build_dataset,
-    check_end,
-)
-from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.errors import DataError
 from gptrain.data import as_pairs, load_tokenizer
-from tests.command_line import compose_run
 from tests.lit.conftest import OWN
 from tests.lit.own.data import Odd, Points
 
 DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
-TWO = ("trainer.devices=2", "model.n_layers=2")
 
 
 def of(name: str, *more: str) -> tuple[str, ...]:
@@ -41,31 +35,25 @@ def line_of(run, label: str) -> str:
 # Every sample is evaluated once
 
 
-@pytest.mark.parametrize("kind, n_ranks", [("class", 2), ("distance", 1)])
-def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
+def test_a_plain_module_evaluates_every_sample_once(fit):
     n_samples = 37
     run = fit(
-        *of("Points", f"kind={kind}"), f"{MODULES}.Supervised", f"+module.kind={kind}",
-        f"data.val.num_samples={n_samples}", f"trainer.devices={n_ranks}", "data.batch_size=8",
-        "data.val.seed=1",
+        *of("Points"), f"{MODULES}.Supervised", f"data.val.num_samples={n_samples}",
+        "trainer.devices=2", "data.batch_size=8", "data.val.seed=1",
     )  # fmt: skip
     weights = run.state(6)["state_dict"]
-    data = Points(n_samples, 17, 256, seed=1, kind=kind)
+    data = Points(n_samples, 17, 256, seed=1)
     outputs = data.points @ weights["module.layer.weight"].T + weights["module.layer.bias"]
-    if kind == "class":
-        loss = F.cross_entropy(outputs, data.targets)
-        accuracy = float((outputs.argmax(1) == data.targets).float().mean())
-        assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
-        assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
-    else:
-        loss = F.mse_loss(outputs[:, 0], data.targets)
+    loss = F.cross_entropy(outputs, data.targets)
+    accuracy = float((outputs.argmax(1) == data.targets).float().mean())
+    assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
     assert run.metrics["val/seen"] == n_samples
     assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
     # The lines printed at the start describe this module and these data.
-    n_parameters = 10 if kind == "class" else 5
-    assert line_of(run, "model").endswith(f"Supervised · {n_parameters} parameters")
+    assert line_of(run, "model").endswith("Supervised · 10 parameters")
     batch = line_of(run, "batch")
-    assert f"= {8 * n_ranks} samples per step" in batch
+    assert "= 16 samples per step" in batch
     assert "token" not in batch and " lr " not in batch and "\nplan " not in run.out
     assert " samples/s" in line_of(run, "result") and "tokens/s" not in run.out
 
@@ -130,12 +118,6 @@ def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
 # Streams
 
 
-SHORT_VALIDATION = (
-    "data.val.num_samples=99", "data.batch_size=4", "trainer.limit_val_batches=3",
-    "trainer.devices=2", "trainer.accelerator=cpu", "model=gpt_nano",
-)  # fmt: skip
-
-
 def test_a_stream_without_a_state_is_read_again_on_a_resume(fit):
     words = of("Endless")
     run = fit(*words, "data.num_samples=20", "checkpoint.every_n_steps=1", "checkpoint.keep=9")
@@ -143,18 +125,6 @@ def test_a_stream_without_a_state_is_read_again_on_a_resume(fit):
     assert len(losses) == 6 and "is read again up to" in line_of(run, "data")
     again = fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "a"))
     assert again.column("train/loss")[-2:] == losses[-2:]
-    val = build_dataset(compose_run(*SHORT_VALIDATION, *words), "val")
-    assert len(val) == 3 * 4  # batches, samples of a batch: two ranks share them
-    train = build_dataset(compose_run(*words, "trainer.max_steps=5"), "train")
-    cfg = compose_run(*words)
-    for end in ({"max_tokens": 1e6}, {"trainer.max_time": {"hours": 1}}, {"task": "validate"},
-                {"trainer.fast_dev_run": True}):  # fmt: skip
-        check_end(cfg.changed(end), "data.train._target_", "a", train)
-    hint = "a stream has no index, and is read once; try: trainer.overfit_batches=0"
-    with pytest.raises(ConfigError, match=f"trainer.overfit_batches=2: {hint}"):
-        build_dataset(
-            compose_run(*words, "trainer.max_steps=5", "trainer.overfit_batches=2"), "train"
-        )
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line

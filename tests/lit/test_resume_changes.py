@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from lightning.pytorch import Callback
 
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
 CONSTANT = (*SAVED, "scheduler=constant")
@@ -86,16 +85,3 @@ def test_new_options_of_a_schedule_are_used_when_the_change_is_allowed(fit):
     assert "resumed with scheduler.gamma: 0.5 before, 0.1 now" in run.out
     rates = run.column("lr")
     assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-6, 7.5e-6, 7.5e-7])
-
-
-class Nested(Callback):
-    """Keeps an option and a counter under the same name in two dicts of its state."""
-
-    def __init__(self, limit):
-        self.parts = {"options": {"limit": limit}, "done": {"limit": 17}}
-
-    def state_dict(self):
-        return self.parts
-
-    def load_state_dict(self, state):
-        self.parts = state

@@ -22,7 +22,6 @@ from recipes.chat import ChatDataset
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
          "model.n_layers=1", "model.d_ff=32", "data.seq_len=256")  # fmt: skip
-DOCUMENTS = ("masked", "separate")
 OPTIONS = {"seq_len": 256, "held_out": 0.1, "too_long": "cut", "documents": "separate"}
 
 

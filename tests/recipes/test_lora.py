@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,27 +16,6 @@ from recipes.lora import LoRALinear, adapters, with_adapters
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
-WORDS = ("model=llama_nano", *(f"model.{key}={value}" for key, value in SIZES.items()),
-         "data=dummy_text", "data.seq_len=17", "data.train.num_samples=64", "callbacks.sample=null",
-         "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "data.batch_size=4",
-         "data.global_batch_size=8", "scheduler=constant", "checkpoint.every_n_steps=2",
-         "checkpoint.keep=5")  # fmt: skip
-TOKENS = torch.arange(64).view(2, 32) * 7 % 256
-
-
-@pytest.fixture
-def run(monkeypatch, capfd) -> Callable[..., str]:
-    """Do what a command line does, in this process, and return what it prints."""
-
-    def call(main: Callable[[], object], *words: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capfd.readouterr()
-        assert (left.value.code or 0) == code, captured
-        return captured.out + captured.err
-
-    return call
 
 
 train = partial(runpy.run_path, str(TRAIN), run_name="__main__")

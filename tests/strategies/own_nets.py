@@ -299,20 +299,3 @@ class Infinite(OwnNet):
 
     def forward(self, tokens):
         return super().forward(tokens) / 0
-
-
-class Random(OwnNet):
-    """A net that draws random numbers also in evaluation mode."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) * torch.rand(())
-
-
-class Raises(OwnNet):
-    """A net that fails, and says so by another error."""
-
-    def forward(self, tokens):
-        try:
-            raise OSError("two\nlines")
-        except OSError as error:
-            raise ValueError("the last error") from error

@@ -55,14 +55,6 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
-class Saves(Callback):
-    """Calls trainer.save_checkpoint at step 3."""
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
-
-
 class FailsInHook(Callback):
     """Raises in one of the hooks, on one rank or on all."""
 
@@ -110,55 +102,16 @@ class Fails(Callback):
             raise RuntimeError("step 3")
 
 
-class Counts(Callback):
-    """Keeps three options and two counters in its state; one counter is also an argument."""
-
-    def __init__(self, every, scale=1.0, start=0, limit=3):
-        self.every, self._scale, self.start, self.count = every, scale, start, 0
-        self.more = {"limit": limit}
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.count += 1
-        self.start += 1
-        counters = {"start": self.start, "count": self.count}
-        note(trainer, every=self.every, scale=self._scale, **self.more, **counters)
-
-    def state_dict(self):
-        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count", "more")}
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
 class BreaksLayer(Callback):
-    """Makes a layer's weight, output or output's gradient non-finite from step 2 on.
+    """Makes the output of a layer non-finite from step 2 on."""
 
-    At "bf16 output" only an output of mixed precision becomes non-finite. With `rank`, only that
-    rank has non-finite values of its own.
-    """
-
-    def __init__(self, layer, at, rank=None):
-        self.layer, self.at, self.rank = layer, at, rank
+    def __init__(self, layer):
+        self.layer = layer
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step != 2 or self.rank not in (None, trainer.global_rank):
-            return
-        part = pl_module.net.get_submodule(self.layer)
-        if self.at == "weight":
-            part.weight.data[0, 0] = float("nan")
-        elif self.at == "output":
+        if trainer.global_step == 2:
+            part = pl_module.net.get_submodule(self.layer)
             part.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-        elif self.at == "bf16 output":
-            part.register_forward_hook(self.break_bf16)
-        else:
-            part.register_forward_hook(self.break_gradient)
-
-    def break_bf16(self, module, inputs, output):
-        return output * float("nan") if output.dtype == torch.bfloat16 else output
-
-    def break_gradient(self, module, inputs, output):
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("nan"))
 
 
 class SpikesLoss(Callback):
