@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import assign_devices
@@ -17,7 +18,8 @@ from gptrain.runtime.process import Process
 
 @pytest.fixture
 def visible(monkeypatch):
-    """How many GPUs this process seems to see."""
+    """How many GPUs this process seems to see. A Trainer sets the rank of the process."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
     def pretend(count):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
