@@ -118,12 +118,3 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         assert [*tested] == ["test/loss", "test/perplexity", "test/bits_per_byte"]
         measured.append(float(metrics["val/bits_per_byte"]))
     assert measured == pytest.approx([8.0, 8.0], rel=1e-6)
-
-
-def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(train):
-    options = ("task=validate", "data.val.num_samples=7", "data.batch_size=2", "logger=none",
-               "trainer.limit_val_batches=null")  # fmt: skip
-    one_rank = train(*options, name="one")
-    three_ranks = train(*options, "trainer.devices=3", name="three")
-    assert three_ranks.code == 0, three_ranks.err
-    assert three_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-6)

@@ -46,12 +46,6 @@ def test_two_ranks_train_and_evaluate_like_one_and_resume_extra_parameters(fit):
     assert not (mismatches := differences(two_ranks.state(3), again.state(3))), mismatches[:8]
 
 
-def test_a_plain_lightning_module_trains_under_ddp(fit):
-    words = (f"{MODULES}.Plain",)
-    one_rank, two_ranks = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
-    assert two_ranks.column("train/loss") == pytest.approx(one_rank.column("train/loss"), rel=1e-4)
-
-
 @pytest.mark.slow
 def test_buffers_that_change_in_training_are_identical_on_all_ranks(fit):
     """A checkpoint has the buffers of one rank: other ranks would evaluate and resume with others.

@@ -86,12 +86,6 @@ def test_ranks_that_use_different_parameters_train_as_one_process(losses):
     assert losses("MixtureOfExperts", *FSDP, FIND) == pytest.approx(expected, rel=1e-4)
 
 
-def test_such_ranks_may_accumulate_gradients(losses):
-    expected = losses("Adapters", "data.batch_size=1", "trainer.accumulate_grad_batches=4")
-    words = ("strategy.accumulate_shards=true", "trainer.accumulate_grad_batches=2")
-    assert losses("Adapters", *FSDP, FIND, *words) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "net, module",
     [("Chain", f"module._target_={OWN}.OwnScales")],
@@ -100,8 +94,3 @@ def test_without_the_option_such_a_step_ends_the_run(net, module, refused):
     line = refused(net, *FSDP, *([module] if module else []))
     assert line.startswith("error: strategy.find_unused_parameters=false: ")
     assert FIND in line
-
-
-def test_all_ranks_may_leave_out_the_same_parameters(losses):
-    expected = losses("NeverUsed")
-    assert losses("NeverUsed", *FSDP) == pytest.approx(expected, rel=1e-5)
