@@ -15,21 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptrain.checkpoints import fileops, manifest, writer
+from gptrain.checkpoints import files
+from gptrain.checkpoints import save as save_module
 from gptrain.checkpoints import store as store_module
-from gptrain.checkpoints.fileops import SaveFailedError
+from gptrain.checkpoints.files import SaveFailedError
 from gptrain.checkpoints.lock import RunLock, is_held
-from gptrain.checkpoints.manifest import (
-    AllDamagedError,
+from gptrain.checkpoints.store import (
+    CheckpointStore,
     DamagedCheckpointError,
-    OldFormatError,
     read_manifest,
     seal,
     verify,
 )
-from gptrain.checkpoints.safe_load import load_file
-from gptrain.checkpoints.shards import SavedTensors
-from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.tensors import SavedTensors, load_file
+from gptrain.core.errors import DataError
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "model.safetensors")
@@ -67,7 +66,7 @@ def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
             setattr(self, name, wrapped)  # shutil compares functions by identity (Python 3.13)
             return wrapped
 
-    for module in (writer, fileops, store_module, shutil):
+    for module in (save_module, files, store_module, shutil):
         patch.setattr(module, "os", Wrapped())
 
 
@@ -95,12 +94,12 @@ class Shim:
 def test_a_replacement_that_fails_keeps_the_old_content_and_leaves_no_draft(
     operation, tmp_path, monkeypatch
 ):
-    fileops.replace(tmp_path / "status.json", b"old")
+    files.replace(tmp_path / "status.json", b"old")
     shim = Shim(monkeypatch)
-    fileops.replace(tmp_path / "status.json", b"old")
+    files.replace(tmp_path / "status.json", b"old")
     shim.arm(shim.names.index(operation) + 1, errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
-        fileops.replace(tmp_path / "status.json", b"new")
+        files.replace(tmp_path / "status.json", b"new")
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_text()) == ("status.json", "old")
 
@@ -109,7 +108,7 @@ def test_a_replacement_that_fails_keeps_the_old_content_and_leaves_no_draft(
 
 
 def test_a_save_is_found_again_with_its_metadata(store, monkeypatch):
-    monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 7)
     save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
     checkpoint = CheckpointStore(store.folder, RUN).newest_intact()
     assert checkpoint.path.name == "step-00000500" and holds(checkpoint.path, 500)
@@ -162,7 +161,6 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
             store.finish()
         broken_name = shim.names[at - 1]
         assert failed.value.errno == number, broken_name
-        assert failed.value.free is None or failed.value.free > 0
         shim.arm(0, 0)
         # The last three sync the folder's names: the new one is there, whole.
         steps = [1] if at < n_operations - 2 else [1, 2]
@@ -233,7 +231,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
         checkpoint = restarted.newest_intact()
         found_steps[how].append(checkpoint.step if checkpoint else 0)
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
-            assert holds(path, restarted.verify(path).step)
+            assert holds(path, verify(path, RUN).step)
 
     with monkeypatch.context() as patch, Medium(patch, before, look).held:
         store = CheckpointStore(before / "checkpoints", RUN)
@@ -262,7 +260,7 @@ def test_a_manifest_that_is_a_folder_is_damaged_and_a_store_without_a_run_only_r
 def test_a_checkpoint_of_an_older_format_is_refused_and_left_as_it_is(store):
     save(store, 1)
     reseal(save(store, 2), format=1)
-    with pytest.raises(OldFormatError, match="written by gptrain up to commit"):
+    with pytest.raises(DataError, match="written by gptrain up to commit"):
         store.newest_intact()
     assert store.steps() == [1, 2]
 
@@ -275,7 +273,7 @@ def test_no_operation_leaves_a_file_open(store, tmp_path):
     save(store, 1)
     n_open = count_open()
     for _ in range(9):
-        fileops.replace(tmp_path / "status.json", b"new")
+        files.replace(tmp_path / "status.json", b"new")
         with RunLock(tmp_path / "run"):
             assert is_held(tmp_path / "run")
     assert not is_held(tmp_path / "run")
@@ -289,9 +287,8 @@ def test_too_little_space_is_found_out_before_anything_is_written(store):
     store.check_space(1)
     with pytest.raises(SaveFailedError, match="ENOSPC") as short:
         save(store, 1, needed_bytes=1 << 60)
-    assert short.value.path == store.folder and not store.folder.exists()
-    free_bytes = pytest.approx(shutil.disk_usage(store.folder.parent).free, abs=1 << 28)
-    assert (short.value.free, short.value.needed) == (free_bytes, 1 << 60)
+    assert not store.folder.exists()
+    assert f"{store.folder}: " in str(short.value) and f"needs {1 << 60} bytes" in str(short.value)
 
 
 # Damaged
@@ -389,7 +386,7 @@ def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, mon
         raise OSError(number, os.strerror(number))
 
     numbers = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-    places = ((manifest, "read_bytes"), (manifest, "open_regular"), (os, "listdir"))
+    places = ((store_module, "read_bytes"), (store_module, "open_regular"), (os, "listdir"))
     for number, place in product(numbers, places):
         with monkeypatch.context() as patch:
             patch.setattr(*place, partial(refuse, number))
@@ -405,7 +402,7 @@ def test_two_damaged_saves_of_one_step_are_both_kept_and_count_as_checkpoints(st
         store.newest_intact()
     assert sorted(os.listdir(store.folder)) == [good.name, *both]
     shutil.rmtree(good)
-    with pytest.raises(AllDamagedError, match=r"step-00000002\.corrupt: was found damaged earlier"):
+    with pytest.raises(DamagedCheckpointError, match="corrupt: was found damaged earlier"):
         store.newest_intact()
 
 
@@ -413,7 +410,7 @@ def test_if_none_is_intact_every_start_stops_and_lists_each_with_its_reason(stor
     DAMAGES["truncated"](save(store, 1))
     DAMAGES["missing"](save(store, 2))
     for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(AllDamagedError) as stop:
+        with pytest.raises(DamagedCheckpointError) as stop:
             store.newest_intact()
         assert "step-00000001: state.ckpt has 1000 bytes" in str(stop.value)
         assert "step-00000002: state.ckpt is missing" in str(stop.value)
@@ -481,7 +478,7 @@ def test_metrics_are_known_after_the_save_and_are_mirrored(store):
         store.set_metrics(step, {"val/loss": 2.0})
         store.finish()
         store.set_metrics(step + 5, {"val/loss": 1.0})  # was never saved
-        manifest_ = store.verify(store.folder / f"step-{step:08d}").manifest
+        manifest_ = verify(store.folder / f"step-{step:08d}").manifest
         assert manifest_["metrics"] == {"val/loss": 2.0}
     assert committed == [[1], [1, 2], [1, 2]]
 

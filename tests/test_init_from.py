@@ -117,7 +117,7 @@ def test_a_user_nets_positions_are_known_from_its_max_seq_len(tmp_path):
     net = OwnPositions(9)
     own, mask = net.positions.detach().clone(), net.mask.clone()
     _, left = load_weights(net, file, resizes=True)
-    assert left.positions == {"positions": (6, 9)}
+    assert left.positions[0].startswith("positions: 6 ") and len(left.positions) == 1
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
     others = {

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import gptrain
 from gptrain.assemble.load import load_for_command
-from gptrain.checkpoints.manifest import AllDamagedError, read_manifest
+from gptrain.checkpoints.store import DamagedCheckpointError, read_manifest
 from tests.conftest import ROOT
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     assert equal(gptrain.load(saved_twice.folder, "last"), saved_twice.state(2)["state_dict"])
     assert newest.exists()
     shutil.rmtree(saved_twice.folder / "checkpoints" / "step-00000002")
-    with pytest.raises(AllDamagedError, match="step-00000004"):
+    with pytest.raises(DamagedCheckpointError, match="step-00000004"):
         gptrain.load(saved_twice.folder)
 
 

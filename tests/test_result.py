@@ -11,7 +11,7 @@ import subprocess
 import pytest
 import torch
 
-from gptrain.checkpoints.json_lines import read_json_lines
+from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import TIMES, describe, measure
 from tests.conftest import ROOT
 
@@ -111,7 +111,7 @@ def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     shutil.rmtree(first.folder / "checkpoints/step-00000004")
     again = train(*words, "trainer.max_steps=6", "ckpt_path=last")
     made = result(again)
-    rows = read_json_lines(again.folder / "timeline.jsonl")
+    rows = read_rows(again.folder / "timeline.jsonl")
     (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
     saves = {row["step"] for row in rows if row.get("phase") == "saves"}
     assert saves >= {1, 2, 3, 4, 5}  # also in the middle of the training

@@ -1,4 +1,4 @@
-"""Options that change on resume are used and logged, also those of callbacks and metrics."""
+"""Options that change on a resume are used and logged, or refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     assert more.column("tokens")[-1] == 768
 
 
-# Options of callbacks, metrics and schedules that their state in the checkpoint also contains
+# Callbacks, metrics and schedules
 
 STOP = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss"
 
