@@ -74,14 +74,23 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
 STOP = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss"
 
 
-def test_new_options_of_a_schedule_are_used_when_the_change_is_allowed(fit):
-    words = ("checkpoint.every_n_steps=1", "checkpoint.keep=9",
-             "scheduler._target_=torch.optim.lr_scheduler.StepLR")  # fmt: skip
-    fit(*words, "+scheduler.step_size=1", "+scheduler.gamma=0.5", "trainer.max_steps=2")
-    changed = ("+scheduler.step_size=2", "+scheduler.gamma=0.1", "optimizer.lr=3e-5")
-    allowed = "allow_changes=[scheduler,optimizer.lr]"
-    run = fit(*words, *changed, allowed, "ckpt_path=last", "trainer.max_steps=5")
-    assert "resumed with scheduler.step_size: 1 before, 2 now" in run.out
-    assert "resumed with scheduler.gamma: 0.5 before, 0.1 now" in run.out
-    rates = run.column("lr")
-    assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-6, 7.5e-6, 7.5e-7])
+def test_another_callback_is_refused_like_every_change(fit):
+    """With permission its state in the checkpoint counts, as in Lightning: the patience, too."""
+    words = ("scheduler=constant", "trainer.val_check_interval=1", "trainer.max_steps=8",
+             "data.num_samples=64")  # fmt: skip
+    stop = f"{STOP}, min_delta: 9.0"  # no improvement is ever large enough
+    first = fit(*words, f"{stop}, patience: 2}}")
+    assert first.steps()[-1] == 3
+    again = (*words, f"{stop}, patience: 4}}", "ckpt_path=last")
+    (line,) = fit(*again, code=2).errors
+    assert "error: callbacks.stop={" in line and "allow_changes=[callbacks.stop]" in line
+    assert "error: callbacks.stop: " in fit(*words, "ckpt_path=last", code=2).errors[0]
+    assert fit(*again, "allow_changes=[callbacks]").steps()[-1] == 3
+
+
+def test_a_schedule_of_torch_does_not_change_because_its_state_has_its_options(fit):
+    words = ("scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=1")
+    fit(*words, "+scheduler.gamma=0.5", "trainer.max_steps=2")
+    changed = ("+scheduler.gamma=0.1", "allow_changes=[scheduler]", "ckpt_path=last")
+    (line,) = fit(*words, *changed, code=2).errors
+    assert line.startswith("error: scheduler.gamma=0.1: ")
