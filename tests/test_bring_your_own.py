@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptrain.assemble.optimizer import build_optimizer, peak_lr
+from gptrain.assemble.module import build_optimizer, peak_lr
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import OptimizerConfig, RunConfig

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gptrain.assemble.lengths import plan_lengths
-from gptrain.assemble.schedule import build_schedule
+from gptrain.assemble.module import build_schedule
+from gptrain.core.lengths import plan_lengths
 from tests.command_line import compose_run
 from tests.conftest import logged_rows
 

@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gptrain.assemble.lengths import plan_lengths
-from gptrain.core.lengths import BatchPlan, RunLengths, plan_batch, token_steps, warmup_steps
+from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import (
+    BatchPlan,
+    RunLengths,
+    phase_steps,
+    plan_batch,
+    plan_lengths,
+    token_steps,
+)
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
@@ -32,30 +39,32 @@ class Uniform(torch.nn.Module):
 @pytest.mark.parametrize(
     "asked, total, steps",
     [
-        (None, 2000, 100),
-        (None, 50, 5),
-        (None, None, 100),
-        (0, 50, 0),
-        (7, 50, 7),
-        (1.0, 50, 1),
-        (0.01, 5000, 50),
-        (0.5, 5, 2),
-        (0.29, 10, 3),
-        (1e3, 5000, 1000),
+        ("null", 2000, 100),
+        ("null", 50, 5),
+        ("null", None, 100),
+        ("0", 50, 0),
+        ("7", 50, 7),
+        ("1.0", 50, 1),
+        ("0.01", 5000, 50),
+        ("0.5", 5, 2),
+        ("0.29", 10, 3),
+        ("1e3", 5000, 1000),
     ],
 )
 def test_a_warm_up_is_a_number_of_steps_or_a_share_of_the_run(asked, total, steps):
-    assert warmup_steps(asked, total) == steps
+    cfg = compose_run(f"scheduler.warmup_steps={asked}")
+    lengths = RunLengths(BatchPlan(1, 1, 1), 16, 1, total, 1)
+    assert phase_steps(cfg, "warmup", lengths) == steps
 
 
-def test_a_warm_up_that_is_neither_and_a_run_shorter_than_a_step_are_refused():
-    for asked, total in ((0.1, None), (-1, 50), (2.5, 50)):
-        with pytest.raises(ValueError):
-            warmup_steps(asked, total)
-    assert token_steps(1000, 100) == token_steps(1099.5, 100) == 10
-    assert token_steps(100, 100) == 1
-    with pytest.raises(ValueError, match="100 tokens of one step"):
-        token_steps(99, 100)
+def test_a_share_of_an_unknown_length_and_fewer_tokens_than_those_of_a_step_are_refused():
+    cfg = compose_run("scheduler.warmup_steps=0.1")
+    with pytest.raises(ConfigError, match=r"scheduler\.warmup_steps=0\.1"):
+        phase_steps(cfg, "warmup", RunLengths(BatchPlan(1, 1, 1), 16, 1, None, 1))
+    assert token_steps("max_tokens", 1000, 100) == token_steps("max_tokens", 1099.5, 100) == 10
+    assert token_steps("max_tokens", 100, 100) == 1
+    with pytest.raises(ConfigError, match=r"max_tokens=99: .*100 tokens of one step"):
+        token_steps("max_tokens", 99, 100)
 
 
 def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
@@ -76,6 +85,8 @@ def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
     by_tokens = plan(max_tokens=1000)
     assert (by_tokens.n_steps, by_tokens.limit) == (7, "max_tokens=1000")
     assert by_tokens.limit_kind == "tokens"
+    first = plan(max_tokens=1000, max_steps=3, max_epochs=1)  # the earliest of several limits
+    assert (first.n_steps, first.limit) == (3, "trainer.max_steps=3")
     tried = plan(fast_dev_run=2)
     assert (tried.limit, tried.limit_kind) == ("trainer.fast_dev_run=true", "steps")
     images = plan(sample_tokens=None)

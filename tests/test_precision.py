@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gptrain.core.precision import PRECISIONS
-from gptrain.runtime.devices import precision_for
 
 AMPERE, TURING = 8, 7
 
@@ -22,8 +21,9 @@ AMPERE, TURING = 8, 7
         ("tpu", 0, "32-true"),
     ],
 )
-def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision):
-    assert precision_for(accelerator, cuda_major) == precision
+def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (cuda_major, 0))
+    assert native_precision(RunDevices(accelerator, 1, 1)) == precision
 
 
 def test_lightning_scales_the_loss_of_fp32_weights_that_are_multiplied_in_fp16():

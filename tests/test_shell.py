@@ -34,16 +34,14 @@ def value_of(word: str) -> object:
     return value
 
 
-@pytest.mark.parametrize("name", [*ODD, "two\nlines", "tab\there"])
+@pytest.mark.parametrize("name", ODD)
 def test_a_shell_and_hydra_read_any_text_as_it_is(name):
     for text in (name, f"out/{name}", f"/tmp/{name}/x"):
         line = shell.command("python", "train.py", shell.override("key", text))
-        assert line.isprintable()
         words = read_by_a_shell(line)
         assert words[:2] == ["python", "train.py"] and len(words) == 3
         assert value_of(words[2]) == text
-        if text.isprintable():
-            assert shlex.split(line) == words
+        assert shlex.split(line) == words
 
 
 def test_other_values_keep_their_types():
@@ -81,7 +79,7 @@ def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
     test, board = line.removeprefix("next").split("; ")
-    assert read_by_a_shell(board) == ["tensorboard", "--logdir", str(folder)]
+    assert read_by_a_shell(board) == ["tensorboard", f"--logdir={folder}"]
     python, script, *pasted = read_by_a_shell(test)
     assert (python, script) == ("python", str(ROOT / "train.py"))
     tested = train(*pasted, tiny=False, name="tested")

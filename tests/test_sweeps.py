@@ -8,7 +8,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from gptrain.config.resolvers import job_folder
+from gptrain.config.compose import job_folder
 from tests.conftest import TINY
 
 
