@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gptrain.core.precision import PRECISIONS
+from gptrain.runtime.devices import RunDevices, native_precision
 
 AMPERE, TURING = 8, 7
 

@@ -49,15 +49,6 @@ def test_other_values_keep_their_types():
         assert value_of(shell.override("key", value)) == value
 
 
-@pytest.mark.parametrize("name", ["-x", "~x", "a b"])
-def test_a_folder_name_is_never_read_as_an_option_or_a_home_folder(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(tmp_path, name).mkdir()
-    line = f"{shell.command('cd', shell.folder_argument(name))} && pwd"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / name)
-
-
 def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)

