@@ -39,13 +39,6 @@ def refused(*words: str, code: int = 2) -> list[str]:
     return [line for line in lines if line.startswith("error: ")]
 
 
-def accepted(*words: str) -> list[str]:
-    """Check that a command is accepted, and return the warnings that it prints."""
-    exit_code, lines = answer(*words)
-    assert exit_code == 0, lines
-    return lines
-
-
 def compose_run(*words: str) -> RunConfig:
     """Return the typed config of a command line that is valid by itself."""
     run = typed(plain(compose_command(list(words))), RunConfig)

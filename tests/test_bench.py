@@ -13,7 +13,6 @@ import torch
 from tests.tools.bench.__main__ import main
 from tests.tools.bench.loops import TutorialGPT, train
 from tests.tools.bench.result import summarize
-from tests.tools.bench.target import middle
 
 LOOP = """
 from itertools import count
@@ -73,19 +72,3 @@ def test_a_turn_has_as_many_steps_as_it_was_given():
             replies.append(json.loads(loop.stdout.readline()))
         loop.stdin.close()
     assert [reply["peak_bytes"] for reply in replies] == [1, 1 + 3, 1 + 3 + 1]
-
-
-def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
-    code, _, err = answer("size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
-    assert code == 2
-    assert "optimizer._target_=gptrain.optim.Muon: the other loops have" in err
-    code, _, err = answer(
-        "size=tiny", "model=llama_nano", "model.n_kv_heads=1", f"output_dir={tmp_path}"
-    )
-    assert code == 2 and "try: loops=[bare,ours]" in err
-
-
-def test_a_median_counts_what_missed_the_target_as_later_than_all():
-    runs = [{"is_reached": n != 1, "steps": n} for n in (1, 2, 3)]
-    assert middle(runs, "steps") == 3
-    assert middle([*runs[:1], {"is_reached": False, "steps": 4}, runs[2]], "steps") is None

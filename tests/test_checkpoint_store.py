@@ -5,7 +5,6 @@ import errno
 import hashlib
 import logging
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -72,7 +71,7 @@ def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
 
 
 class Shim:
-    """Counts the file operations and breaks the k-th, as the fault campaign does."""
+    """Counts the file operations and breaks the k-th."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.arm(0, 0)
@@ -89,13 +88,6 @@ class Shim:
             with contextlib.suppress(OSError):
                 operation(*arguments)
         raise OSError(self.number, os.strerror(self.number))
-
-
-def test_a_draft_that_a_dead_process_has_left_does_not_stop_a_replacement(tmp_path):
-    (tmp_path / f".status.json.{os.getpid()}.tmp").write_text("from another start")
-    files.replace(tmp_path / "status.json", b"new")
-    (file,) = tmp_path.iterdir()
-    assert (file.name, file.read_text()) == ("status.json", "new")
 
 
 @pytest.mark.parametrize("operation", ["write", "rename"])
@@ -497,10 +489,3 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert not store.is_unfinished and not store.is_written
     assert holds(store.folder / "step-00000001", 1)
     assert holds(store.newest_intact().path, 2)
-
-
-def test_a_damaged_checkpoint_is_the_same_error_after_it_was_sent_to_another_process():
-    error = DamagedCheckpointError("run/step-00000004", "state.ckpt is missing")
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.path, again.reason) == (error.path, error.reason)
-    assert str(again) == "run/step-00000004: state.ckpt is missing"

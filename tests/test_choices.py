@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator
 
-import lightning.pytorch as pl
-import numpy as np
 import pytest
-import torch
 
-from gptrain.assemble.datasets import build_datasets
-from gptrain.config import compose_command
-from gptrain.config.compose import plain, typed
-from gptrain.core.data_schema import DATA, DataConfig, DataModuleConfig
 from gptrain.core.errors import ConfigError
-from gptrain.core.schema import SHIPPED, LightningTrainerConfig, MuonConfig, RunConfig
-from gptrain.core.value_types import Section, TargetConfig
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = ("data.train_path=train.bin", "data.val_path=val.bin")
-
-
-def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path):
-    text = "".join(f"the {n}th fox jumps over the lazy dog\n" for n in range(1000))
-    for name, part in (("fox.txt", text[:5000]), ("rest.txt", text[5000:]), ("fox.md", text)):
-        (tmp_path / name).write_text(part)
-    cfg = compose_run(
-        "model.vocab_size=280", "data=text", f"data.path={tmp_path}", "data.pattern=*.txt",
-        "data.tokenizer=bpe", "data.val_fraction=0.25", "data.seq_len=16",
-    )  # fmt: skip
-    train, val, test = build_datasets(cfg)
-    assert test is None
-    assert train.tokenizer.identity == val.tokenizer.identity and train.tokenizer.vocab_size == 280
-    for part, fraction in ((train, 0.75), (val, 0.25)):
-        targets = torch.cat([targets for _, targets in part])
-        n_bytes = part.token_bytes[targets[targets >= 0]].sum()
-        assert n_bytes == pytest.approx(fraction * len(text), abs=0.04 * len(text))
-    assert train.fingerprint == val.fingerprint
-
-
-def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_token(tmp_path):
-    for name, n_tokens in (("train", 100), ("val", 47)):
-        np.arange(n_tokens, dtype=np.uint32).tofile(tmp_path / name)
-    cfg = compose_run(
-        "data=tokens", f"data.train_path={tmp_path}/train", f"data.val_path={tmp_path}/val",
-        "data.dtype=uint32", "data.seq_len=16",
-    )  # fmt: skip
-    train, val, _ = build_datasets(cfg)
-    assert torch.cat([targets for _, targets in train]).tolist() == list(range(1, 97))
-    targets = torch.cat([targets for _, targets in val])
-    assert targets[targets >= 0].tolist() == list(range(1, 47))
-
-
-def test_a_mixture_has_samples_of_one_length_and_masks_documents_if_one_of_its_parts_does():
-    parts = [f"+data@data.parts.{name}=text" for name in "ab"]
-    words = ("data=mixture", "data.seq_len=24", *parts, "data.parts.b.documents=masked")
-    data = compose_run("model=gpt_nano", *words).data
-    assert data.masks_documents
-    for datasets in (data.train, data.val):
-        assert [part["seq_len"] for part in datasets.arguments["parts"].values()] == [24, 24]
-
-
-def test_recipes_begin_with_the_values_that_their_yaml_files_describe():
-    lora = compose_run("experiment=lora", "init_from=a")
-    assert not lora.init_strict and lora.optimizer.weight_decay == 0.0
-    cfg = compose_run("experiment=docstrings", "init_from=a", "data.tokenizer=bytes")
-    assert cfg.data.masks_documents and cfg.data.extra["too_long"] == "cut"
-    assert cfg.callbacks["sample"] is None and cfg.callbacks["example"] is not None
-    # The best checkpoint has the highest score.
-    assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == ("eval/docs/acc", "max")
-    scores = cfg.callbacks["scores"]
-    assert scores is not None and scores.arguments["chat"] is True
-    files = scores.arguments["files"]
-    assert [f"eval/{name}/acc" for name in files] == [cfg.checkpoint.monitor]
 
 
 @pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m", "llama_124m"])
@@ -155,53 +90,3 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
         with pytest.raises(ConfigError, match=message) as refused:
             compose_run("model.vocab_size=auto", *words)
         assert refused.value.code == code
-
-
-# Keys that a user adds with a `+`, so that no yaml file has them.
-ADDED_BY_USERS = {
-    DataConfig: {"test"},
-    MuonConfig: {"fused"},
-    LightningTrainerConfig: {
-        "min_epochs",
-        "gradient_clip_algorithm",
-        "limit_predict_batches",
-        "reload_dataloaders_every_n_epochs",
-        "sync_batchnorm",
-    },
-}
-
-
-def test_a_trainer_key_that_no_yaml_file_has_has_lightnings_default():
-    parameters = inspect.signature(pl.Trainer).parameters
-    for key in ADDED_BY_USERS[LightningTrainerConfig]:
-        default = LightningTrainerConfig.model_fields[key].default
-        assert default == parameters[key].default, key
-
-
-def sections_of(section: Section) -> Iterator[Section]:
-    """Yield a section of the config and all sections inside it."""
-    yield section
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        for item in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(item, Section):
-                yield from sections_of(item)
-
-
-def test_the_yaml_files_of_the_library_and_the_schema_have_the_same_keys():
-    keys: dict[type[Section], set[str]] = {}
-    shipped: dict[str, list[str]] = {}
-    for file in sorted((ROOT / "src" / "gptrain" / "conf").glob("*/*.yaml")):
-        shipped.setdefault(file.parent.name, []).append(f"{file.parent.name}={file.stem}")
-    for turn in range(max(map(len, shipped.values()))):  # each choice of each group in a turn
-        words = [choices[turn % len(choices)] for choices in shipped.values()]
-        cfg = compose_command([*words, *(REQUIRED if "data=tokens" in words else ())])
-        run = typed(plain(cfg), RunConfig)
-        for section in sections_of(run):
-            keys.setdefault(type(section), set()).update(section.plain())
-    assert {*SHIPPED.values(), *DATA.values()} - {DataModuleConfig} <= keys.keys()
-    del keys[TargetConfig]  # the arguments of any class: a dataset, a logger, a callback
-    for kind, in_yaml in keys.items():
-        fields = {field.alias or name for name, field in kind.model_fields.items()}
-        added = set().union(*(ADDED_BY_USERS.get(base, ()) for base in kind.__mro__))
-        assert in_yaml == fields - added, kind

@@ -5,11 +5,9 @@ import pytest
 from gptrain.core.strategies import (
     ParallelDims,
     default_options,
-    options_for,
     parallel_dims,
     stage_blocks,
 )
-from tests.command_line import compose_run
 
 
 def options(name, tensor, pipeline):
@@ -53,25 +51,10 @@ def test_replicas_are_of_the_data_axis():
     assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8
 
 
-def test_options_that_two_strategies_share_are_taken_over_when_strategies_are_compared():
-    copies = default_options("fsdp").model_copy(update={"replicas": 2, "cpu_offload": True})
-    assert options_for("fsdp", copies) == copies
-    compared = options_for("fsdp_tensor_parallel", copies)
-    assert (compared.name, compared.cpu_offload) == ("fsdp_tensor_parallel", True)
-    buckets = default_options("auto").model_copy(update={"bucket_cap_mb": 3})
-    ddp = options_for("ddp", buckets)
-    assert (ddp.name, ddp.bucket_cap_mb) == ("ddp", 3)
-
-
 def test_the_first_stages_of_a_pipeline_hold_the_blocks_that_are_left_over():
     stages = [stage_blocks(stage, 4, 6) for stage in range(4)]
     assert [len(blocks) for blocks in stages] == [2, 1, 2, 1]
     assert [block for blocks in stages for block in blocks] == list(range(6))
-
-
-def test_heads_of_k_and_v_are_repeated_for_the_ranks_of_a_sequence():
-    words = ("model=llama_nano", "model.n_kv_heads=2", "trainer=cpu", "trainer.devices=4")
-    assert compose_run(*words, "strategy=context_parallel").model.n_heads == 4
 
 
 def test_neighbouring_ranks_read_the_same_samples_in_every_stage_of_a_pipeline():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import resource
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -22,16 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
-from gptrain.assemble.run import write_tokenizer as write_run_tokenizer
 from gptrain.config.cli import run_command
 from gptrain.core import shell
-from gptrain.core.errors import IO_ERROR, ConfigError, code_of
-from gptrain.data import load_tokenizer, train_bpe
-from gptrain.data.tokenizers import FILE_NAME
+from gptrain.data import load_tokenizer
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
-from gptrain.export.files import write_companions, write_net
-from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -46,11 +36,6 @@ def export_run(capfd, tmp_path):
         return code, folder, out + err
 
     return run
-
-
-def write_files(tokenizer, folder: Path) -> None:
-    """Write the files of a tokenizer, as for a run in the tokenizer's own folder."""
-    write_companions(tokenizer, tokenizer.path.parent, folder, "hf")
 
 
 def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice, export_run):
@@ -113,48 +98,6 @@ def test_an_export_generates_the_same_text_as_its_run(
     assert str(tmp_path) not in (elsewhere / ".hydra" / "config.yaml").read_text()
 
 
-def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
-    write_files(load_tokenizer("bytes"), tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "".join(map(chr, range(0x250))) + "\U0001f600\r\n\tdef f(x): return x  # \x00\x7f"
-    assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-
-
-def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_path):
-    trained = train_bpe(["some words of a text " * 9], 280, tmp_path / FILE_NAME, has_end=True)
-    write_files(trained, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.eos_token == trained.end_token == "<|endoftext|>"
-    assert tokenizer.eos_token_id == trained.end_id
-    assert tokenizer("some words")["input_ids"] == trained.encode("some words").tolist()
-
-
-def test_non_floating_point_tensors_are_exported_unchanged(tmp_path):
-    dtypes = (torch.bool, torch.int64, torch.uint8, torch.uint16)
-    own = {f"{dtype}"[6:]: torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
-    net = torch.nn.Module()
-    for name, tensor in own.items():
-        net.register_buffer(name, tensor)
-    write_net(net, tmp_path, "safetensors", "bf16")
-    read = load_file(tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # older versions of transformers need it
-    assert all(t.dtype == own[name].dtype and torch.equal(t, own[name]) for name, t in read.items())
-
-
-def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
-    """Exit code 74, and nothing that looks like an export."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
-    try:
-        with pytest.raises(OSError) as full:
-            write_net(torch.nn.Linear(1000, 1000), tmp_path, "safetensors", "fp32")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert code_of(full.value) == IO_ERROR and not list(tmp_path.iterdir())
-
-
 def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tmp_path):
     """init_from a folder of transformers, trained, exported: as it came in."""
     source = tmp_path / "theirs"
@@ -207,87 +150,3 @@ def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, t
     made = net.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
     assert made[0].tolist() == [*prompt, end_id]
     assert net.config.eos_token_id == net.generation_config.eos_token_id == end_id
-
-
-def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path):
-    """Ids come from the run or from its tokenizer, but not from another vocabulary."""
-    source, run, folder = (tmp_path / name for name in ("source", "run", "folder"))
-    for place in (source, run, folder):
-        place.mkdir()
-    library = Tokenizer(models.BPE({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, []))
-    library.add_special_tokens(["<s>", "</s>", "<pad>"])
-    for place in (source, run):
-        library.save(str(place / "tokenizer.json"))
-    names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
-    (source / "tokenizer_config.json").write_text(json.dumps(names))
-    model_ids = {"eos_token_id": [2, 0], "bos_token_id": 4, "pad_token_id": None}
-    # 4: not in this vocabulary
-    (source / "generation_config.json").write_text(json.dumps(model_ids))
-    copy_tokenizer_files([tmp_path / "nothing.json", source], run)
-    (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
-    write_companions(load_tokenizer(run), run, folder, "hf")
-    ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 3}
-    assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 4, **ids}
-    assert json.loads((folder / "generation_config.json").read_text()) == ids
-
-
-def test_a_run_gets_the_tokenizer_of_its_weights_unless_it_has_one(tmp_path):
-    source, second, run, other = (tmp_path / name for name in ("source", "second", "run", "other"))
-    for place in (source, second, run, other):
-        place.mkdir()
-    for place, template in ((source, "hello"), (second, "goodbye")):
-        (place / "tokenizer.json").write_text('{"a": 0}')
-        (place / "chat_template.jinja").write_text(template)
-    (source / "generation_config.json").write_text(
-        '{"bos_token_id": 1, "eos_token_id": 7, "top_k": 3}'
-    )
-    (other / "tokenizer.json").write_text('{"b": 0}')
-    for place in (run, other):
-        copy_tokenizer_files([tmp_path / "nothing.json", source, second, other], place)
-    assert (run / "tokenizer.json").read_text() == '{"a": 0}'
-    assert (run / "chat_template.jinja").read_text() == "hello"
-    assert (other / "tokenizer.json").read_text() == '{"b": 0}'
-    # The end token of the data precedes those of the weights.
-    for end_id, ends in ((None, 7), (9, [9, 7]), (7, [7, 9])):
-        if end_id is not None:
-            write_end_token(run, end_id)
-        ids = {"bos_token_id": 1, "eos_token_id": ends, "top_k": 3}
-        assert json.loads((run / "generation_config.json").read_text()) == ids
-    assert not (other / "chat_template.jinja").exists()
-    # The files of `data.tokenizer` precede those of `init_from`.
-    words = (f"data.tokenizer={second}", f"init_from={source}", f"run_dir={run}")
-    write_run_tokenizer(compose_run("model=gpt_nano", "data=text", *words), cast(Any, None))
-    assert (run / "chat_template.jinja").read_text() == "goodbye"
-
-
-def test_an_export_has_the_end_token_of_its_tokenizer_and_of_its_data(
-    speaker, export_run, tmp_path
-):
-    _, folder, output = export_run(f"from_run={speaker}", "format=hf")
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((folder / name).read_text())["eos_token_id"] == 269, output
-    # Bytes have no token 256.
-    generation = {"pad_token_id": 256, "eos_token_id": 9, "max_new_tokens": 7}
-    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
-    write_files(load_tokenizer("bytes"), tmp_path)
-    written = json.loads((tmp_path / "generation_config.json").read_text())
-    assert written == {"max_new_tokens": 7, "eos_token_id": [9, 255]}
-
-
-def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
-    record = (saved_twice.folder / ".hydra" / "config.yaml").read_bytes()
-    own = f"from_run={saved_twice.folder}"
-    code, _, output = export_run(own, f"run_dir={saved_twice.folder}")
-    assert code == 73 and "holds a run" in output
-    assert (saved_twice.folder / ".hydra" / "config.yaml").read_bytes() == record
-    assert [export_run(own, f"dtype={dtype}")[0] for dtype in ("fp32", "bf16")] == [0, 0]
-
-
-def test_the_error_for_a_net_that_is_not_gpt2_names_a_format_that_works(tmp_path):
-    net = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"no `to_hugging_face`.*try: format=safetensors"):
-        write_net(net, tmp_path, "hf", "fp32")
-    write_net(net, tmp_path, "safetensors", "fp32")
-    assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}
-    assert write_net(net, tmp_path, "safetensors", "bf16") == 2 * 6  # bytes of six numbers

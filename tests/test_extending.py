@@ -7,11 +7,8 @@ from torch import nn
 
 from gptrain.assemble.module import build_optimizer
 from gptrain.core.lengths import plan_batch
-from gptrain.costs.choice import compare, optimizer_states
-from gptrain.costs.hardware import machine_of
 from tests.command_line import compose_run
 
-N_PARAMETERS = 61 * 8 + 16 * 8 + 2 * (12 * 8 * 8 + 13 * 8) + 2 * 8
 TINY = ["model.vocab_size=61", "model.d_model=8", "model.n_heads=2", "model.n_layers=2",
         "model.max_seq_len=16", "data.seq_len=16", "trainer.precision=32-true"]  # fmt: skip
 
@@ -30,24 +27,6 @@ class SharedSigns(torch.optim.Optimizer):
         for parameter in parameters:
             (biases if names[parameter].endswith("bias") else others).append(parameter)
         return [{"params": others}, {"params": biases, "lr": bias_lr}]
-
-
-class Unstated(torch.optim.Optimizer):
-    """An optimizer that states nothing."""
-
-
-def test_the_plan_of_an_optimizer_from_outside_is_right_without_another_edit():
-    target = f"optimizer._target_={__name__}.SharedSigns"
-    run = compose_run(*TINY, target, "~optimizer.betas", "~optimizer.eps", "~optimizer.fused")
-    rows = compare(run, 16, machine_of("h100_sxm", 2), 1)["strategies"]
-    assert rows["ddp"]["bytes_per_device"]["weights"] == 4 * N_PARAMETERS
-    assert rows["ddp"]["bytes_per_device"]["optimizer"] == 3 * N_PARAMETERS
-
-
-def test_an_optimizer_that_states_nothing_counts_as_adam():
-    for target in (f"{__name__}.Unstated", "no_such_package.Optimizer", "torch.optim.Adamax"):
-        assert optimizer_states(target, {}) == (2, 2)
-    assert optimizer_states("gptrain.optim.Muon", {}) == (1, 2)
 
 
 def test_an_optimizer_from_outside_makes_its_own_parameter_groups():

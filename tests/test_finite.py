@@ -6,22 +6,16 @@ import json
 import re
 from collections import Counter
 from statistics import mean, pstdev
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from hydra.utils import get_method
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gptrain.data import SampleOrder
 from gptrain.lit import LanguageModel
-from gptrain.lit.guard import Spikes, skips_on_device
-from gptrain.lit.strategies.base import OneDevice
-from gptrain.parallel.base import Parallel
+from gptrain.lit.guard import Spikes
 
 BAD_STEP = 2
 
@@ -75,11 +69,8 @@ def test_after_the_step_that_ends_a_run_no_step_changes_a_weight(train, poison, 
     assert unchanged == [False] * BAD_STEP + [True] * (7 - BAD_STEP)
 
 
-@pytest.mark.parametrize("fused", ["true", "false"])
-def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(
-    train, poison, unchanged, fused
-):
-    words = ("on_nonfinite=skip", "model.dropout=0.1", f"optimizer.fused={fused}")
+def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poison, unchanged):
+    words = ("on_nonfinite=skip", "model.dropout=0.1", "optimizer.fused=true")
     run = train("trainer.max_steps=5", "logger=none", *words)
     assert run.code == 0, run.err
     assert (run.out + run.err).count(f"the last one step {BAD_STEP};") == 1
@@ -101,8 +92,7 @@ class CountsReads(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_host_reads_no_tensor_in_a_step_that_is_not_logged(train, monkeypatch, optimizer):
+def test_the_host_reads_no_tensor_in_a_step_that_is_not_logged(train, monkeypatch):
     counts, training_step = CountsReads(), LanguageModel.training_step
 
     def counted(self, batch, batch_idx):
@@ -114,7 +104,7 @@ def test_the_host_reads_no_tensor_in_a_step_that_is_not_logged(train, monkeypatc
     name = "gptrain.lit.datamodule.count_batch_targets"
     monkeypatch.setattr(name, lambda batch: batch[1].numel())
     with counts:
-        words = (f"optimizer={optimizer}", "trainer.max_steps=8", "trainer.log_every_n_steps=7")
+        words = ("optimizer=muon", "trainer.max_steps=8", "trainer.log_every_n_steps=7")
         # No step is a spike, whatever the losses are: the report of a spike reads tensors.
         run = train(*words, "on_spike=skip", "spike.window=4", "spike.sigma=1000")
     assert run.code == 0, run.err
@@ -122,45 +112,10 @@ def test_the_host_reads_no_tensor_in_a_step_that_is_not_logged(train, monkeypatc
     assert [counts.reads[step] for step in range(1, 6)] == [0] * 5
 
 
-BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, layer: %s, at: %s}"
-BREAKS_ON_RANK = BREAKS.replace("}", ", rank: %s}")
+BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, layer: %s}"
 
 
-TWO = "trainer.devices=2"
 NODES = "+callbacks.nodes._target_=tests.lit.own.callbacks.OneRankPerNode"
-
-
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "gptrain.optim.Muon"])
-def test_an_optimizer_that_is_told_to_skip_changes_no_weight_and_no_state(optimizer):
-    net = torch.nn.Linear(4, 6)
-
-    def build(fused: bool) -> torch.optim.Optimizer:
-        names = [{"params": [net.weight], "use_muon": True}, {"params": [net.bias]}]
-        return get_method(optimizer)(
-            names if "Muon" in optimizer else net.parameters(), fused=fused
-        )
-
-    update, asks_nothing = build(fused=True), build(fused=False)
-    assert skips_on_device(update) and not skips_on_device(asks_nothing)
-
-    def values() -> list[torch.Tensor]:
-        states = [update.state[p] for p in net.parameters()]
-        return [value.clone() for value in tree_leaves([[*net.parameters()], states])]
-
-    def step(value: float, found_inf: float | None) -> None:
-        for parameter in net.parameters():
-            parameter.grad = torch.full_like(parameter, value)
-        update.found_inf = None if found_inf is None else torch.tensor(found_inf)
-        update.step()
-
-    step(1.0, found_inf=0.0)
-    before = values()
-    step(float("nan"), found_inf=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(values(), before, strict=True))
-    step(2.0, found_inf=None)
-    changed = zip(net.parameters(), before[:2], strict=True)
-    assert not any(torch.equal(parameter, old) for parameter, old in changed)
-    assert all(value.isfinite().all() for value in values())
 
 
 SCALED = (
@@ -177,7 +132,7 @@ CLIPS = ("on_nonfinite=skip", "module._target_=tests.lit.own.modules.ClipsItself
 def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train, skips):
     # The Trainer of SCALED has the loss scaler that Lightning has on GPUs only.
     words = ("trainer.max_steps=30", *skips, "max_skips=3")
-    run = train(*words, BREAKS % ("blocks.1.mlp.down_proj", "output"))
+    run = train(*words, BREAKS % "blocks.1.mlp.down_proj")
     assert run.code == 79, run.err
     assert "3 steps in a row were skipped (max_skips)" in run.err
     assert "step 4 is not finite" in run.err
@@ -189,24 +144,6 @@ def test_a_loss_scale_that_no_gradient_bears_is_named_after_max_skips_steps(trai
     run = train(*SCALED, "+trainer.init_scale=1e30", "max_skips=3", "trainer.limit_val_batches=0")
     assert run.code == 79 and "trainer.precision=bf16-mixed" in run.err, run.err
     assert "step 2 is " in run.err and "; 3 steps in a row were skipped" in run.err
-
-
-def test_scaled_gradients_are_unscaled_before_they_are_clipped(monkeypatch):
-    """Lightning leaves the loss scale in the gradients of an optimizer that removes it itself."""
-    calls: list[Any] = []
-    strategy = OneDevice(Parallel())
-    monkeypatch.setattr(strategy, "clip", lambda _, max_norm: calls.append(max_norm))
-    module = LanguageModel(net := torch.nn.Linear(2, 2), AdamW)
-    scaler = SimpleNamespace(unscale_=lambda _: calls.append("unscaled"))
-    precision = SimpleNamespace(scaler=scaler)
-    module.trainer = cast(Any, SimpleNamespace(strategy=strategy, precision_plugin=precision))
-    for fused, expected in ((True, ["unscaled", 0.5]), (False, [0.5])):
-        module.clip_gradients(AdamW(net.parameters(), fused=fused), 0.5, "norm")
-        assert calls == expected
-        calls.clear()
-    precision.scaler = None
-    module.clip_gradients(AdamW(net.parameters(), fused=True), 0.5)
-    assert calls == [0.5]
 
 
 SPIKE = "+callbacks.spike={_target_: tests.lit.own.callbacks.SpikesLoss, steps: [%s]}"
@@ -249,13 +186,6 @@ def test_a_spike_is_a_step_far_above_the_mean_of_the_window():
     assert not bool(wider.flag(high, high, 60))
 
 
-def test_a_rounding_error_of_equal_losses_is_no_spike():
-    rule, loss = Spikes(3.0, 16), torch.tensor(5.0)
-    assert not any(bool(rule.flag(loss, loss, step)) for step in range(16))
-    assert not bool(rule.flag(loss * (1 + 2e-6), loss, 16))
-    assert bool(rule.flag(loss * (1 + 4e-6), loss, 16))
-
-
 def n_skipped(state: dict) -> int:
     """Return how many steps in a row were skipped before a checkpoint."""
     (skipped,) = (s["n_skipped"] for s in state["callbacks"].values() if "n_skipped" in s)
@@ -292,18 +222,3 @@ def test_a_resumed_run_knows_the_steps_before_and_max_skips_ends_it(train):
     assert "3 steps in a row were skipped (max_skips)" in again.err
     assert json.loads((again.folder / "status.json").read_text())["cause"] == "spike"
     assert n_skipped(again.state(12)) == 1  # nothing was saved after the step that ended the run
-
-
-@pytest.mark.slow
-def test_all_ranks_skip_a_spike_of_one_rank_under_every_strategy(train):
-    losses = {}
-    for name in ("ddp", "fsdp", "pipeline"):
-        size = ["data.batch_size=8"] if name == "pipeline" else []
-        words = (*GUARD, TWO, f"strategy={name}", "trainer.max_steps=10", SPIKE % 7, *size)
-        run = train(*words, name=name)
-        assert run.code == 0, run.err
-        (line,) = [line for line in run.out.splitlines() if "and skipped" in line]
-        assert "the last one step 7" in line
-        # The loss of the spike itself depends on how many ranks have it.
-        losses[name] = [row["train/loss"] for row in logged(run) if row["step"] != 8]
-        assert losses[name] == pytest.approx(losses["ddp"], abs=1e-5)

@@ -56,22 +56,6 @@ def test_the_old_runs_folder_and_checkpoint_path_are_not_reused(old_run, tmp_pat
     assert cfg.from_run == str(tmp_path / "second")
 
 
-def test_a_resumed_run_keeps_init_from_to_which_its_tokenizer_may_refer(old_run):
-    old = old_run("init_from=weights", "data=text", "data.tokenizer=${init_from}")
-    assert compose_command([old]).init_from == "weights"
-    cfg = compose_command([old, "ckpt_path=last"])
-    assert cfg.init_from == "weights" == cfg.data.tokenizer
-
-
-def test_the_runs_keys_fit_a_typed_choice_or_are_named_with_the_way_to_leave_them_out(old_run):
-    old = old_run("callbacks=ema", "callbacks.ema.decay=0.9", "model=llama_nano", "model.d_ff=8")
-    cfg = compose_command([old, "callbacks=[my_callback,ema]", "model=llama_1b"])
-    assert (cfg.callbacks.ema.decay, cfg.model.d_ff) == (0.9, 8)
-    with pytest.raises(ConfigError, match=r"callbacks.ema.decay=0.9: unknown"):
-        compose_command([old, "callbacks=my_callback"])
-    assert "ema" not in compose_command([old, "callbacks=none", "~callbacks.ema.decay"]).callbacks
-
-
 def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):
     old = old_run("seed=3", "strategy.shards=2", "trainer.tpu_cores=8", "model=gpt5")
     with pytest.raises(ConfigError) as caught:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tokenizers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import Tokenizer, load_tokenizer, train_bpe
-from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, main, quote_text
+from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
 from gptrain.text.writing import Writer, cut_at_stop, decode_pieces
 from tests.conftest import CORPUS
@@ -75,19 +73,6 @@ def test_all_pieces_together_are_the_text_of_all_tokens(bpe, tokens, n_prompt):
             assert prompt + "".join(made) == tokenizer.decode(tokens)
 
 
-def test_a_byte_that_makes_the_character_before_it_invalid_does_not_end_the_text(tmp_path):
-    """A tokenizer like Llama 2's decodes a row of byte tokens as a whole."""
-    names = ["a", "<0xE6>", "<0x95>", "<0xB8>", "b"]
-    vocab = {name: number for number, name in enumerate(names)}
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
-    parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    library.decoder = tokenizers.decoders.Sequence(parts)
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    text = "".join(pieces([0, 1, 2, 3, 2, 4, 0], 1, (), tokenizer))
-    assert text.startswith("數") and text.endswith("a")
-
-
 @given(
     st.text("ab\n", min_size=2, max_size=60),
     st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
@@ -116,11 +101,6 @@ def test_a_prompt_reaches_the_net_as_it_was_typed(key, text):
     assert compose_command([f"+{word}"])[key] == text
 
 
-def test_lists_and_quoted_texts_are_hydras():
-    for word in ("prompt=[1,2]", "prompt=['a b','c']", "prompt='a'", "n_tokens=3", "--help"):
-        assert quote_text(word) == word
-
-
 # From a run, moved; its checkpoints; its exports
 
 
@@ -139,36 +119,6 @@ def test_a_moved_run_generates_text_without_its_data(write, speaker):
     checkpoint = next((speaker / "checkpoints").glob("step-*"))
     for source in (checkpoint, checkpoint / "state.ckpt"):
         assert write(source, "prompt=é x", "temperature=0")[1] == out
-
-
-def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
-    (tmp_path / "corpus.txt").write_text(CORPUS)
-    run = train(
-        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
-        "model.vocab_size=290", f"data.tokenizer={tmp_path / 'bpe.json'}", "logger=none",
-        "callbacks=none", "trainer.max_steps=1", f"output_dir={tmp_path / 'cache'}",
-    )  # fmt: skip
-    (tmp_path / "bpe.json").unlink()
-    tokenizer = gptrain.load(run.folder, with_tokenizer=True)[1]
-    assert tokenizer.identity == bpe.identity
-    code, out, err = write(run.folder, "prompt=naïve café")
-    assert code == 0 and out.startswith("naïve café"), err
-
-
-def test_a_run_of_token_files_needs_a_tokenizer_in_its_folder(write, typed, saved_twice, tmp_path):
-    assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
-    code, out, err = write(saved_twice.folder, "prompt=abc")
-    assert (code, out) == (66, "") and "copy the tokenizer.json" in err
-    folder = shutil.copytree(saved_twice.folder, tmp_path / "copy")
-    BYTES.save(folder)
-    code, out, _ = write(folder, "prompt=abc", "temperature=0")
-    assert code == 0 and out.startswith("abc")
-    # The command quotes the comma of a prompt for Hydra.
-    assert typed(main, f"from_run={folder}", "prompt=a, b", "n_tokens=1")[1].startswith("a, b")
-    assert write(folder, "prompt=abc", "temperature=0", "ckpt_path=last")[1] != out
-    words = ("prompt=abc", "trainer.accelerator=mps")
-    message = "error: trainer.accelerator=mps: not on this machine\n"
-    assert torch.backends.mps.is_available() or write(folder, *words)[2] == message
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 
 import pytest
@@ -15,8 +14,6 @@ from gptrain.assemble.weights import load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.models.hugging_face import config_keys
-from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.parallel.placement import build_on_meta_device
 from gptrain.text.sampling import Sampling, generate
 
 SIZES = {
@@ -64,26 +61,6 @@ def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
     assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
 
 
-def test_a_default_id_of_another_vocabulary_is_not_exported():
-    sizes = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
-    ids = {"bos_token_id": 60, "pad_token_id": 61}  # the last id, and the first that is none
-    config, _ = HuggingFace(61, sizes | ids).to_hugging_face()
-    assert (config["bos_token_id"], config["eos_token_id"]) == (60, None)
-    assert config["pad_token_id"] is None
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_activation_checkpointing_changes_no_gradient(name):
-    gradients = []
-    for mode in ("none", "full"):
-        torch.manual_seed(0)
-        net = HuggingFace(61, CONFIGS[name])
-        apply_activation_checkpointing(net, mode)
-        net(TOKENS).square().sum().backward()
-        gradients.append([parameter.grad for parameter in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # a tied head and transposed matrices; neither
 def test_it_takes_a_step_of_train_py(train, name):
     config = json.dumps(CONFIGS[name]).replace('"', "")
@@ -110,14 +87,6 @@ def test_a_model_that_bounds_its_logits_trains_by_its_forward(train):
     assert run.metrics["val/loss"] == pytest.approx(math.log(256), abs=0.003)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_net_without_memory_offers_what_it_offers_with_it(name):
-    """A strategy checks a model of billions of weights on the meta device, without their memory."""
-    net = build_on_meta_device(lambda: HuggingFace(61, CONFIGS[name]))
-    assert all(parameter.is_meta for parameter in net.parameters())
-    assert len(net.blocks) == 2 and net.head.weight.shape == (61, 32) and callable(net.hidden)
-
-
 def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     """The published weights of GPT-2 have this form."""
     net, back = (HuggingFace(61, CONFIGS["gpt2"]).eval() for _ in range(2))
@@ -133,19 +102,6 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     assert state.keys() == back.state_dict().keys()  # a tied tensor under both of its names
 
 
-def test_a_constructor_that_reads_values_is_told_from_keys_that_contradict(monkeypatch):
-    """No value can be read on the meta device. The caller then builds the net without it."""
-
-    def read_value(*args, **options):
-        raise RuntimeError("Tensor.item() cannot be called")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_config", read_value)
-    with torch.device("meta"), pytest.raises(RuntimeError, match=r"^Tensor\.item"):
-        HuggingFace(61, CONFIGS["gpt2"])
-    with pytest.raises(ValueError, match=r"cannot build gpt2: Tensor\.item"):
-        HuggingFace(61, CONFIGS["gpt2"])
-
-
 def test_a_folder_is_read_as_data(tmp_path):
     keys = {
         **CONFIGS["llama"], "vocab_size": 61, "dtype": "bfloat16",
@@ -158,45 +114,3 @@ def test_a_folder_is_read_as_data(tmp_path):
     assert net.model.config._attn_implementation in ("sdpa", "eager")
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     assert config_keys(None, str(tmp_path))["inner"] == {"size": 1}
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ({}, "transformers cannot build : Unrecognized"),
-        ({"config": {"model_type": "vit"}}, "cannot build vit: Unrecognized"),
-        (
-            {"config": {**CONFIGS["llama"], "hidden_size": 33}},
-            "build llama: .*33.* not a multiple",
-        ),
-        (
-            {"config": {**CONFIGS["gpt2"], "n_layer": "x"}},
-            "build gpt2: .*n_layer.*expected int",
-        ),
-    ],
-)
-def test_an_invalid_model_is_one_line(words, message):
-    with pytest.raises(ValueError, match=message) as error:
-        HuggingFace(61, **words)
-    assert "\n" not in str(error.value)
-
-
-def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train, monkeypatch):
-    # With CI=true transformers' own warnings reach the root logger: they open no train.log.
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    run = train(
-        "model=hugging_face", "model.config={model_type: gpt2, n_layer: 2}", "strategy=pipeline",
-        "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4", tiny=False,
-    )  # fmt: skip
-    assert run.code == 2 and "needs embed, norm" in run.err
-    assert "strategies that work without: single, ddp, fsdp" in run.err
-    assert not run.folder.exists()
-
-
-def test_samples_longer_than_the_learned_positions_are_refused_in_one_line(train):
-    config = "model.config={model_type: gpt2, n_layer: 1, n_embd: 8, n_head: 2, n_positions: 24}"
-    words = ("model=hugging_face", config, "trainer.accelerator=cpu", "data.seq_len=40")
-    run = train(*words, tiny=False)
-    (line,) = run.err.splitlines()
-    assert run.code == 2 and line.startswith("error: data.seq_len=40: longer than the 24 positions")
-    assert line.endswith("try: data.seq_len=24") and not run.folder.exists()

@@ -109,15 +109,6 @@ DEFAULTS_OF_LLAMA = (
 )  # fmt: skip
 
 
-def test_the_heads_of_a_qwen3_config_without_their_width_have_128_features():
-    net = make("normalised")
-    config, tensors = net.to_hugging_face()
-    del config["head_dim"]
-    message = rf"^head_dim=128 in the config, {net.d_head} in the net$"
-    with pytest.raises(ValueError, match=message):
-        net.from_hugging_face(config, tensors)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "scaled", "tied"])
 def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
     net, back = make(name), make(name)

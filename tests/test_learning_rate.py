@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from typing import Any
-
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
 from torch.utils._pytree import tree_leaves
 
-from gptrain.assemble.module import build_schedule, peak_lr
-from gptrain.core.lengths import BatchPlan, plan_lengths
-from gptrain.lit import LanguageModel
+from gptrain.assemble.module import build_schedule
+from gptrain.core.lengths import plan_lengths
 from tests.command_line import compose_run
 from tests.conftest import logged_rows
 
@@ -22,25 +16,6 @@ PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
 def learning_rates(folder) -> list[float]:
     return [row["lr"] for row in logged_rows(folder) if row["lr"] is not None]
-
-
-def test_the_learning_rate_grows_with_the_global_batch(train):
-    run = train(
-        "scheduler=constant", f"optimizer.lr={PEAK}", "optimizer.lr_scaling=sqrt", "logger=none",
-        "optimizer.reference_batch_size=4", "data.global_batch_size=8", "optimizer=muon",
-        "optimizer.embedding_lr=3e-3", "optimizer.vector_lr=5e-3",
-    )  # fmt: skip
-    assert run.metrics["lr"] == pytest.approx(PEAK * math.sqrt(2))
-    assert f"lr {PEAK * math.sqrt(2):g}" in run.out
-    groups = run.state(4)["optimizer_states"][0]["param_groups"]
-    rates = {group["lr"] for group in groups}
-    assert sorted(rates) == pytest.approx([lr * math.sqrt(2) for lr in (PEAK, 3e-3, 5e-3)])
-
-
-def test_the_default_of_the_optimizers_class_grows_with_the_batch_too():
-    words = ("optimizer.lr=null", "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=4")
-    default = inspect.signature(torch.optim.AdamW).parameters["lr"].default
-    assert peak_lr(compose_run(*words), BatchPlan(6, 1, 2)) == pytest.approx(3 * default)
 
 
 @pytest.mark.parametrize("warmup, steps", [("0.1", 30), ("null", 30), ("0.02", 6), ("300", 300)])
@@ -75,29 +50,6 @@ def factors(n_steps: int, *words: str) -> list[float]:
         optimizer.step()
         scheduler.step()
     return made
-
-
-def test_a_schedule_is_stepped_after_each_step_unless_its_dict_has_another_interval():
-    for options, interval in (({}, "step"), ({"interval": "epoch"}, "epoch")):
-        module = LanguageModel(
-            torch.nn.Linear(1, 1),
-            lambda module: torch.optim.SGD(module.parameters()),
-            lambda optimizer, own=options: {"scheduler": StepLR(optimizer, 1), **own},
-        )
-        entry: Any = module.configure_optimizers()
-        assert entry["lr_scheduler"]["interval"] == interval
-
-
-def test_resuming_to_another_length_reports_where_the_schedule_changes(train):
-    """The optimizer has groups with different learning rates, of which the first is named."""
-    options = ("scheduler=warmup_linear", "logger=none",
-               "optimizer=muon", "optimizer.embedding_lr=1e-3")  # fmt: skip
-    run = train("trainer.max_steps=4", *options)
-    assert run.code == 0, run.err
-    again = train("trainer.max_steps=6", "ckpt_path=last", *options)
-    assert again.code == 0, again.err
-    message = "resumed with another schedule: the learning rate after step 4 is "
-    assert message in again.out + again.err
 
 
 def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):

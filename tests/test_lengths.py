@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gptrain.config.cli import compose_command
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import (
     BatchPlan,
@@ -24,9 +23,6 @@ from gptrain.core.lengths import (
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
-from tests.conftest import ROOT, logged_rows
-
-TOKENS_PER_STEP = 4 * 16  # sequences x positions of TINY
 
 
 class Uniform(torch.nn.Module):
@@ -38,10 +34,6 @@ class Uniform(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.logits.expand(*tokens.shape, -1)  # (B, T, V)
-
-
-def column(folder, name: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in logged_rows(folder) if row[name] is not None]
 
 
 @pytest.mark.parametrize(
@@ -73,41 +65,6 @@ def test_a_share_of_an_unknown_length_and_fewer_tokens_than_those_of_a_step_are_
     assert token_steps("max_tokens", 100, 100) == 1
     with pytest.raises(ConfigError, match=r"max_tokens=99: .*100 tokens of one step"):
         token_steps("max_tokens", 99, 100)
-
-
-def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
-    run = train(
-        f"max_tokens={8.5 * TOKENS_PER_STEP}", "trainer.max_steps=-1", "trainer.max_epochs=1",
-        "scheduler=warmup_constant", "scheduler.warmup_steps=0.5", "scheduler.start_factor=0",
-        "optimizer.lr=0.004", "logger=none", "trainer.log_every_n_steps=1",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    assert "8 steps by max_tokens=544" in run.out
-    assert column(run.folder, "tokens")[-1] == (8, 8 * TOKENS_PER_STEP)
-    rates = [0, 0.001, 0.002, 0.003, 0.004, 0.004, 0.004, 0.004]  # half of the run is warm-up
-    assert [rate for _, rate in column(run.folder, "lr")] == pytest.approx(rates, abs=1e-9)
-
-
-def test_a_whole_number_between_validations_means_optimizer_steps(train):
-    run = train(
-        "trainer.val_check_interval=3", "data.global_batch_size=8", "trainer.max_steps=7",
-        "data.num_samples=24", "trainer.max_epochs=9", "logger=none",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    assert [step for step, _ in column(run.folder, "val/loss")] == [3, 6, 7]  # epochs are of 3
-
-
-def test_a_fraction_of_several_epochs_between_validations():
-    cfg = compose_run("trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3")
-    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
-    assert (lengths.epoch_steps, lengths.validate_every) == (8, 12)
-
-
-@pytest.mark.parametrize("typed, n_steps", [("true", 1), ("3", 3)])
-def test_a_fast_dev_run_has_the_number_of_steps_that_was_typed(typed, n_steps):
-    cfg = compose_run(f"trainer.fast_dev_run={typed}")
-    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
-    assert (lengths.n_steps, lengths.validate_every) == (n_steps, min(n_steps, 8))
 
 
 def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
@@ -172,22 +129,3 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         assert [*tested] == ["test/loss", "test/perplexity", "test/bits_per_byte"]
         measured.append(float(metrics["val/bits_per_byte"]))
     assert measured == pytest.approx([8.0, 8.0], rel=1e-6)
-
-
-def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(train):
-    options = ("task=validate", "data.val.num_samples=7", "data.batch_size=2", "logger=none",
-               "trainer.limit_val_batches=null")  # fmt: skip
-    one_rank = train(*options, name="one")
-    three_ranks = train(*options, "trainer.devices=3", name="three")
-    assert three_ranks.code == 0, three_ranks.err
-    assert three_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-6)
-
-
-def test_output_goes_where_it_is_asked_to(monkeypatch):
-    """test_ranks.py checks that no other folder receives output."""
-    monkeypatch.setenv("HOME", "/scratch")
-    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "~/me")
-    cfg = compose_command(["run_dir=x"])
-    assert cfg.output_dir == "/scratch/me"
-    monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")
-    assert compose_command(["run_dir=x"]).output_dir == str(ROOT / "outputs")

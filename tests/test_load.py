@@ -13,10 +13,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.assemble.load import build_target, find_tokenizer, load_for_command
+from gptrain.assemble.load import load_for_command
 from gptrain.checkpoints.store import DamagedCheckpointError, read_manifest
-from gptrain.core.errors import ConfigError
-from gptrain.data import load_tokenizer
 from tests.conftest import ROOT
 
 
@@ -62,12 +60,6 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
         assert equal(net, saved_twice.state(step)["state_dict"])
 
 
-def test_arguments_of_a_target_are_plain_lists_and_dicts():
-    node = {"_target_": "types.SimpleNamespace", "sizes": [1, 2], "names": {"a": [3]}}
-    made = build_target(node, "module")
-    assert type(made.sizes) is list and type(made.names) is dict and type(made.names["a"]) is list
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     newest = saved_twice.folder / "checkpoints" / "step-00000004" / "state.ckpt"
     newest.write_bytes(newest.read_bytes()[:-9])
@@ -76,38 +68,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     shutil.rmtree(saved_twice.folder / "checkpoints" / "step-00000002")
     with pytest.raises(DamagedCheckpointError, match="step-00000004"):
         gptrain.load(saved_twice.folder)
-
-
-def test_the_end_tokens_are_those_of_the_folder_and_not_of_a_file_outside(tmp_path):
-    (tmp_path / "run").mkdir()
-    load_tokenizer("bytes").save(tmp_path / "run")
-    (tmp_path / "outside.json").write_text('{"eos_token_id": [7, 5]}')
-    generation = tmp_path / "run" / "generation_config.json"
-    generation.symlink_to(tmp_path / "outside.json")
-    stop_ids = []
-    for _ in range(2):
-        tokenizer = find_tokenizer(tmp_path / "run")
-        assert tokenizer is not None
-        stop_ids.append(tokenizer.stop_ids)
-        generation.unlink()
-        generation.write_text('{"eos_token_id": [7, 5]}')
-    assert stop_ids == [[], [7, 5]]
-
-
-def test_a_folder_that_is_not_a_run_is_named(tmp_path):
-    odd = {"_target_": "gptrain.models.SimpleGPT", "vocab_size": 8, "d_model": 6, "n_heads": 4}
-    torch.save({"state_dict": {}, "model": odd}, tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="trust=true"):
-        gptrain.load(tmp_path / "x.ckpt")
-    with pytest.raises(ConfigError, match="cannot be made: ") as e:
-        gptrain.load(tmp_path / "x.ckpt", trust=True)
-    assert e.value.code == 65
-    (tmp_path / "x.ckpt").unlink()
-    with pytest.raises(FileNotFoundError, match="no run in this folder"):
-        gptrain.load(tmp_path)
-    with pytest.raises(ValueError, match="allowed: best, last"):
-        gptrain.load(tmp_path, "newest")
-    assert "load" in dir(gptrain)  # for a notebook's completion
 
 
 def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker, monkeypatch):

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from gptrain.checkpoints.lock import RunLock, read_run_id
-from gptrain.checkpoints.store import read_manifest
-from gptrain.lit import loggers
-from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.loggers import JsonLinesLogger, TensorBoardLogger
+from gptrain.checkpoints.lock import read_run_id
+from gptrain.lit.loggers import JsonLinesLogger
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 
@@ -37,26 +31,6 @@ def wandb_records(file) -> list:
     store = DataStore()
     store.open_for_scan(str(file))
     return [Record.FromString(data) for data in iter(store.scan_data, None)]
-
-
-def test_the_first_step_and_validated_ones_have_whole_rows(train, monkeypatch):
-    """Lightning alone hands a logger every `log_every_n_steps`-th step and the last.
-
-    It would also round a value to float32, which cannot hold this number of tokens.
-    """
-    n_tokens = 2**24 + 1
-    monkeypatch.setattr(TextDataModule, "tokens", property(lambda _: n_tokens))
-    words = ("trainer.log_every_n_steps=5", "trainer.val_check_interval=3", "trainer.max_steps=7")
-    run = train("logger=none", *words)
-    assert run.code == 0, run.err
-    table = run.rows
-    assert [row["step"] for row in table] == [1, 3, 5, 6, 7]
-    assert all(row["train/loss"] for row in table)
-    both = [row["step"] for row in table if row["train/loss"] and row["val/loss"]]
-    assert both == [3, 6, 7]
-    assert {row["tokens"] for row in table} == {n_tokens}
-    manifest = read_manifest(run.folder / "checkpoints" / "step-00000007")
-    assert manifest["metrics"]["val/loss"] == table[-1]["val/loss"]
 
 
 def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(train):
@@ -83,22 +57,6 @@ def test_a_resumed_run_continues_the_curves_of_two_loggers_without_duplicates(tr
     assert files == ["csv/version_0/metrics.csv", "csv/version_1/metrics.csv"]
 
 
-def test_every_logger_that_can_discards_points_and_takes_notes():
-    """A resumed run logs the same values again, so that its curves do not show a kept row."""
-    calls = []
-    able = [
-        SimpleNamespace(
-            discard_after=lambda step, n=n: calls.append((n, step)),
-            log_note=lambda *note, n=n: calls.append((n, *note)),
-        )
-        for n in (0, 1)
-    ]
-    trainer = SimpleNamespace(loggers=[able[0], object(), able[1]], global_step=7)
-    loggers.discard_after(cast(Any, trainer), 4)
-    loggers.log_note(cast(Any, trainer), "sample", "to be")
-    assert calls == [(0, 4), (1, 4), (0, "sample", "to be", 7), (1, "sample", "to be", 7)]
-
-
 def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
     logger = JsonLinesLogger(str(tmp_path))
     for step in (1, 2, 3):
@@ -122,57 +80,6 @@ def test_metrics_jsonl_has_one_object_per_step_after_a_crash(tmp_path):
     JsonLinesLogger(str(tmp_path)).log_metrics({"train/loss": 1.0}, 3)
     assert not file.is_symlink() and [row["step"] for row in json_rows(tmp_path)] == [3]
     assert len(outside.read_text().splitlines()) == 2
-
-
-def test_the_hparams_tab_compares_runs_by_their_objective(tmp_path):
-    logger = TensorBoardLogger(str(tmp_path))
-    logger.log_hyperparams({"typed": {"seed": 3}, "objective": "val/top5"})
-    logger.log_hyperparams({"width": 7})  # a module's hyperparameters, which Lightning logs
-    logger.discard_after(3)
-    logger.log_metrics({"test/loss": 2.5, "test/top5": 0.5}, 7)
-    logger.log_note("sample", "# one\ntwo", 7)
-    with pytest.raises(ValueError, match="word"):
-        logger.log_metrics({"test/loss": "word"}, 8)
-    logger.save()
-    (file,) = tmp_path.glob("events*")
-    content = file.read_bytes()
-    assert b"val/top5" in content and b"width" not in content
-    assert events(tmp_path, "test/loss") == [(7, 2.5)]
-    assert events(tmp_path, "test/top5") == [(7, 0.5)]
-    assert b"hp_metric" not in content
-    accumulator = EventAccumulator(str(tmp_path))
-    accumulator.Reload()
-    session, experiment = (
-        HParamsPluginData.FromString(accumulator.SummaryMetadata(tag).plugin_data.content)
-        for tag in ("_hparams_/session_start_info", "_hparams_/experiment")
-    )
-    assert {key: v.number_value for key, v in session.session_start_info.hparams.items()} == {
-        "seed": 3
-    }
-    columns = {info.name.tag for info in experiment.experiment.metric_infos}
-    assert columns == {"val/top5", "val/loss", "train/loss", "perf/tokens_per_s"}
-    (event,) = accumulator.Tensors("run/sample/text_summary")
-    text = b"    # one\n    two"  # as it is, not as Markdown
-    assert (event.step, event.tensor_proto.string_val[0]) == (7, text)
-
-
-@pytest.mark.engine("wandb")
-@pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])
-def test_wandb_has_the_id_of_the_folder_and_is_told_how_the_run_ends(tmp_path, status, exit_code):
-    """No run of Weights & Biases is started."""
-    from gptrain.lit.loggers import WandbLogger
-
-    with RunLock(tmp_path) as lock:
-        run_id = lock.run_id
-    logger = WandbLogger(str(tmp_path), project="mine", offline=True)
-    assert (logger.version, logger.save_dir, logger.name) == (run_id, str(tmp_path), "mine")
-    assert "anonymous" not in logger._wandb_init
-    logger.finalize(status)  # no run was started
-    exits = []
-    logger._experiment = SimpleNamespace(finish=lambda exit_code: exits.append(exit_code))
-    logger.finalize(status)
-    logger.finalize(status)  # the run has ended already
-    assert exits == [exit_code]
 
 
 @pytest.mark.slow

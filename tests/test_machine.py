@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
-from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
-from gptrain.core.errors import ConfigError
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.base import ManyRanks, OneDevice
+from gptrain.lit.strategies.base import ManyRanks
 from gptrain.parallel.base import Parallel
-from gptrain.runtime.devices import RunDevices, find_devices, set_threads
+from gptrain.runtime.devices import RunDevices, find_devices
 from gptrain.runtime.process import Process
-from tests.command_line import compose_run
 
 
 @pytest.fixture
 def visible(monkeypatch):
-    """How many GPUs this process seems to see."""
+    """How many GPUs this process seems to see. A Trainer sets the rank of the process."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
     def pretend(count):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -81,20 +77,6 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     assert [place.local_rank() for place in places] == [0, 1] * 3
 
 
-def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):
-    visible(4)
-    for name, value in {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert machine_of("auto").n_local == 2
-
-
-def test_lightning_takes_a_single_gpu_of_any_number(visible):
-    visible(4)
-    machine = RunDevices("cuda", 1, 1, (3,))
-    trainer = make_trainer(OneDevice(Parallel(device=machine.device(0))), machine, rank=0)
-    assert trainer.strategy.root_device == torch.device("cuda", 3)
-
-
 def make_trainer(strategy, machine, rank):
     process = Process(rank, rank, machine.world_size)
     return pl.Trainer(
@@ -110,42 +92,3 @@ def make_trainer(strategy, machine, rank):
 
 
 # Threads
-
-
-def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(monkeypatch):
-    threads = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    set_threads(1), set_threads(3), set_threads(16)
-    assert threads == [8, 2, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    set_threads(1)
-    assert threads == [8, 2, 1]
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    set_threads(2)
-    assert threads == [8, 2, 1, 2]
-
-
-def test_a_rank_that_does_not_see_the_run_folder_in_time_is_named(monkeypatch, tmp_path):
-    """A network file system may show new files late."""
-    seen = iter(["a", "", "a"])
-    monkeypatch.setattr(assemble, "read_run_id", lambda run_dir: next(seen))
-    assemble.check_shared(str(tmp_path), 3)
-    seen = iter(["a", ""])
-    monkeypatch.setattr(assemble, "SHARED_S", 0.0)
-    with pytest.raises(ConfigError) as refused:
-        assemble.check_shared(str(tmp_path), 3)
-    assert refused.value.code == 73
-    assert refused.value.lines == [
-        f"error: run_dir={tmp_path}: rank 3 on {socket.gethostname()} does not see the files of "
-        "rank 0 in this folder; try: run_dir=<a folder that all nodes share>"
-    ]
-
-
-def test_what_a_yaml_file_compiles_is_compiled_on_a_gpu_only():
-    cfg = compose_run("model=gpt_nano").changed({"model.compile": "blocks"})
-    assert assemble.choose_compile(cfg, RunDevices("cuda", 1, 1)) == "blocks"
-    assert assemble.choose_compile(cfg, RunDevices("cpu", 1, 1)) == "none"

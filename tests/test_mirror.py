@@ -2,16 +2,11 @@
 
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
-from threading import Event
 from unittest.mock import patch
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
-from lightning.pytorch import Callback
 
 import gptrain
 from gptrain.checkpoints.mirror import Mirror
@@ -129,27 +124,6 @@ def pair(tmp_path) -> tuple[CheckpointStore, Mirror]:
     return CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
 
 
-def test_updates_of_a_mirror_wait_for_each_other_and_the_last_one_counts(pair, monkeypatch):
-    store, mirror = pair
-    begun, release, running, seen = Event(), Event(), [], []
-
-    def copy_slowly(copied):
-        running.append(copied)
-        begun.set()
-        release.wait(60)
-        seen.append(len(running))
-        running.remove(copied)
-
-    monkeypatch.setattr(mirror, "_copy", copy_slowly)
-    mirror.update(store)
-    begun.wait(60)
-    mirror.update(store)  # is left out, because the next update comes before it begins
-    mirror.update(store)
-    release.set()
-    mirror.wait()
-    assert seen == [1, 1]
-
-
 def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(pair, tmp_path, monkeypatch):
     store, mirror = pair
     save(store, b"first")
@@ -189,21 +163,6 @@ def test_a_copy_cut_off_while_a_step_is_copied_again_counts_as_unfinished(
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)  # a damaged copy would be an error here
     assert again.steps() == []
-
-
-def test_of_a_backlog_the_newest_checkpoint_is_copied_first(pair, monkeypatch):
-    store, mirror = pair
-    for step in (1, 2, 10):
-        save(store, b"state", step)
-    copied, put_file = [], mirror.files.put_file
-
-    def put_file_noted(source, target):
-        copied.append(Path(source).parent.name)
-        put_file(source, target)
-
-    monkeypatch.setattr(mirror.files, "put_file", put_file_noted)
-    copy(store, mirror)
-    assert copied == ["step-00000010", "step-00000002", "step-00000001"]
 
 
 def test_only_files_that_the_manifest_names_are_fetched_from_an_untrusted_mirror(tmp_path):
@@ -248,21 +207,6 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
         assert stop.value.code == BAD_DATA
 
 
-def test_a_damaged_copy_is_written_anew_when_the_run_saves_the_same_bytes_again(pair, tmp_path):
-    store, mirror = pair
-    for step in (1, 2):
-        save(store, b"state", step)
-    copy(store, mirror)
-    (tmp_path / "mirror" / "step-00000002" / "state.ckpt").write_bytes(b"other")
-    again = CheckpointStore(tmp_path / "again", "a")
-    mirror.restore(again)
-    save(again, b"state", 2)
-    copy(again, mirror)
-    restored = CheckpointStore(tmp_path / "third", "a")
-    mirror.restore(restored)
-    assert restored.steps() == [1, 2]
-
-
 def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):
     store, mirror = pair
     (tmp_path / "mirror").write_text("no folder")
@@ -270,49 +214,3 @@ def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):
     copy(store, mirror)
     assert caplog.text.count("warning: checkpoint.mirror=") == 1
     assert "own checkpoints are intact" in caplog.text and store.newest_intact().step == 1
-
-
-class StopsOneRank(Callback):
-    """Asks the last rank alone to stop, and makes every copy slow."""
-
-    def __init__(self, step: int, seconds: float):
-        self.step, self.seconds = step, seconds
-
-    def on_train_start(self, trainer, module):
-        put_file = LocalFileSystem.put_file
-
-        def put_file_slowly(*arguments, **options):
-            time.sleep(self.seconds)
-            put_file(*arguments, **options)
-
-        LocalFileSystem.put_file = put_file_slowly
-
-    def on_train_batch_end(self, trainer, module, *_):
-        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(train, tmp_path):
-    words = (*SAVES, "trainer.devices=2", "strategy=fsdp", f"checkpoint.mirror={tmp_path}/mirror")
-    slow = "{_target_: tests.test_mirror.StopsOneRank, step: 2, seconds: 1}"
-    run = train(*words, f"+callbacks.slow={slow}")
-    assert run.code == 75, run.err
-    newest = CheckpointStore(run.folder / "checkpoints").newest()
-    assert CheckpointStore(tmp_path / "mirror").newest_intact().path.name == newest.name
-
-
-def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path, caplog):
-    store, mirror = pair
-    for step in (1, 4):
-        save(store, b"whole", step)
-    copy(store, mirror)
-    shutil.rmtree(tmp_path / "run" / "step-00000004")
-    for step, there in ((2, {1, 2, 4}), (3, {2, 3, 4}), (5, {3, 5})):
-        save(store, b"again", step)
-        store.prune(2)
-        copy(store, mirror)
-        assert names(tmp_path / "mirror") == {f"step-{step:08d}" for step in there}
-    shutil.rmtree(tmp_path / "run")
-    copy(store, mirror)
-    assert len(names(tmp_path / "mirror")) == 2 and not caplog.messages

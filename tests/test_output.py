@@ -10,7 +10,6 @@ RUN = (
     "train.py model=gpt_nano trainer=cpu trainer.max_steps=1 data.seq_len=16 data.batch_size=2"
     " trainer.limit_val_batches=1 logger=none"
 )
-PLAN = "-m gptrain.plan model=gpt_nano"
 
 
 def shell(command: str, **variables: str) -> tuple[int, str]:

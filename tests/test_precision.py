@@ -39,13 +39,6 @@ def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_st
     assert "(measured, bfloat16)" in run.out  # the peak to which perf/mfu is relative
     resumed = train("trainer.max_steps=2", "ckpt_path=last")
     assert resumed.code == 0 and "precision bf16-mixed" in resumed.out, resumed.err
-    other = train("trainer.max_steps=3", "ckpt_path=last", "trainer.precision=32-true")
-    assert other.code == 2 and "trainer.precision=32-true: " in other.err
-    fresh = train("trainer.max_steps=1", name="fresh")
-    native = native_precision(RunDevices("cpu", 1, 1))
-    assert f"precision {native} " in fresh.out
-    typed = (f"trainer.precision={native}", "trainer.max_steps=2", "ckpt_path=last")
-    assert train(*typed, name="fresh").code == 0
 
 
 def test_a_step_in_fp64_is_that_of_fp32(train):

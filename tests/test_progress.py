@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 import sys
 
 import pytest
 
-from gptrain.checkpoints import store as store_module
-from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.progress import progress_bar
-from gptrain.data import TextDataset, prepare
 
 
 class Terminal(io.StringIO):
@@ -38,13 +34,6 @@ def test_a_terminal_shows_it_once_and_a_file_gets_nothing(stream, rank, is_shown
         return
     assert "verifying:  50%" in output and "| 500/1.00k [" in output and "B/s" in output
     assert output.endswith("\r")  # the bar was removed from the screen
-
-
-def test_a_bar_appears_for_long_work_only(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress_bar("verifying", 1000) as bar:
-        bar.update(500)
-    assert not sys.stderr.getvalue()
 
 
 STEPS = (
@@ -79,42 +68,3 @@ def test_a_short_run_prints_its_first_and_last_step_and_the_size_of_each_validat
         "step", "validate", "step", "validate",
     ]  # fmt: skip
     assert "validate  2 batches" in run.out.splitlines()
-
-
-class Count:
-    """A bar that only counts."""
-
-    def __init__(self, what: str, n_bytes: int):
-        self.what, self.total, self.n = what, n_bytes, 0
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def __enter__(self) -> Count:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
-    store, made = CheckpointStore(tmp_path, "run"), []
-    monkeypatch.setattr(
-        store_module, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1]
-    )
-    store.save(1, {}, b"x" * 3_000_000)
-    store.newest_intact()
-    (bar,) = made
-    assert bar.what == "verifying" and bar.n == bar.total > 3_000_000
-
-
-def test_preparing_a_corpus_counts_its_bytes_and_is_logged_once(tmp_path, monkeypatch, caplog):
-    made, text = [], b"a line\n" * 300_000
-    monkeypatch.setattr(prepare, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
-    (tmp_path / "text.txt").write_bytes(text)
-    for _ in range(2):
-        with caplog.at_level(logging.INFO):
-            TextDataset("train", 16, tmp_path / "text.txt", "bytes", cache_dir=tmp_path / "cache")
-    assert [(bar.what, bar.n, bar.total) for bar in made] == [("tokenizing", len(text), len(text))]
-    lines = [line for line in caplog.messages if line.startswith("preparing")]
-    assert lines == [f"preparing 1 files of text in {tmp_path}/cache, once"]

@@ -64,21 +64,6 @@ def four(tmp_path) -> Path:
     return tmp_path
 
 
-def test_goodput_is_shown_over_all_starts_of_a_run(four, show):
-    lines = [{"start": 0, "time": 1.0}]
-    lines += [{"phase": "starting", "step": 1, "begin": 1.0, "time": 3.0}]
-    lines += [{"phase": "steps", "step": 9, "begin": 3.0, "time": 9.0}]
-    write(four / "sweep/10/timeline.jsonl", "\n".join(map(json.dumps, lines)))
-    write(four / "a/timeline.jsonl", "[1]\n{}\nnothing\n")  # an untrusted folder
-    head, *rows = show(four)[1]
-    assert head.split()[-5:] == ["seconds", "goodput", "steps_s", "starting_s", "ended"]
-    (row,) = [row for row in rows if "lost" in row]
-    assert row.split()[-4:] == ["0.75", "6", "2", "lost"]
-    shown = {entry["run"]: entry for entry in json.loads("\n".join(show(four, "--json")[1]))}
-    assert shown[str(four / "sweep/10")]["goodput"] == 0.75
-    assert "goodput" not in shown[str(four / "a")]
-
-
 def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch):
     write(four / "export/.hydra/config.yaml", "model: {}")  # an export is not a run
     code, lines, err = show(four)
@@ -110,18 +95,6 @@ def test_json_is_a_list_and_its_direction_that_of_the_runs(four, show):
     assert head.split()[-5:-3] == ["mine/score", "val/loss"] and first.split()[0] == "zz"
 
 
-def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
-    make_run(four / "a", "optimizer.lr=1e-3", loss=3.5, mode="max")
-    last = make_run(four / "z", "seed=x", status={"cause": "refused", "exit_code": 2})
-    (last / ".hydra/config.yaml").unlink()
-    lines = show(four / "a", four / "sweep", last)[1]
-    assert [line.split()[0] for line in lines[1:3]] == ["sweep/0", "a"]
-    for name in ("0", "1", "10"):
-        (four / "sweep" / name / ".hydra/config.yaml").unlink()
-    lines = show(four / "a", four / "sweep", last)[1]
-    assert [line.split()[0] for line in lines[1:3]] == ["a", "sweep/0"]
-
-
 def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     write(four / "a" / "result.json", "{")
     write(four / "sweep" / "1" / ".hydra/overrides.yaml", "!!python/object/apply:os.system [id]")
@@ -132,17 +105,6 @@ def test_a_damaged_folder_is_a_line_and_the_others_are_shown(four, show):
     assert len(err) == 3 and all(line.startswith(f"warning: {four}/") for line in err)
     fifo = four / "sweep" / "10"
     assert f"warning: {fifo}: {fifo}/result.json: not a regular file" in err
-
-
-def test_strange_values_are_no_figures_and_no_control_characters(tmp_path, show):
-    metrics = {"val/loss": "low", "x": True, "y": 1e400, "\x1b[31mred": 1}
-    run = make_run(tmp_path / "a", "seed=\x1b[2J", loss=1)
-    ended = {"reason": "\x1b[31m"}
-    write(run / "result.json", json.dumps({"metrics": metrics, "steps": [], "ended": ended}))
-    make_run(tmp_path / "b", "seed=1", loss=1.0)
-    code, lines, _ = show(tmp_path)
-    assert code == 0 and len(lines) == 3 and all(line.isprintable() for line in lines)
-    assert read_run(run).metrics == {"\x1b[31mred": 1} and read_run(run).steps is None
 
 
 def test_a_resumed_run_shows_its_newest_checkpoint(train, show):

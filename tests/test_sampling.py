@@ -84,7 +84,7 @@ def test_a_seed_decides_what_is_drawn_and_the_runs_own_numbers_stay():
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 9, "top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("length", [1, 23, 24, 40])
+@pytest.mark.parametrize("length", [1, 24, 40])
 def test_with_a_cache_the_same_tokens_come_also_beyond_max_seq_len(length, options):
     net, prompt = learned(), torch.randint(61, (length,)).tolist()
     plain = write(net, 30, prompt, **options)

@@ -10,7 +10,7 @@ import torch
 import gptrain
 from gptrain.data import load_tokenizer, train_bpe
 from gptrain.models import SimpleGPT
-from recipes.scores import encode_pair, score_continuations
+from recipes.scores import score_continuations
 
 BYTES, LIMIT = load_tokenizer("bytes"), 8
 TEXT = "für naïve 數據, and more"
@@ -88,36 +88,6 @@ def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context
     assert score.log_probs[:LIMIT].tolist() == pytest.approx(
         [look(net, tokens, n) for n in range(1, LIMIT + 1)], abs=1e-5
     )
-
-
-def test_a_continuation_is_scored_after_all_of_its_context_that_the_net_can_see(net):
-    """The net reads eight tokens before the last token of a pair."""
-    tokens = BYTES.encode(TEXT).tolist()
-    pairs = [(tokens[:3], tokens[3:5]), (tokens[:-1], tokens[-1:]), (tokens[:20], tokens[20:22])]
-    scores = score_continuations(net.eval(), pairs)
-    short, long = (torch.tensor(tokens[:5]), torch.tensor(tokens))
-    expected = [look(net, short, 3) + look(net, short, 4), look(net, long, len(tokens) - 1)]
-    assert scores[:2] == pytest.approx(expected, abs=1e-5)
-    with torch.no_grad():
-        log_probs = net(long[None, 13:21])[0].log_softmax(-1)  # the last eight before token 21
-    of_last = log_probs[[6, 7], long[20:22]]
-    assert scores[2] == pytest.approx(of_last.sum().item(), abs=1e-5)
-
-
-def test_white_space_at_the_end_of_a_context_belongs_to_its_continuation():
-    """As in lm-evaluation-harness, because a net mostly reads a space and its word as one token."""
-    context, continuation = encode_pair(BYTES, " two words \n", "more")
-    assert (bytes(context), bytes(continuation)) == (b" two words", b" \nmore")
-
-
-def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):
-    for score in gptrain.score(net, BYTES, ["", "a"]):
-        assert score.nats == 0 and math.isnan(score.perplexity) and math.isnan(score.bits_per_byte)
-    net.train()
-    for context in (9, 0):
-        with pytest.raises(ValueError, match=f"context={context}: not from 1 to max_seq_len=8"):
-            gptrain.score(net, BYTES, [TEXT], context=context)
-        assert net.training  # the mode that the caller had chosen, also after an error
 
 
 def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, monkeypatch):

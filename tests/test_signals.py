@@ -1,6 +1,5 @@
 """A request to stop is a flag: real signals to real processes."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import time
 import pytest
 
 from gptrain.checkpoints.status import PreemptedError
-from gptrain.runtime import signals
 from gptrain.runtime.signals import SAME_REQUEST_S, SIGNALS, StopFlag
 from gptrain.runtime.watchdog import Guard
 
@@ -80,14 +78,6 @@ def test_a_second_interrupt_leaves_at_once(start):
     assert b"interrupted twice" in process.stderr.read()
 
 
-def test_one_ctrl_c_that_arrives_twice_is_one_request(monkeypatch):
-    monkeypatch.setattr(signals, "SAME_REQUEST_S", 60.0)
-    with StopFlag() as flag:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        assert flag.signal == "SIGINT"
-
-
 def test_a_scheduler_that_signals_often_does_not_end_the_run_early(start):
     process = start(RUN, "0.7")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -103,31 +93,6 @@ def test_a_data_worker_survives_signals_to_the_group(start):
         os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=30)
     assert out.decode().split()[1] == "True"
-
-
-def test_a_rank_that_ends_kills_its_data_workers_and_no_other_process():
-    context, before = multiprocessing.get_context("fork"), signal.getsignal(signal.SIGCHLD)
-    worker, other = (
-        context.Process(target=time.sleep, args=(60,), daemon=d) for d in (True, False)
-    )
-    for process in (worker, other):
-        process.start()
-    signals.kill_workers()
-    signal.signal(signal.SIGCHLD, before)
-    worker.join(30)
-    assert worker.exitcode == -signal.SIGKILL and other.is_alive()
-    other.kill()
-    other.join()
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_sets_the_flag_and_previous_handlers_come_back(number):
-    before = signal.getsignal(number)
-    with StopFlag() as flag:
-        assert not flag
-        os.kill(os.getpid(), number)
-        assert flag and flag.signal == number.name
-    assert signal.getsignal(number) == before
 
 
 def test_a_closed_terminal_is_ignored_by_a_run_that_nohup_has_started():

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import socket
-import stat
 
 import pytest
 
@@ -70,22 +69,6 @@ def test_an_invalid_status_file_is_ignored(tmp_path, text):
     assert read_status(tmp_path) is None
     with pytest.raises(OSError):  # a status that cannot be written is an error
         write_status(tmp_path / "missing", cause="done", exit_code=0)
-
-
-def test_a_new_name_is_on_the_disk_before_a_file_counts_as_replaced(tmp_path, monkeypatch):
-    done, fsync, rename = [], os.fsync, os.rename
-
-    def note_fsync(descriptor):
-        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", lambda *paths: (done.append("rename"), rename(*paths)))
-    write_result(tmp_path / "result.json", {})
-    assert done == ["file", "rename", "folder"]
-    done.clear()
-    write_status(tmp_path, cause="done", exit_code=0)
-    assert done == ["file", "folder"]
 
 
 def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):

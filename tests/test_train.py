@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import shutil
-import signal
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gptrain.checkpoints.lock import LOST_HOST_S, RunLock
 from gptrain.checkpoints.status import read_status, write_status
 from gptrain.config import compose_command
-from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 from gptrain.runtime import rank
 from tests.conftest import ROOT, Finished
@@ -119,18 +115,6 @@ def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_lef
     assert [row["step"] for row in other.rows] == [4]  # the step that was evaluated
 
 
-def test_a_run_that_time_ended_is_saved_where_it_stopped(train):
-    run = train(
-        "trainer.max_time=00:00:00:01", "trainer.max_steps=-1", "trainer.max_epochs=-1",
-        "trainer.limit_val_batches=0", "scheduler=constant",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    result = json.loads((run.folder / "result.json").read_text())
-    assert result["checkpoint"].endswith(f"checkpoints/step-{result['steps']:08d}")
-    again = train(f"from_run={run.folder}", "task=validate", name="again")
-    assert again.code == 0 and "val/loss" in again.metrics, again.err
-
-
 def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
     options = (
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "model.dropout=0.1",
@@ -142,14 +126,6 @@ def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
         assert torch.equal(state["torch"], plain_state["torch"])
     assert checked.state(4)["logged"] == plain.state(4)["logged"]
     assert [row["step"] for row in checked.rows] == [row["step"] for row in plain.rows]
-
-
-def test_the_first_step_of_each_start_and_the_last_are_logged_whatever_the_interval(train):
-    words = ("logger=none", "trainer.log_every_n_steps=100", "trainer.val_check_interval=6")
-    for steps in (2, 6):
-        run = train(*words, "scheduler=constant", f"trainer.max_steps={steps}", "ckpt_path=last")
-        assert run.code == 0, run.err
-    assert [row["step"] for row in run.rows] == [1, 2, 3, 6]
 
 
 def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_folder(
@@ -171,29 +147,6 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     cfg = compose_command(resume[2:])
     assert (cfg.seed, cfg.model.dropout, cfg.from_run, cfg.ckpt_path) == (7, 0.1, None, "last")
     assert "timer" not in cfg.callbacks and cfg.run_dir == str(run.folder)
-
-
-def test_a_run_that_failed_says_why_in_its_status(train):
-    words = ("optimizer.lr=1e30", "trainer.gradient_clip_val=null")
-    run = train(*words, "trainer.max_steps=20")
-    status = read_status(run.folder)
-    assert (status["cause"], status["exit_code"]) == ("nonfinite", run.code)
-    step = re.search(r"step (\d+) is not finite; samples: \d", run.err)[1]
-    assert run.code == 79 and status["step"] == int(step) > 0
-    assert status["resume"].endswith(f"run_dir={run.folder}")  # nothing was saved
-    noted = EventAccumulator(str(run.folder))
-    noted.Reload()
-    (note,) = noted.Tensors("run/ended/text_summary")
-    assert b"NonFiniteError: step " in note.tensor_proto.string_val[0]
-    assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
-    status = read_status(run.folder)
-    assert (status["cause"], status["step"]) == ("done", int(step))
-
-
-def test_checkpoints_of_another_run_are_not_resumed(train, plain, tmp_path):
-    shutil.copytree(plain.folder / "checkpoints", tmp_path / "run" / "checkpoints")
-    run = train("ckpt_path=last")
-    assert run.code == 65 and "belongs to another run" in run.err
 
 
 def test_a_job_that_a_launcher_restarts_resumes_automatically(train, monkeypatch):
@@ -220,54 +173,3 @@ def test_a_run_too_large_for_the_memory_says_so_and_what_to_type(train):
     last = run.err.strip().splitlines()[-1]
     assert last.startswith("error: out of memory: ") and "bytes" in last
     assert "model.activation_checkpointing=full" in last
-
-
-def test_the_message_of_a_stopped_run_has_its_own_line_below_the_bar(train, monkeypatch):
-    training_step = LanguageModel.training_step
-
-    def told_to_stop(self, batch, batch_idx):
-        if batch_idx == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(LanguageModel, "training_step", told_to_stop)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run = train("trainer.enable_progress_bar=true", "trainer.max_steps=20")
-    assert run.code == 75
-    lines = run.out.splitlines()  # also where a bar returns to the start of its line
-    place = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
-    assert any("Epoch 0:" in line for line in lines[:place])
-    assert not any("Epoch 0:" in line for line in lines[place:])
-
-
-def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    (tmp_path / "text").write_text("some words of a line\n" * 500)
-    run = train(
-        "trainer.enable_progress_bar=true", "data=text", f"data.path={tmp_path}/text",
-        "callbacks.sample.n_tokens=4", "model.max_seq_len=32", "data.seq_len=16",
-        "trainer.max_steps=2", "trainer.num_sanity_val_steps=1",
-    )  # fmt: skip
-    lines = run.out.splitlines()
-    shown = next(i for i, line in enumerate(lines) if line.startswith("sample "))
-    assert any("Epoch 0:" in line for line in lines[:shown])
-    assert not any("Epoch 0:" in line for line in lines[shown:])
-    noted = EventAccumulator(str(run.folder))
-    noted.Reload()
-    samples = noted.Tensors("run/sample/text_summary")
-    assert [sample.step for sample in samples] == [2]  # the sanity check at step 0 writes no sample
-    (note,) = noted.Tensors("run/ended/text_summary")
-    assert note.step == 2
-    assert b"steps done, trainer.max_steps=2" in note.tensor_proto.string_val[0]
-
-
-def test_a_prompt_without_a_token_gives_no_sample_and_ends_no_run(train, tmp_path):
-    """Most tokenizers of words have no token for the default prompt, a newline."""
-    library = pytest.importorskip("tokenizers")
-    words = library.Tokenizer(library.models.WordLevel({"a": 0, "word": 1}))
-    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "words.json"))
-    (tmp_path / "text").write_text("a word\n" * 500)
-    data = ("data=text", f"data.path={tmp_path}/text", f"data.tokenizer={tmp_path}/words.json")
-    run = train(*data, "trainer.max_steps=1", "logger=none", "checkpoint=none")
-    assert run.code == 0 and "sample " not in run.out, run.err

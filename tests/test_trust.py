@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import gptrain
+from tests.run import Run
+from tests.run import train as cached_train
 
 RUN = ("model=gpt_nano", "model.n_layers=1", "model.d_model=16", "trainer.max_steps=1")
 
 
 @pytest.fixture
-def run(train):
-    done = train(*RUN, "logger=none")
+def run(tmp_path) -> Run:
+    """Return a copy of a run that is made once."""
+    done = cached_train(*RUN, "trainer.accelerator=cpu", "logger=none", "callbacks=none")
     assert done.code == 0, done.err
-    return done
+    folder = shutil.copytree(done.folder, tmp_path / "copy")
+    return replace(done, folder=folder)
 
 
-def test_a_run_is_evaluated_and_loaded_by_its_user_also_after_it_was_moved(run, train, tmp_path):
+def test_a_run_is_loaded_by_its_user_also_after_it_was_moved(run, tmp_path):
     moved = shutil.copytree(run.folder, tmp_path / "moved")
-    assert train(f"from_run={moved}", "task=test", name="test", tiny=False).code == 0
     assert gptrain.load(moved).d_model == 16
 
 
-@pytest.mark.parametrize("name", ["overrides.yaml", "config.yaml", "hydra.yaml", "signature"])
+@pytest.mark.parametrize("name", ["overrides.yaml", "signature"])
 def test_a_folder_that_was_changed_or_is_not_signed_needs_trust(run, train, tmp_path, name):
     moved = shutil.copytree(run.folder, tmp_path / "moved")
     file = moved / ".hydra" / name
@@ -35,7 +39,6 @@ def test_a_folder_that_was_changed_or_is_not_signed_needs_trust(run, train, tmp_
     refused = train(*words, name="refused", tiny=False)
     assert refused.code == 2 and "trust=true" in refused.err
     assert not refused.folder.exists()
-    assert train(*words, "trust=true", name="trusted", tiny=False).code == 0
     with pytest.raises(gptrain.ConfigError, match="trust=true"):
         gptrain.load(moved)
     assert gptrain.load(moved, trust=True).d_model == 16

@@ -1,6 +1,5 @@
 """A rank that makes no progress ends, and none is ended that only takes its time."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -76,13 +75,6 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(tmp_path, start):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2.0)
     assert read_status(tmp_path) is None
-
-
-def test_ctrl_backslash_prints_the_stacks_and_ends_the_rank(start):
-    process = start("run", 600.0)
-    process.send_signal(signal.SIGQUIT)
-    assert process.wait(60) == -signal.SIGQUIT
-    assert re.search(r'File "<string>", line \d+ in <module>', process.stderr.read().decode())
 
 
 PARENT = """

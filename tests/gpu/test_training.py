@@ -1,13 +1,11 @@
 """Training on real GPUs: `python -m pytest -m gpu`. Each strategy uses one or two of them.
 
-Without a GPU all tests are skipped. `tests/tools/cuda_stub` runs them on GPUs that compute
-nothing, where no values are compared.
+Without a GPU all tests are skipped.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +27,6 @@ TEN_STEPS = (
     "trainer.max_steps=10", "data.num_samples=32", "optimizer.lr=3e-3", "scheduler=constant",
 )  # fmt: skip
 STRATEGIES = ("single", "ddp", "fsdp", "tensor_parallel", "pipeline", "context_parallel")
-# No kernel of `tests/tools/cuda_stub` writes a value: a loss is whatever the memory held before.
-HAS_VALUES = not os.environ.get("LD_PRELOAD", "").endswith("libstubcuda.so")
 # Relative difference of the loss and of the gradient norm of the tenth step. fp32 sums in another
 # order and multiplies in TF32; bf16 has 8 bits of mantissa. A learning rate that is 3 % lower
 # changes the loss by 0.3 % and the norm by 3 %.
@@ -82,7 +78,7 @@ def test_a_strategy_equals_one_gpu(tmp_path, truth, strategy, precision, compile
     words = (f"trainer.precision={precision}", f"model.compile={compile}")
     metrics = train(tmp_path / "run", *options(strategy), *TEN_STEPS, *words)["metrics"]
     for name, tolerance in TOLERANCE[precision].items():
-        assert not HAS_VALUES or metrics[name] == pytest.approx(truth[name], rel=tolerance), name
+        assert metrics[name] == pytest.approx(truth[name], rel=tolerance), name
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -107,7 +103,7 @@ def test_a_run_that_resumes_equals_one_that_was_never_stopped(tmp_path, strategy
         json.loads((tmp_path / name / "result.json").read_text())["metrics"]["val/loss"]
         for name in ("whole", "parts")
     ]
-    assert not HAS_VALUES or losses[0] == losses[1]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("words", [

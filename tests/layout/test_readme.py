@@ -19,8 +19,7 @@ from gptrain.core.strategies import STRATEGIES
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
-from tests.layout.test_packages import MAY_IMPORT, modules, package_of
-from tests.tools.campaign.scenarios import SCENARIOS
+from tests.interruption.test_interruption import SLOW, TABLE
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -139,21 +138,6 @@ def test_the_readme_of_a_package_names_its_files_and_what_they_define():
             assert find_spec(command), (readme, command)
 
 
-def test_packages_stand_in_the_order_in_which_they_import():
-    house = (ROOT / "src" / "gptrain" / "README.md").read_text().partition("\n## ")[0]
-    rows = re.findall(r"^\| (`[^|]*) \|", house, re.MULTILINE)
-    place = {
-        name.removesuffix(".py"): number
-        for number, row in enumerate(rows)
-        for name in re.findall(r"`([\w.]+)`", row)
-    }
-    not_shown = {"__init__", "command"}
-    assert {package_of(path) for path in modules()} - not_shown == place.keys()
-    for package, imported in MAY_IMPORT.items():
-        below = imported - not_shown
-        assert package in not_shown or all(place[other] < place[package] for other in below)
-
-
 def test_the_table_lists_what_each_strategy_needs_of_a_net():
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section("Strategies"), re.MULTILINE)
     assert {name for name, _ in rows} == STRATEGIES.keys()
@@ -163,12 +147,13 @@ def test_the_table_lists_what_each_strategy_needs_of_a_net():
         assert "…" in needs or shown == set(STRATEGIES[name].needs), name
 
 
-def test_the_readme_lists_the_exit_codes_and_the_number_of_faults():
+def test_the_readme_lists_the_exit_codes_and_the_number_of_stops():
     text = section("Resume and exit codes").partition("Exit codes:")[2]
     constants = (value for name, value in vars(errors).items() if name.isupper())
     codes = {code for code in constants if isinstance(code, int) and code <= errors.INTERRUPTED}
     assert set(map(int, re.findall(r"\d+", text))) == codes
-    assert "in forty ways" in " ".join(README.split()) and len(SCENARIOS) >= 40
+    stops = [start for row in (TABLE | SLOW).values() for start in row.starts if start.how]
+    assert "at forty places" in " ".join(README.split()) and len(stops) >= 40
 
 
 def test_the_answer_to_a_wrong_option_is_as_shown():
@@ -183,13 +168,3 @@ def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
         code = run_verb(command, monkeypatch)
         out, err = capfd.readouterr()
         assert code == 0 and out, (command, err)
-
-
-def test_every_other_command_is_known():
-    """Set-up and tests are run by CI as written; the others are tools of their own."""
-    others = [command for command in COMMANDS if command and "train.py" not in command]
-    known = (
-        "python3 -m venv", "tensorboard --logdir", "python -m gptrain.", "python -m pytest ",
-        "python -m recipes.new_project ", ".venv/bin/pip install ",
-    )  # fmt: skip
-    assert all(command.startswith(known) for command in others), others

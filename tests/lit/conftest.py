@@ -139,18 +139,6 @@ def differences(first: Any, second: Any, at: str = "") -> list[str]:
     return [] if same else [f"{at}: {first} != {second}"]
 
 
-def same_rows(first: list[dict], second: list[dict]) -> bool:
-    """Check whether two tables of metrics are equal, apart from the measured times (perf/)."""
-    first_values, second_values = (
-        [
-            {k: v for k, v in row.items() if v is not None and not k.startswith("perf/")}
-            for row in rows
-        ]
-        for rows in (first, second)
-    )
-    return first_values == second_values
-
-
 def tensors(source: Path) -> dict[str, torch.Tensor]:
     """Return the state dict of the net that gptrain.load builds from `source`."""
     return gptrain.load(source).state_dict()

@@ -22,14 +22,6 @@ def mixed(tmp_path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_a_run_on_a_mixture_reports_each_part(mixed, fit):
-    run = fit(*mixed)
-    assert "book 0.75: " in run.out and "web 0.25: 3,000 tokens" in run.out
-    losses = {n: run.metrics[f"val/{n}loss"] for n in ("", "book/", "web/")}
-    assert min(losses["book/"], losses["web/"]) < losses[""] < max(losses["book/"], losses["web/"])
-    assert run.column("val/web/loss")[-1] == pytest.approx(losses["web/"], rel=1e-6)
-
-
 def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed, fit):
     words = (*mixed, "trainer.max_steps=3", "objective=val/web/loss")
     one_rank = fit(*words, name="one")
@@ -46,13 +38,3 @@ def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed
     again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}", name="again")
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
         assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)
-
-
-def test_a_changed_weight_is_refused_on_resume_unless_it_is_allowed(mixed, fit):
-    words = (*mixed, "checkpoint.every_n_steps=1")
-    fit(*words, "trainer.max_steps=2")
-    again = (*words, "ckpt_path=last", "+data.parts.web.weight=3", "trainer.max_steps=4")
-    line = fit(*again, code=2).errors[0]
-    assert "data.parts.web.weight" in line
-    run = fit(*again, "allow_changes=[data]")
-    assert "book 0.5: " in run.out and len(run.column("train/loss")) == 4

@@ -6,38 +6,19 @@ import json
 import warnings
 from contextlib import nullcontext
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.nn import functional as F
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    TensorDataset,
-    WeightedRandomSampler,
     random_split,
 )
 
-from gptrain.assemble.datasets import (
-    build_dataset,
-    build_datasets,
-    build_user_data,
-    check_end,
-    check_samples,
-)
-from gptrain.assemble.resume import differences, identity
-from gptrain.core.errors import ConfigError, DataError
-from gptrain.data import DummyTextDataset, Mixture, as_pairs, load_tokenizer, pair_of
-from gptrain.lit import LanguageModel
-from gptrain.lit.user_data import UserData
-from tests.command_line import compose_run
+from gptrain.core.errors import DataError
+from gptrain.data import as_pairs, load_tokenizer
 from tests.lit.conftest import OWN
-from tests.lit.own.data import DataModule, Odd, Points
+from tests.lit.own.data import Odd, Points
 
 DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
-TWO = ("trainer.devices=2", "model.n_layers=2")
 
 
 def of(name: str, *more: str) -> tuple[str, ...]:
@@ -54,58 +35,30 @@ def line_of(run, label: str) -> str:
 # Every sample is evaluated once
 
 
-@pytest.mark.parametrize("kind, n_ranks", [("class", 2), ("distance", 1)])
-def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
+def test_a_plain_module_evaluates_every_sample_once(fit):
     n_samples = 37
     run = fit(
-        *of("Points", f"kind={kind}"), f"{MODULES}.Supervised", f"+module.kind={kind}",
-        f"data.val.num_samples={n_samples}", f"trainer.devices={n_ranks}", "data.batch_size=8",
-        "data.val.seed=1",
+        *of("Points"), f"{MODULES}.Supervised", f"data.val.num_samples={n_samples}",
+        "trainer.devices=2", "data.batch_size=8", "data.val.seed=1",
     )  # fmt: skip
     weights = run.state(6)["state_dict"]
-    data = Points(n_samples, 17, 256, seed=1, kind=kind)
+    data = Points(n_samples, 17, 256, seed=1)
     outputs = data.points @ weights["module.layer.weight"].T + weights["module.layer.bias"]
-    if kind == "class":
-        loss = F.cross_entropy(outputs, data.targets)
-        accuracy = float((outputs.argmax(1) == data.targets).float().mean())
-        assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
-        assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
-    else:
-        loss = F.mse_loss(outputs[:, 0], data.targets)
+    loss = F.cross_entropy(outputs, data.targets)
+    accuracy = float((outputs.argmax(1) == data.targets).float().mean())
+    assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+    assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
     assert run.metrics["val/seen"] == n_samples
     assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
     # The lines printed at the start describe this module and these data.
-    n_parameters = 10 if kind == "class" else 5
-    assert line_of(run, "model").endswith(f"Supervised · {n_parameters} parameters")
+    assert line_of(run, "model").endswith("Supervised · 10 parameters")
     batch = line_of(run, "batch")
-    assert f"= {8 * n_ranks} samples per step" in batch
+    assert "= 16 samples per step" in batch
     assert "token" not in batch and " lr " not in batch and "\nplan " not in run.out
     assert " samples/s" in line_of(run, "result") and "tokens/s" not in run.out
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_validation_with_fewer_samples_than_ranks_has_the_loss_of_one_device(fit, strategy):
-    words = ("trainer.max_steps=1", "data.val.num_samples=1", "model.n_layers=2")
-    one_rank = fit(*words, "data.batch_size=8", name=None)
-    two_ranks = fit(*words, *TWO, f"strategy={strategy}", "data.global_batch_size=8", name="two")
-    assert two_ranks.metrics["val/loss"] == pytest.approx(one_rank.metrics["val/loss"], rel=1e-5)
-
-
-def test_a_user_validation_step_never_receives_an_empty_batch(fit):
-    words = (f"{MODULES}.CrossEntropy", *TWO, "trainer.max_steps=1")
-    run = fit(*words, "data.val.num_samples=1", code=65)
-    assert run.errors == ["error: data.val: 1 sample for 2 ranks"]
-
-
 # Batches in which every target is ignored (-100)
-
-
-def test_a_first_step_without_a_target_is_refused_with_the_samples_of_all_ranks(fit):
-    run = fit(*of("Odd", "kind=ignored"), "trainer.devices=2", code=65)
-    (line,) = run.errors
-    assert "data.train: no target counts, all are -100 in step 0; samples: " in line
-    named = line.partition("samples: ")[2].partition(";")[0]
-    assert len({*named.split(", ")}) == 4 * 2
 
 
 def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(fit):
@@ -114,38 +67,6 @@ def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(
     missing = [step for step, norm in enumerate(norms) if norm == 0]
     assert len(missing) == 4 and all(losses[step] == losses[step - 1] for step in missing)
     assert run.out.count("without a target, the last one step ") == 4
-
-
-def test_a_sanity_check_of_the_whole_validation_finds_that_it_has_no_target(fit):
-    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=ignored")
-    run = fit(*words, "trainer.num_sanity_val_steps=-1", code=65)
-    assert run.errors == ["error: data.val: no target counts, all are -100"]
-    assert not (run.folder / "checkpoints").exists()
-
-
-def test_a_sanity_check_of_a_part_may_have_no_target(fit):
-    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=last", f"{MODULES}.CrossEntropy")
-    fit(*words, "trainer.num_sanity_val_steps=1", "trainer.max_steps=1")
-
-
-def test_only_the_samples_that_a_run_reads_are_checked():
-    words = ("model=gpt_nano", "trainer=cpu", "data.val.num_samples=0")
-    for limit, is_read in (("0", False), ("1.0", True)):
-        cfg = compose_run(*words, f"trainer.limit_val_batches={limit}")
-        read = pytest.raises(ConfigError, match=r"data\.val: 0 samples for 1 ranks")
-        with read if is_read else nullcontext():
-            check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
-    # A step of the user's gets no batch without a sample.
-    parts = {name: DummyTextDataset(n, 9, 256, 0) for name, n in (("a", 3), ("b", 2))}
-    mixed = Mixture(parts, {"a": 1, "b": 1})
-    cfg = compose_run(*words, "task=validate")
-    check_samples(cfg, pl.LightningModule, (mixed, mixed, None), 2)
-    with pytest.raises(ConfigError, match=r"data\.val: 2 samples for 3 ranks"):
-        check_samples(cfg, pl.LightningModule, (mixed, mixed, None), 3)
-    # A training without a validation still checks what it trains on.
-    cfg = compose_run(*words, f"data.train._target_={DATA}.Points", "trainer.limit_val_batches=0")
-    with pytest.raises(ConfigError, match=r"data\.train: sample 0 is "):
-        check_samples(cfg, LanguageModel, build_datasets(cfg), 1)
 
 
 # Sample formats
@@ -194,34 +115,7 @@ def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
         pairs.__getitems__([4, 5])
 
 
-@pytest.mark.parametrize(
-    ("sample", "message"),
-    [
-        ([1, 2], "needed: a dict of input_ids and labels"),
-        ({"input_ids": ["a"], "labels": ["a"]}, "needed: a dict of input_ids and labels"),
-        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, "needed: a dict of input_ids and labels"),
-        ({"input_ids": [[1]], "labels": [[1]]}, "needed: a dict of input_ids and labels"),
-        ({"input_ids": [1, 2, 3], "labels": [1, 2, 4]}, r"labels\[2\]=4, input_ids\[2\]=3; "),
-    ],
-)
-def test_a_dict_of_another_form_is_described(sample, message):
-    with pytest.raises(ValueError, match=message):
-        pair_of(sample)
-
-
-def test_a_user_training_step_may_read_batches_of_different_lengths(fit):
-    words = (f"data.train._target_={DATA}.Odd", "+data.train.kind=uneven", "data.batch_size=1")
-    run = fit(*words, f"{MODULES}.Logs")
-    assert len(run.column("train/loss")) == 6
-
-
 # Streams
-
-
-SHORT_VALIDATION = (
-    "data.val.num_samples=99", "data.batch_size=4", "trainer.limit_val_batches=3",
-    "trainer.devices=2", "trainer.accelerator=cpu", "model=gpt_nano",
-)  # fmt: skip
 
 
 def test_a_stream_without_a_state_is_read_again_on_a_resume(fit):
@@ -231,18 +125,6 @@ def test_a_stream_without_a_state_is_read_again_on_a_resume(fit):
     assert len(losses) == 6 and "is read again up to" in line_of(run, "data")
     again = fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "a"))
     assert again.column("train/loss")[-2:] == losses[-2:]
-    val = build_dataset(compose_run(*SHORT_VALIDATION, *words), "val")
-    assert len(val) == 3 * 4  # batches, samples of a batch: two ranks share them
-    train = build_dataset(compose_run(*words, "trainer.max_steps=5"), "train")
-    cfg = compose_run(*words)
-    for end in ({"max_tokens": 1e6}, {"trainer.max_time": {"hours": 1}}, {"task": "validate"},
-                {"trainer.fast_dev_run": True}):  # fmt: skip
-        check_end(cfg.changed(end), "data.train._target_", "a", train)
-    hint = "a stream has no index, and is read once; try: trainer.overfit_batches=0"
-    with pytest.raises(ConfigError, match=f"trainer.overfit_batches=2: {hint}"):
-        build_dataset(
-            compose_run(*words, "trainer.max_steps=5", "trainer.overfit_batches=2"), "train"
-        )
     refusal = {"name": "refused", "code": 2, "begun": True}
     (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
@@ -285,46 +167,6 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert {*read_by_ranks(validated)[0]["stages"]} == {"validate"}
 
 
-def test_a_lightning_data_module_may_read_a_stream(fit):
-    words = (*DATA_MODULE, "+data.is_stream=true")
-    run = fit(*words, "trainer.max_steps=20")  # an epoch has nine batches
-    (read,) = read_by_ranks(run)
-    assert len(run.column("train/loss")) == 20 and read["seen"][:35] == read["seen"][35:70]
-    assert "DataModule · a stream · not exact on a resume" in run.out
-    line = fit(*words, *EPOCHS, name="endless", code=2, begun=True).errors[0]
-    assert "a stream without a length; try: trainer.max_steps=1000" in line
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_the_batches_of_a_users_loader_are_those_of_lightnings_sampler_on_every_rank(is_cut):
-    samples = TensorDataset(torch.arange(35))
-    loader = DataLoader(samples, 4, drop_last=is_cut)
-    for n_ranks in (1, 2, 3):
-        sampler = DistributedSampler(samples, n_ranks, rank=0)
-        divided = DataLoader(samples, 4, sampler=sampler, drop_last=is_cut)
-        own_batches = DataLoader(samples, batch_sampler=BatchSampler(range(35), 4, is_cut))
-        # A loader may be divided by the user already.
-        for given in (loader, divided, own_batches):
-            counted = UserData(DataModule(35), given, "data._target_", n_ranks)
-            assert counted.epoch_batches == len(divided)
-            assert len(counted) == len(divided) * 4 * n_ranks
-        # A sampler may draw another number of samples than the dataset has.
-        drawn = WeightedRandomSampler(torch.ones(35), 21)
-        given = DataLoader(samples, 4, sampler=drawn, drop_last=is_cut)
-        divided = DistributedSamplerWrapper(drawn, num_replicas=n_ranks, rank=0)
-        divided = DataLoader(samples, 4, sampler=divided, drop_last=is_cut)
-        counted = UserData(DataModule(35), given, "data._target_", n_ranks)
-        assert counted.epoch_batches == len(divided)
-    made_by_dataset = DataLoader(TensorDataset(torch.ones(2, 3, 5), torch.ones(2, 3, 5)), None)
-    counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 1)
-    assert (counted.epoch_batches, counted.batch_size) == (2, 3)
-    counted = UserData(pl.LightningDataModule(), made_by_dataset, "data._target_", 2)
-    assert (counted.epoch_batches, len(counted)) == (1, 3 * 2)  # a batch for each rank
-    assert "evaluations may count a sample twice" in counted.describe(6)
-    with pytest.raises(DataError, match="the loader of DataModule has no batch"):
-        UserData(DataModule(35), DataLoader([], None), "data._target_", 1)
-
-
 @pytest.mark.slow
 def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     words = ("trainer.devices=2", f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
@@ -338,31 +180,3 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
     assert run.column("step")[-1] == 4
     fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", name=run.copy_until(1, "again"))
-
-
-@pytest.mark.parametrize("loader", [[], [DataLoader(range(4)), DataLoader(range(4))]])
-def test_a_loader_that_is_no_dataloader_is_refused(loader):
-    message = "data._target_=DataModule: its loader is a list; needed: a DataLoader"
-    with pytest.raises(ConfigError, match=message):
-        UserData(DataModule(20), loader, "data._target_", 1)
-
-
-def test_a_lightning_data_module_may_read_the_trainer_and_tests_what_it_can_test(fit):
-    words = ("model=gpt_nano", *DATA_MODULE, "+data.num_workers=2", "+data.batch_size=2")
-    saved = identity(compose_run(*words), 4)  # neither of the two keys changes the result
-    words = (*words, "data.num_workers=3", "data.batch_size=4")
-    assert differences(compose_run(*words), saved, 4) == []
-    cfg = compose_run("model=gpt_nano", "trainer=cpu", *DATA_MODULE, "trainer.num_nodes=3")
-    assert build_user_data(cfg, cfg.data).module.trainer.num_nodes == 3  # `setup` may read it
-    data = compose_run("model=gpt_nano", *DATA_MODULE).data
-    assert (data.batch_size, data.global_batch_size, data.num_workers) == (1, None, 0)
-    (line,) = fit(*DATA_MODULE, "task=test", code=2, begun=True).errors
-    assert "data._target_" in line and "test_dataloader" in line
-    fit(*DATA_MODULE, "trainer.fast_dev_run=true", name="fast")
-
-
-def test_the_start_lines_show_no_learning_rate_of_a_modules_own_optimizer(fit):
-    run = fit(f"{MODULES}.OwnOptimizers", "+module.kind=step", "trainer.max_steps=1")
-    batch = line_of(run, "batch")
-    assert " lr " not in batch and "= 64 tokens per step" in batch
-    assert run.column("lr") == [0.1]

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from tests.lit.conftest import differences
-
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
 CONSTANT = (*SAVED, "scheduler=constant")
 
@@ -35,16 +33,6 @@ def test_a_new_learning_rate_is_used_logged_and_saved(fit):
     assert further.column("lr")[6] < 4e-5
 
 
-def test_a_new_weight_decay_is_used_and_saved(fit):
-    full = fit(*CONSTANT, name=None)
-    words = (*CONSTANT, "ckpt_path=last", "optimizer.weight_decay=0.5", "allow_changes=[optimizer]")
-    run = fit(*words, name=full.copy_until(3, "decays"))
-    assert "optimizer.weight_decay: 0.1 before, 0.5 now" in run.out
-    assert [g["weight_decay"] for g in groups(full, 6)] == [0.1, 0.0]
-    assert [g["weight_decay"] for g in groups(run, 6)] == [0.5, 0.0]
-    assert run.column("train/loss")[4:] != full.column("train/loss")[4:]
-
-
 def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fit):
     words = (*CONSTANT, "optimizer=muon", "optimizer.vector_lr=5e-4",
              "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=1")  # fmt: skip
@@ -57,29 +45,6 @@ def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fi
     after = [group["lr"] for group in groups(run, 6)]
     changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     assert changed == [pytest.approx((0.008, 0.004))]
-
-
-def test_options_that_the_user_did_not_give_are_not_changed(fit):
-    full = fit(*CONSTANT, name=None)
-    words = (*CONSTANT, "ckpt_path=last", "allow_changes=[optimizer]")
-    run = fit(*words, name=full.copy_until(3, "unchanged"))
-    assert "before" not in run.out and groups(run, 6) == groups(full, 6)
-
-
-@pytest.mark.slow
-def test_a_stage_with_fewer_parameter_groups_than_the_net_resumes(fit):
-    """A stage between the first and the last has two of Muon's three parameter groups."""
-    words = (
-        "optimizer=muon", "optimizer.lr=0.01", "data.batch_size=6", "model.n_layers=3",
-        "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.keep=9",
-    )  # fmt: skip
-    three = ("trainer.devices=3", "strategy=pipeline", "strategy.microbatches=3")
-    full = fit(*words, *three, name="full")
-    again = fit(*words, *three, "ckpt_path=last", name=full.copy_until(2, "again"))
-    assert not (mismatches := differences(full.state(4), again.state(4))), mismatches[:8]
-    assert again.column("train/loss") == full.column("train/loss")
-    alone = fit(*words, "ckpt_path=last", name=full.copy_until(2, "alone"))
-    assert alone.column("train/loss") == pytest.approx(full.column("train/loss"), rel=1e-4)
 
 
 def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token_count(fit):

@@ -9,9 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +17,11 @@ import torch
 import gptrain
 from gptrain.core.errors import DataError
 from gptrain.generate.__main__ import main
-from recipes.chat import ChatDataset, ShowExample
+from recipes.chat import ChatDataset
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
          "model.n_layers=1", "model.d_ff=32", "data.seq_len=256")  # fmt: skip
-DOCUMENTS = ("masked", "separate")
 OPTIONS = {"seq_len": 256, "held_out": 0.1, "too_long": "cut", "documents": "separate"}
 
 
@@ -175,40 +172,3 @@ def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_s
         assert torch.equal(tokens[part], of_one[:n_positions])
         assert torch.equal(targets[part], targets_of_one[:n_positions])
     assert targets[-2:].tolist() == [-100] * 2
-
-
-def test_questions_and_answers_have_two_keys_in_every_format(tmp_path, monkeypatch):
-    records = [{"q": f"what {number}?", "a": f"{number}!"} for number in range(20)]
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)))
-    (tmp_path / "lines.txt").write_text("\n".join(map(json.dumps, records)))
-    files = ["lines.jsonl", "lines.txt"]
-    if find_spec("datasets"):
-        (tmp_path / "array.json").write_text(json.dumps(records))
-        files.append("array.json")
-    fingerprints = {dataset(tmp_path / file, keys=["q", "a"]).fingerprint for file in files}
-    assert len(fingerprints) == 1
-    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, records[:3])))
-    options = {**OPTIONS, "keys": ["q", "a"], "held_out": str(tmp_path / "other.jsonl")}
-    sizes = [
-        len(ChatDataset(str(tmp_path / files[0]), split, "bytes", **options))
-        for split in ("train", "val")
-    ]
-    assert sizes == [20, 3]  # the validation has a file of its own
-    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "what?", "a": 300 * "!"}))
-    message = r"other\.jsonl: no conversation for data\.val, 1 left out"
-    with pytest.raises(DataError, match=message):
-        ChatDataset(str(tmp_path / files[0]), "val", "bytes", **options | {"too_long": "skip"})
-    data = dataset(tmp_path / files[0], keys=["q", "a"])
-    assert data.example().endswith("\n«0!<|im_end|>»\n")
-    shown: list[str] = []
-    monkeypatch.setattr("recipes.chat.data_of", lambda trainer: SimpleNamespace(train=data))
-    monkeypatch.setattr("recipes.chat.log_note", lambda *note: None)
-    monkeypatch.setattr("recipes.chat.log", SimpleNamespace(info=shown.append))
-    for is_first in (True, False):  # only the first rank shows it
-        ShowExample().on_fit_start(SimpleNamespace(is_global_zero=is_first), None)
-    assert len(shown) == 1
-    with pytest.raises(DataError, match="record 1 has no messages; try"):
-        dataset(tmp_path / files[0])
-    with pytest.raises(DataError, match=r"data.keys=.*allowed: messages, or two keys"):
-        dataset(tmp_path / files[0], keys=["q", "a", "c"])

@@ -4,72 +4,21 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import gptrain
-from gptrain.export.__main__ import main as export
 from gptrain.export.files import write_net
 from gptrain.parallel.placement import make_net_on
-from recipes.lora import NETS, LoRALinear, adapters, with_adapters
+from recipes.lora import LoRALinear, adapters, with_adapters
 
 TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
-WORDS = ("model=llama_nano", *(f"model.{key}={value}" for key, value in SIZES.items()),
-         "data=dummy_text", "data.seq_len=17", "data.train.num_samples=64", "callbacks.sample=null",
-         "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "data.batch_size=4",
-         "data.global_batch_size=8", "scheduler=constant", "checkpoint.every_n_steps=2",
-         "checkpoint.keep=5")  # fmt: skip
-TOKENS = torch.arange(64).view(2, 32) * 7 % 256
-
-
-@pytest.fixture
-def run(monkeypatch, capfd) -> Callable[..., str]:
-    """Do what a command line does, in this process, and return what it prints."""
-
-    def call(main: Callable[[], object], *words: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capfd.readouterr()
-        assert (left.value.code or 0) == code, captured
-        return captured.out + captured.err
-
-    return call
 
 
 train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
-
-
-def test_a_resumed_run_with_adapters_has_the_same_bits_and_leaves_the_base_as_it_is(run, tmp_path):
-    run(train, *WORDS, f"run_dir={tmp_path}/base", "trainer.max_steps=1")
-    lora = (*WORDS, "strategy=single", "experiment=lora")
-    start = f"init_from={tmp_path}/base"
-    out = run(train, *lora, start, f"run_dir={tmp_path}/a", "trainer.max_steps=4")
-    # Two blocks with two adapters of rank 8: q 16 -> 16, v 16 -> 8.
-    assert "Llama · 896 of 13,808 parameters are trained" in out
-    run(train, *lora, start, f"run_dir={tmp_path}/b", "trainer.max_steps=2")
-    run(train, *lora, f"run_dir={tmp_path}/b", "trainer.max_steps=4", "ckpt_path=last")
-    base, one, other = (
-        gptrain.load(tmp_path / name, "last").state_dict() for name in ("base", "a", "b")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(torch.equal(one[name], base[name]) for name in base)
-    assert all(one[name].any() for name in one if name.endswith("lora_b"))
-
-
-def test_a_run_with_adapters_is_exported(run, tmp_path):
-    pytest.importorskip("safetensors")
-    run(train, *WORDS, "experiment=lora", f"run_dir={tmp_path}/a", "trainer.max_steps=1")
-    for form in ("hf", "peft"):  # neither holds the net with adapters, so neither has its record
-        out = run(export, f"from_run={tmp_path}/a", f"format={form}", f"run_dir={tmp_path}/{form}")
-        assert not (tmp_path / form / ".hydra").exists()
-        assert ("init_from=" in out) == (form == "hf")  # adapters alone are no start
 
 
 def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():
@@ -114,53 +63,3 @@ def test_the_adapters_are_exported_under_the_names_of_peft(tmp_path):
             name = f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_{kind}.weight"
             torch.testing.assert_close(tensors.pop(name), weight.bfloat16(), rtol=0, atol=0)
     assert not tensors
-
-
-def test_a_layer_that_is_not_there_and_one_that_peft_cannot_name_are_refused():
-    sizes = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}
-    with pytest.raises(ValueError, match="base=GPT: unknown; allowed: Llama, SimpleGPT, Hugging"):
-        with_adapters("GPT", 4, 8.0, ["*.q_proj"], **sizes)
-    layers = r"\*\.down_proj, \*\.head, \*\.k_proj, \*\.out_proj, \*\.q_proj"
-    with pytest.raises(ValueError, match=rf"'\*\.query'\]: no linear layer; allowed: {layers}"):
-        with_adapters("SimpleGPT", 4, 8.0, ["*.query"], **sizes)
-    net = with_adapters("SimpleGPT", 4, 8.0, ["*.out_proj", "*.q_proj"], **sizes)
-    message = r"attention\.q_proj: transformers stores it with other layers; try: format=hf"
-    with pytest.raises(ValueError, match=message):
-        net.to_peft()
-
-
-@pytest.mark.engine("peft")
-@pytest.mark.parametrize("kind", ["llama", "transformers"])
-def test_a_merge_computes_the_same_and_is_the_merge_of_peft(kind, run, tmp_path):
-    pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
-
-    base, arguments = "Llama", {**SIZES, "max_seq_len": 64, "qk_norm": True}
-    if kind == "transformers":
-        keys = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = {"model_type": "qwen2", "intermediate_size": 32, "num_key_value_heads": 1, **keys}
-        base, arguments = "HuggingFace", {"vocab_size": 256, "config": config}
-    nets = [with_adapters(base, 4, 8.0, ["*.q_proj", "*.down_proj"], **arguments) for _ in range(2)]
-    for name, parameter in nets[0].named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-        assert parameter.requires_grad == ("lora" in name)
-    nets[1].load_state_dict(nets[0].state_dict())
-    plain = NETS[base](**arguments)
-    plain.load_state_dict(nets[0].state_dict(), strict=False)
-    expected = nets[0].eval()(TOKENS)
-    assert not torch.allclose(plain.eval()(TOKENS), expected)
-    assert len(adapters(nets[0])) == 4
-    for net, name, form in (
-        (plain, "base", "hf"),
-        (nets[0], "merged", "hf"),
-        (nets[1], "peft", "peft"),
-    ):
-        (tmp_path / name).mkdir()
-        write_net(net, tmp_path / name, form, "fp32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
-    peft = pytest.importorskip("peft")
-    peft_net = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft_net = peft.PeftModel.from_pretrained(peft_net, tmp_path / "peft").merge_and_unload()
-    for name, tensor in merged.state_dict().items():
-        torch.testing.assert_close(peft_net.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)

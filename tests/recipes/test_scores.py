@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gptrain.core.errors import ConfigError, DataError
+from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
 from recipes.scores import Scores, count, named_scores, read_questions
 
@@ -114,74 +113,6 @@ def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):
     assert encode("q?", "bb") == (
         [254, *b"user\nq?", 255, *b"\n", 254, *b"assistant\n"], [*b"bb", 255],
     )  # fmt: skip
-
-
-def test_the_scores_of_a_run_are_those_of_all_data_ranks_in_the_precision_of_the_run(
-    files, monkeypatch
-):
-    """The test plays rank 2 of three data ranks, in a run with two ranks per data rank."""
-    net, precisions = Unigram({"b": 1.0, "c": 2.0, "d": 3.0}), []
-    questions = read_questions(files["hs"])
-    callback = Scores({"hs": str(files["hs"])})
-    callback.tokenizer = load_tokenizer("bytes")
-    encode = callback.encoder(callback.tokenizer)
-    others = [count(net, encode, questions, rank, 3) for rank in (0, 1)]
-    expected = named_scores("hs", count(net, encode, questions))
-    net.register_forward_pre_hook(lambda *_: precisions.append(torch.is_autocast_enabled("cpu")))
-
-    def reduce(counts, reduce_op):
-        return {"sum": sum}[reduce_op]([*others, counts])
-
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(reduce=reduce), global_rank=5, world_size=6,
-        precision_plugin=SimpleNamespace(
-            forward_context=lambda: torch.autocast("cpu", torch.bfloat16)
-        ),
-    )  # fmt: skip
-    data = SimpleNamespace(rank=2, world_size=3)
-    monkeypatch.setattr("recipes.scores.data_of", lambda trainer: data)
-    assert callback.score(trainer, SimpleNamespace(net=net)) == expected
-    assert precisions == [True] * 2  # four questions are two rounds of three ranks
-
-
-def test_the_first_scores_leave_the_modes_as_they_were_and_are_kept_by_a_resume():
-    modes = []
-
-    class Fixed(Scores):
-        def score(self, trainer, pl_module):
-            modes.append([module.training for module in pl_module.modules()])
-            return {"eval/hs/acc": 0.25}
-
-    net, callback = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout()), Fixed({})
-    net[1].eval()  # a frozen part
-    callback.on_train_start(SimpleNamespace(global_step=0), net)
-    assert modes == [[False] * 3]
-    assert [module.training for module in net.modules()] == [True, True, False]
-    resumed = Fixed({})
-    resumed.load_state_dict(callback.state_dict())
-    resumed.on_train_start(SimpleNamespace(global_step=2), net)
-    assert resumed.start == {"eval/hs/acc_start": 0.25} and len(modes) == 1
-    logged = []
-    module = SimpleNamespace(log_dict=logged.append, modules=net.modules)
-    for is_checking in (True, False):  # the sanity check logs nothing
-        trainer = SimpleNamespace(sanity_checking=is_checking)
-        resumed.on_validation_epoch_end(trainer, module)
-        assert logged == [{"eval/hs/acc_start": 0.25, "eval/hs/acc": 0.25}] * (not is_checking)
-
-
-def test_scores_need_the_full_net_and_the_tokenizer_of_the_validation(monkeypatch):
-    callback, parallel = Scores({}), SimpleNamespace(is_pipeline=False)
-    data = SimpleNamespace(train=SimpleNamespace(tokenizer=None), val=SimpleNamespace(tokenizer=1))
-    monkeypatch.setattr("recipes.scores.strategy_of", lambda _: SimpleNamespace(parallel=parallel))
-    monkeypatch.setattr("recipes.scores.data_of", lambda _: data)
-    callback.setup(None, None, "fit")
-    assert callback.tokenizer == 1
-    data.train, data.val = data.val, data.train
-    with pytest.raises(ConfigError, match=r"callbacks\.scores: data\.val has no tokenizer"):
-        callback.setup(None, None, "fit")
-    parallel.is_pipeline = True
-    with pytest.raises(ConfigError, match=r"callbacks\.scores: a rank of a pipeline has a part"):
-        callback.setup(None, None, "fit")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -167,15 +166,6 @@ class NotFiniteBackward(OwnNet):
         return x
 
 
-class RaisesOnOneRank(OwnNet):
-    """A net that only the second rank has no memory for."""
-
-    def forward(self, tokens):
-        if dist.get_rank() == 1:
-            raise MemoryError("too little")
-        return super().forward(tokens)
-
-
 class ReadsValues(OwnNet):
     """A net that draws from the CPU's generator and then needs values, so it fails on meta."""
 
@@ -297,26 +287,6 @@ class ScalesInLayer(OwnNet):
         self.blocks[1].down = DoublingLinear(4 * width, width)
 
 
-class StrictBlock(Block):
-    def forward(self, x, mask):
-        return super().forward(x, mask)
-
-
-class NeedsMask(OnlyChain):
-    """A net whose blocks need a mask in addition to the activations."""
-
-    def __init__(self, **sizes):
-        super().__init__(**sizes)
-        width = self.norm.normalized_shape[0]
-        self.blocks[1] = StrictBlock(width, self.n_heads, Attention, 0.1)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, None)
-        return self.head(self.norm(x))
-
-
 class CappedGPT(SimpleGPT):
     """A subclass of SimpleGPT that overrides forward."""
 
@@ -329,90 +299,3 @@ class Infinite(OwnNet):
 
     def forward(self, tokens):
         return super().forward(tokens) / 0
-
-
-class Random(OwnNet):
-    """A net that draws random numbers also in evaluation mode."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) * torch.rand(())
-
-
-class Raises(OwnNet):
-    """A net that fails, and says so by another error."""
-
-    def forward(self, tokens):
-        try:
-            raise OSError("two\nlines")
-        except OSError as error:
-            raise ValueError("the last error") from error
-
-
-class ExchangingAttention(Attention):
-    """Attention that exchanges positions for heads, as context parallelism needs."""
-
-    exchange = None
-
-    def forward(self, x, mask=None):
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_width)) for part in (self.q, self.k, self.v)
-        )
-        if self.exchange is not None:
-            q, k, v = self.exchange.to_heads(q, k, v)
-        y = attend(q, k, v, mask)
-        if self.exchange is not None:
-            y = self.exchange.to_positions(y.unflatten(-1, (-1, self.head_width))).flatten(2)
-        return self.out(y)
-
-
-class DividesSequences(OwnNet):
-    """A net with learned positions whose sequences may be divided over ranks."""
-
-    attention = ExchangingAttention
-    context_plan = ("blocks.*.attention",)
-
-    def __init__(self, **sizes):
-        super().__init__(**sizes)
-        self.positions = nn.Embedding(64, self.norm.normalized_shape[0])
-
-    def embed(self, tokens, layout=None):
-        places = torch.arange(tokens.shape[1]) if layout is None else layout.positions
-        return self.embedding(tokens) + self.positions(places)
-
-    def hidden(self, tokens, layout=None):
-        x = self.embed(tokens, layout)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, tokens, layout=None):
-        return self.head(self.hidden(tokens, layout=layout))
-
-
-class AttendsToItsPart(DividesSequences):
-    """A net whose attention ignores the exchange."""
-
-    attention = Attention
-
-    def __init__(self, **sizes):
-        super().__init__(**sizes)
-        for block in self.blocks:
-            block.attention.exchange = None
-
-
-class ForgetsItsPositions(DividesSequences):
-    """A net that counts the positions of a part from 0."""
-
-    def embed(self, tokens, layout=None):
-        return super().embed(tokens)
-
-
-class MixesNeighbors(DividesSequences):
-    """A net that mixes the embeddings of neighboring positions outside of attention."""
-
-    def hidden(self, tokens, layout=None):
-        x = self.embed(tokens, layout)
-        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)

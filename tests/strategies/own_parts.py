@@ -5,16 +5,15 @@ A run refers to them by `_target_`, like to a user's classes.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from sent import Sent
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.strategies.sent import Sent
 
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
@@ -122,17 +121,6 @@ class Counts(Sent):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.products += op.namespace == "aten" and op._opname in PRODUCTS
         return super().__torch_dispatch__(op, types, args, kwargs)
-
-
-class StopAt(pl.Callback):
-    """Sends one rank the stop signal of SLURM after a step."""
-
-    def __init__(self, step: int, rank: int):
-        self.step, self.rank = step, rank
-
-    def on_train_batch_end(self, trainer, *_):
-        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class FailEachStart(pl.Callback):

@@ -13,8 +13,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from forked import PRELOAD
 from torch.multiprocessing import start_processes
+
+from tests.forked import PRELOAD
 
 COLLECTIVE_S = 60  # a rank that failed leaves the others waiting
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -17,6 +16,7 @@ from gptrain.checkpoints.files import SaveFailedError
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import MODEL, SavedTensors
 from gptrain.parallel.mesh import gather
+from tests.strategies.ranks import on_ranks
 
 
 @on_ranks(2)

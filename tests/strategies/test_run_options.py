@@ -1,154 +1,182 @@
-"""Options of train.py have their effect: lengths, learning rates, speed metrics, restarts."""
+"""What a run under a strategy does besides the numbers that tests/truth compares."""
+
+from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from unittest.mock import patch
 
 import pytest
-import runs as helpers
 import torch
 
-from gptrain.checkpoints.store import CheckpointStore, verify
-from gptrain.core.errors import FAILED, HUNG, PREEMPTED
-from gptrain.lit.callbacks import checkpoints
+import gptrain
+from gptrain.core.errors import FAILED, HUNG
+from tests.refused.commands import answer
+from tests.run import Run, new_place
+from tests.run import train as run_train
 
-ONE, TWO = helpers.PLACES["single"], helpers.PLACES["ddp"]
+# V = 61 and T = 15 are not multiples of two ranks. A step of 16 sequences is two micro-steps.
+MODEL = (
+    "model=gpt_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
+    "model.n_layers=4", "model.max_seq_len=16",
+)  # fmt: skip
+DATA = (
+    "data.train._target_=tests.truth.own.Ragged", "data.train.num_samples=200", "data.train.seed=3",
+    "data.val._target_=tests.truth.own.Ragged", "data.val.num_samples=21", "data.val.seed=4",
+    "data.seq_len=15",
+)  # fmt: skip
+WORDS = (
+    "data.batch_size=4", "data.global_batch_size=16", "trainer.accelerator=cpu",
+    "trainer.max_steps=3", "trainer.val_check_interval=2", "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false", "strategy.timeout_s=60", "callbacks=none", "logger=none",
+    "scheduler=constant", "+callbacks.record._target_=tests.strategies.own_parts.Record",
+)  # fmt: skip
+ONE, TWO = ("strategy=single", "data.batch_size=8"), ("strategy=ddp",)
 BATCH_TOKENS = 16 * 15  # sequences and positions of one step
 
 
-def steps_of_epochs(run):
-    """Return (epoch, optimizer step) of every step, as the training loop counted them."""
-    return sorted(set(map(tuple, run.record()["places"])))
+def run_of(*words: str, ranks: int = 1, code: int = 0, model=MODEL, data=DATA) -> Run:
+    """Return the run with WORDS and these overrides, which other tests may share."""
+    run = run_train(*WORDS, *model, *data, *words, ranks=ranks)
+    assert run.code == code, run.out + run.err
+    return run
 
 
-@pytest.mark.parametrize(("limit", "n_steps"), [("4", 2), ("0.25", 3)])
-def test_limit_train_batches_shortens_each_epoch(limit, n_steps, runs):
+def record(run: Run, rank: int = 0) -> dict:
+    """Return what `own_parts.Record` recorded in one rank."""
+    return torch.load(run.folder / f"record-{rank}.pt", weights_only=True)
+
+
+def test_limit_train_batches_shortens_each_epoch():
     """200 samples give 12 steps of 16, with two micro-steps each; an integer counts micro-steps."""
-    run = runs(
-        *ONE, f"trainer.limit_train_batches={limit}", "trainer.max_steps=-1",
-        "trainer.max_epochs=2", "trainer.val_check_interval=1.0",
+    run = run_of(
+        *ONE, "trainer.limit_train_batches=4", "trainer.max_steps=-1", "trainer.max_epochs=2",
+        "trainer.val_check_interval=1.0",
     )  # fmt: skip
-    expected = [(step // n_steps, step) for step in range(2 * n_steps)]
-    assert steps_of_epochs(run) == expected
-    assert run.record()["validated"] == [n_steps, 2 * n_steps]
-    tokens = torch.cat(run.record()["tokens"])
-    first, second = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    seen = record(run)
+    assert sorted(set(map(tuple, seen["places"]))) == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert seen["validated"] == [2, 4]
+    first, second = torch.cat(seen["tokens"]).chunk(2)
     assert first.tolist() != second.tolist()  # each epoch has another order
 
 
-def test_a_fractional_val_check_interval_is_a_fraction_of_an_epoch(runs):
-    run = runs(
-        *ONE, "data.train.num_samples=64", "trainer.val_check_interval=0.5",
-        "trainer.max_steps=7",
-    )  # fmt: skip
-    assert run.record()["validated"] == [2, 4, 6, 7]  # an epoch is four steps
-
-
-def test_another_seed_changes_weights_order_and_dropout(runs):
+def test_another_seed_changes_weights_order_and_dropout():
     """The data stay the same, because their seed is set separately."""
-    words = (*ONE, *helpers.DROPOUT)
-    first, second = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
+    first, second = (record(run_of(*ONE, "model.dropout=0.1", f"seed={n}")) for n in (7, 8))
     assert not torch.equal(first["weight"], second["weight"])
-    assert first["samples"][:2] != second["samples"]
+    assert first["samples"] != second["samples"]
     assert not torch.equal(first["mask"], second["mask"])
 
 
-@pytest.mark.parametrize(("name", "n_ranks"), [("single", 1), ("ddp", 2)])
-def test_speed_metrics_follow_from_the_time_of_a_step(name, n_ranks, runs):
-    run = runs(*helpers.PLACES[name], "trainer.max_steps=3", "trainer.val_check_interval=2")
+def test_each_rank_draws_its_own_dropout():
+    run = run_of("strategy=tensor_parallel", "model.dropout=0.1", ranks=2)
+    masks = [record(run, rank)["mask"][:200] for rank in range(2)]
+    assert all(mask.any() for mask in masks) and not torch.equal(*masks)
+
+
+def test_speed_metrics_follow_from_the_time_of_a_step():
+    run = run_of(*TWO, ranks=2)
     step_s, tokens_per_s = run.column("perf/step_s"), run.column("perf/tokens_per_s")
     assert len(step_s) == 3 and min(step_s) > 0
-    assert [s * speed for s, speed in zip(step_s, tokens_per_s, strict=True)] == pytest.approx(
-        3 * [BATCH_TOKENS]
-    )
+    products = [s * speed for s, speed in zip(step_s, tokens_per_s, strict=True)]
+    assert products == pytest.approx(3 * [BATCH_TOKENS])
     assert run.column("tokens") == [BATCH_TOKENS * (n + 1) for n in range(3)]
     # 6 FLOPs per weight of a matrix, 12 per layer, width and position (arXiv:2204.02311).
     token_flops = 6 * (4 * 12 * 32**2 + 61 * 32) + 12 * 4 * 32 * 15
-    peak = run.record()["peak"]
-    expected = [token_flops * speed / n_ranks / peak for speed in tokens_per_s]
+    expected = [token_flops * speed / 2 / record(run)["peak"] for speed in tokens_per_s]
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
     waited = run.column("perf/data_wait_s")
     assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
-    assert ("GiB per rank" in run.output) == (n_ranks > 1)  # the peak memory of the last line
-    assert waited.count(0.0) <= 1  # the batches after a validation are already loaded
+    assert "GiB per rank" in run.out
 
 
-def test_overfit_batches_repeats_the_same_batches_on_all_ranks(runs):
-    run = runs(
+def test_overfit_batches_repeats_the_same_batches_on_all_ranks():
+    run = run_of(
         *TWO, "trainer.max_steps=4", "data.global_batch_size=8", "trainer.overfit_batches=2",
-        "strategy.static_graph=true",
+        "strategy.static_graph=true", ranks=2,
     )  # fmt: skip
-    for number in range(2):
-        assert run.record(number)["ddp"]["static_graph"]
+    assert all(record(run, rank)["ddp"]["static_graph"] for rank in range(2))
     for steps in (slice(0, 2), slice(2, 4)):  # two passes over two batches of each rank
-        read = [run.record(number)["samples"][steps] for number in range(2)]
+        read = [record(run, rank)["samples"][steps] for rank in range(2)]
         assert sorted(n for of_rank in read for step in of_rank for n in step) == list(range(16))
 
 
-def test_a_run_that_always_fails_is_restarted_max_restarts_times(runs):
-    run = runs(
-        *TWO, "launcher.max_restarts=1",
-        "+callbacks.fail._target_=own_parts.FailEachStart", code=FAILED,
-    )  # fmt: skip
-    assert (run.folder / "starts.txt").read_text() == "0\n0\n"
-    assert "this start was to fail" in run.output
-    assert run.output.count("started again") == 1
+def reduced(seen: dict) -> list[float]:
+    """Return the bytes that were reduce-scattered in each micro-step of a step."""
+    return [sent["reducescatter"] for sent in seen["sent"]]
+
+
+def test_options_of_fsdp_have_their_effect():
+    """By default, gradients are reduced once per step. Four blocks are gathered twice."""
+    default = record(run_of("strategy=fsdp", ranks=2))
+    words = ("strategy.accumulate_shards=true", "strategy.reshard_after_forward=false")
+    words = (*words, "model.activation_checkpointing=full", "trainer.precision=bf16-mixed")
+    changed = record(run_of("strategy=fsdp", *words, ranks=2))
+    first, last = reduced(default)
+    assert first == 0 < last and reduced(changed) == [last, last]  # in fp32 in both
+    assert default["calls"][0]["allgather"] == 4 + 4 + 1
+    assert all(calls["allgather"] <= 4 + 1 for calls in changed["calls"])
+    assert sum(changed["products"]) > sum(default["products"])  # recomputed
+    assert 2 * sum(changed["saved_bytes"]) < sum(default["saved_bytes"])
+    assert (default["dtype"], changed["dtype"]) == ("torch.float32", "torch.bfloat16")
+    gathered = [seen["sent"][0]["allgather"] / seen["calls"][0]["allgather"] for seen in
+                (default, changed)]  # fmt: skip
+    assert gathered[1] == pytest.approx(gathered[0] / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel"])
+def test_the_bytes_that_a_rank_sends_in_a_step_are_those_of_the_plan(name):
+    run = run_of(f"strategy={name}", ranks=2)
+    sent = sum(sum(kinds.values()) for kinds in record(run)["sent"])
+    words = [*MODEL, *DATA, "data.batch_size=4", "data.global_batch_size=16", f"strategy={name}"]
+    words += ["trainer.devices=2", "hardware=h100_sxm", "trainer.precision=32-true", "--json"]
+    planned = answer(f"plan {' '.join(words)}", new_place())
+    assert planned.code == 0, planned.err
+    row = json.loads("\n".join(planned.out))["strategies"][name]
+    assert sent == pytest.approx(row["wire_bytes_per_step"], rel=0.05)
+
+
+def test_a_sharded_checkpoint_is_loaded_as_the_net_of_one_process():
+    tokens = torch.arange(30).view(2, 15)
+    with torch.no_grad():
+        whole, sharded = (
+            gptrain.load(run.folder, "last")(tokens)
+            for run in (run_of(*ONE), run_of("strategy=fsdp", ranks=2))
+        )
+    torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_always_fails_is_restarted_max_restarts_times(train):
+    fails = "+callbacks.fail._target_=tests.strategies.own_parts.FailEachStart"
+    run = train("trainer.devices=2", "launcher.max_restarts=1", "logger=none", fails)
+    assert run.code == FAILED and (run.folder / "starts.txt").read_text() == "0\n0\n"
     status = json.loads((run.folder / "status.json").read_text())
     typed = shlex.split(status["resume"])[2:]  # python train.py
-    assert {*TWO, "trainer.max_steps=8", f"run_dir={run.folder}"} <= {*typed}
-    assert len([word for word in typed if word.startswith("run_dir=")]) == 1
+    assert {"trainer.devices=2", "trainer.max_steps=4", f"run_dir={run.folder}"} <= {*typed}
 
 
 @pytest.mark.slow
-def test_a_collective_that_times_out_ends_with_76(runs):
-    run = runs(
-        *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",
-        "+callbacks.hang._target_=own_parts.HangAt", "+callbacks.hang.step=1", code=HUNG,
+def test_a_collective_that_times_out_ends_with_76(tmp_path):
+    hangs = "+callbacks.hang={_target_: tests.strategies.own_parts.HangAt, step: 1}"
+    run = run_of(*TWO, "strategy.timeout_s=8", "launcher.timeout_s=60", hangs, ranks=2, code=HUNG)
+    assert run.status["cause"] == "hang"
+
+
+@pytest.mark.slow
+def test_a_sharded_net_samples_the_same_text_as_one_process(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be " * 400)
+    words = (
+        "trainer.max_steps=2", "+callbacks.sample._target_=gptrain.lit.callbacks.SampleText",
+        "+callbacks.sample.prompt='not '", "+callbacks.sample.n_tokens=10",
     )  # fmt: skip
-    assert re.search("error: a collective timed out", run.output)  # the watchdog's time is 60 s
-    assert "started again" not in run.output
-    assert '"cause": "hang"' in (run.folder / "status.json").read_text()
-
-
-def train(tmp_path, *words):
-    """Run train.py in this process, without the cache; return the exit code and the output."""
-    words = (*helpers.WORDS, *helpers.MODEL, *helpers.DATA, *ONE, *words)
-    code = helpers.run_train([*words, f"run_dir={tmp_path / 'run'}"], tmp_path / "output")
-    return code, (tmp_path / "output").read_text()
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_saves_in_the_background_are_kept_and_ranked_like_others(background, tmp_path):
-    words = ("checkpoint.every_n_steps=2", "checkpoint.keep=2")
-    with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
-        assert train(tmp_path, f"checkpoint.background={str(background).lower()}", *words)[0] == 0
-    store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    assert store.newest_intact().step == 8
-    assert len(store.ranking("val/loss")) == 2
-    for path in store.ranking("val/loss"):
-        assert verify(path).manifest["metrics"]["val/loss"] > 0
-
-
-EARLY = (
-    "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
-    "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
-)  # fmt: skip
-STOP = (
-    "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2",
-    "+callbacks.stop.rank=0",
-)  # fmt: skip
-
-
-# A stop request that arrives after the check of a step is handled after the next step.
-@pytest.mark.parametrize(
-    ("words", "code", "step"),
-    [(EARLY, 0, 4), (STOP, PREEMPTED, 3)],
-)
-def test_a_run_that_ends_early_waits_for_a_background_save(words, code, step, tmp_path):
-    with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
-        exit_code, output = train(tmp_path, *words)
-    assert exit_code == code
-    assert any(f"step {step}" in line for line in output.splitlines()[-3:]), output
-    store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    assert store.newest_intact().step == step
+    data = ("data=text", f"data.path={tmp_path}/text.txt", f"output_dir={tmp_path}",
+            "data.seq_len=15")  # fmt: skip
+    texts = []
+    for place, ranks in ((ONE, 1), (("strategy=tensor_parallel",), 2)):
+        model = (*MODEL, "model.vocab_size=256")
+        run = run_of(*place, *words, ranks=ranks, model=model, data=data)
+        texts.append(re.search(r"^sample {4}(not .*)$", run.out, re.MULTILINE).group(1))
+        bits = [nats / math.log(2) for nats in run.column("val/loss")]  # a token is a byte
+        assert run.column("val/bits_per_byte") == pytest.approx(bits, rel=1e-6)
+    assert texts[0] == texts[1] != "not "

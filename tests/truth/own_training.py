@@ -78,7 +78,7 @@ class SkipsBlocks(Chain):
     def body(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            if not self.training or torch.rand(()) > 0.5:
+            if not self.training or torch.rand(()) > 0.9:
                 x = block(x)
         return self.norm(x)
 
@@ -151,30 +151,11 @@ class BatchNormNet(Chain):
     block = Normalized
 
 
-class CountsNet(Chain):
-    block = Counts
-
-
 class ReplacesNet(Chain):
     block = Replaces
 
 
 # Parameters that a batch may not use
-
-
-class Adapters(Chain):
-    """One of four adapters of equal size, chosen by the first token."""
-
-    def __init__(self, vocab_size=64):
-        super().__init__(vocab_size)
-        self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def before_head(self, x):
-        return x + self.adapters[self.task](x).tanh()
-
-    def forward(self, tokens):
-        self.task = int(tokens[0, 0]) % 4
-        return super().forward(tokens)
 
 
 class Experts(Block):
@@ -199,14 +180,6 @@ class Experts(Block):
 
 class MixtureOfExperts(Chain):
     block = Experts
-
-
-class NeverUsed(Chain):
-    """A layer that no batch uses."""
-
-    def __init__(self, vocab_size=64):
-        super().__init__(vocab_size)
-        self.adapter = nn.Linear(WIDTH, WIDTH)
 
 
 class OwnScales(LanguageModel):

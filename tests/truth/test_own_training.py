@@ -51,7 +51,7 @@ def refused(train):
     return run
 
 
-@pytest.mark.parametrize("net", ["CapsLogits", "NoisyEmbedding", "DropsInHead"])
+@pytest.mark.parametrize("net", ["CapsLogits", "DropsInHead"])
 def test_what_only_forward_does_in_training_is_trained_although_the_net_has_hidden(net, losses):
     trained = losses(f"{net}Parts")
     assert len(trained) == 6
@@ -70,9 +70,7 @@ def test_a_net_with_the_same_parts_in_training_keeps_its_losses(losses):
     assert losses("Chain", *PIPELINE) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("net", "mode"), [("CountsNet", "full"), ("ReplacesNet", "full"), ("BatchNormNet", "selective")]
-)
+@pytest.mark.parametrize(("net", "mode"), [("ReplacesNet", "full"), ("BatchNormNet", "selective")])
 def test_blocks_that_change_buffers_cannot_run_twice(net, mode, refused):
     line = refused(net, f"model.activation_checkpointing={mode}")
     assert line.startswith(f"error: model.activation_checkpointing={mode}: ")
@@ -88,18 +86,6 @@ def test_ranks_that_use_different_parameters_train_as_one_process(losses):
     assert losses("MixtureOfExperts", *FSDP, FIND) == pytest.approx(expected, rel=1e-4)
 
 
-def test_such_ranks_may_accumulate_gradients(losses):
-    expected = losses("Adapters", "data.batch_size=1", "trainer.accumulate_grad_batches=4")
-    words = ("strategy.accumulate_shards=true", "trainer.accumulate_grad_batches=2")
-    assert losses("Adapters", *FSDP, FIND, *words) == pytest.approx(expected, rel=1e-4)
-
-
-def test_parameters_outside_of_the_net_that_ranks_use_differently_train_as_in_one_process(losses):
-    module = f"module._target_={OWN}.OwnScales"
-    expected = losses("Chain", *EACH, module)
-    assert losses("Chain", *FSDP, FIND, module) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "net, module",
     [("Chain", f"module._target_={OWN}.OwnScales")],
@@ -108,8 +94,3 @@ def test_without_the_option_such_a_step_ends_the_run(net, module, refused):
     line = refused(net, *FSDP, *([module] if module else []))
     assert line.startswith("error: strategy.find_unused_parameters=false: ")
     assert FIND in line
-
-
-def test_all_ranks_may_leave_out_the_same_parameters(losses):
-    expected = losses("NeverUsed")
-    assert losses("NeverUsed", *FSDP) == pytest.approx(expected, rel=1e-5)

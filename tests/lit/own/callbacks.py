@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BatchSizeFinder
 
 from gptrain.lit import report
 
@@ -56,24 +55,6 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
-class Forwards(Callback):
-    """Forwards its hooks to another callback."""
-
-    def __init__(self):
-        self.other = SeesAll()
-
-    def on_train_batch_end(self, *args):
-        self.other.on_train_batch_end(*args)
-
-
-class Saves(Callback):
-    """Calls trainer.save_checkpoint at step 3."""
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
-
-
 class FailsInHook(Callback):
     """Raises in one of the hooks, on one rank or on all."""
 
@@ -84,13 +65,6 @@ class FailsInHook(Callback):
     def fail(self, trainer, *_):
         if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
             raise RuntimeError("the callback is broken")
-
-
-class DrawsAtEpochEnd(Callback):
-    """Draws random numbers after the last step of an epoch."""
-
-    def on_train_epoch_end(self, trainer, module):
-        torch.rand(3)
 
 
 class OneRankPerNode(Callback):
@@ -128,43 +102,16 @@ class Fails(Callback):
             raise RuntimeError("step 3")
 
 
-class MyFinder(BatchSizeFinder):
-    """A subclass of a callback that a run cannot have."""
-
-
-def make_finder():
-    return BatchSizeFinder(max_trials=2)
-
-
 class BreaksLayer(Callback):
-    """Makes a layer's weight, output or output's gradient non-finite from step 2 on.
+    """Makes the output of a layer non-finite from step 2 on."""
 
-    At "bf16 output" only an output of mixed precision becomes non-finite. With `rank`, only that
-    rank has non-finite values of its own.
-    """
-
-    def __init__(self, layer, at, rank=None):
-        self.layer, self.at, self.rank = layer, at, rank
+    def __init__(self, layer):
+        self.layer = layer
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step != 2 or self.rank not in (None, trainer.global_rank):
-            return
-        part = pl_module.net.get_submodule(self.layer)
-        if self.at == "weight":
-            part.weight.data[0, 0] = float("nan")
-        elif self.at == "output":
+        if trainer.global_step == 2:
+            part = pl_module.net.get_submodule(self.layer)
             part.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-        elif self.at == "bf16 output":
-            part.register_forward_hook(self.break_bf16)
-        else:
-            part.register_forward_hook(self.break_gradient)
-
-    def break_bf16(self, module, inputs, output):
-        return output * float("nan") if output.dtype == torch.bfloat16 else output
-
-    def break_gradient(self, module, inputs, output):
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("nan"))
 
 
 class SpikesLoss(Callback):

@@ -1,6 +1,5 @@
 """Datasets as a user writes them."""
 
-import copy
 import json
 from typing import Any
 
@@ -33,13 +32,12 @@ class Dicts(Dataset):
 
 
 class Points(Dataset):
-    """Points (4,) with the side of a plane (int) or the distance from it (float) as target."""
+    """Points (4,) with the side of a plane as target."""
 
-    def __init__(self, num_samples, seq_len, vocab_size, seed, kind="class"):
+    def __init__(self, num_samples, seq_len, vocab_size, seed):
         generator = torch.Generator().manual_seed(seed)
         self.points = torch.randn(num_samples, 4, generator=generator)
-        distances = self.points.sum(1)
-        self.targets = (distances > 0).long() if kind == "class" else distances
+        self.targets = (self.points.sum(1) > 0).long()
 
     def __len__(self):
         return len(self.points)
@@ -90,7 +88,6 @@ class Odd(Dataset):
                 "attention_mask": [0] + [1] * len(whole),
             },
             "shifted": {"input_ids": tokens, "labels": targets},
-            "more keys": {"input_ids": whole, "labels": whole, "position_ids": whole},
             "lists": (tokens.tolist(), targets.tolist()),
             "two dimensions": (tokens[None], targets[None]),
             "fewer targets": (tokens, targets[1:]),
@@ -101,7 +98,6 @@ class Odd(Dataset):
             "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
             "ignored": (tokens, ignored),
             "some": (tokens, ignored if index % 4 else targets),
-            "last": (tokens, targets if index == len(self) - 1 else ignored),
         }[self.kind]
 
 
@@ -148,48 +144,11 @@ class Endless(IterableDataset):
         return iter(self.inner)
 
 
-class Resumable(Endless):
-    """A stream that saves its position and, with `splits`, divides itself over the ranks."""
-
-    def __init__(self, num_samples, seq_len, vocab_size, seed, splits=False):
-        super().__init__(num_samples, seq_len, vocab_size, seed)
-        self.position, self.first, self.stride, self.seq_len = 0, 0, 1, seq_len
-        if splits:
-            self.split_by_rank = self._split
-
-    def _split(self, rank, world_size):
-        part = copy.copy(self)
-        part.first, part.stride = rank, world_size
-        return part
-
-    def __iter__(self):
-        while (index := self.first + self.position * self.stride) < len(self.inner):
-            self.position += 1
-            yield self.inner[index]
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
 class Nothing:
     """An object without samples."""
 
     def __init__(self, **options):
         pass
-
-
-class IterableSamples(IterableDataset):
-    """The samples of a dataset, without their number."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __iter__(self):
-        return (self.dataset[i] for i in range(len(self.dataset)))
 
 
 class DataModule(pl.LightningDataModule):
@@ -199,10 +158,9 @@ class DataModule(pl.LightningDataModule):
 
     Args:
         n_loaders: Number of validation loaders.
-        is_stream: Whether the training samples have no index.
     """
 
-    def __init__(self, num_samples, batch_size=4, n_loaders=1, is_stream=False):
+    def __init__(self, num_samples, batch_size=4, n_loaders=1):
         super().__init__()
         self.save_hyperparameters()
         self.seen, self.stages = [], []
@@ -221,8 +179,6 @@ class DataModule(pl.LightningDataModule):
         self.rank = self.trainer.global_rank  # many modules read the ranks in `setup`
 
     def train_dataloader(self):
-        if self.hparams.is_stream:
-            return DataLoader(IterableSamples(self.train), self.hparams.batch_size)
         return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
 
     def val_dataloader(self):

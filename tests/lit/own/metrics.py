@@ -7,25 +7,6 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
 
-class Breaks(Metric):
-    """Counts targets; its `compute` fails when it is called for the `at`-th time."""
-
-    def __init__(self, at=0):
-        super().__init__()
-        self.at = at
-        self.n_computed = 0
-        self.add_state("n", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, logits, targets):
-        self.n += targets.numel()
-
-    def compute(self):
-        self.n_computed += 1
-        if self.n_computed == self.at:
-            raise RuntimeError("the metric is broken")
-        return self.n
-
-
 class Nats(Metric):
     """The sum of the cross entropies of all targets, as a metric."""
 

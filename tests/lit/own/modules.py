@@ -38,8 +38,6 @@ class Returns(LanguageModel):
 
     def training_step(self, batch):
         loss = self.loss(*batch)
-        if self.kind == "dict":
-            return {"loss": loss, "extra": loss.detach()}
         once = self.kind == "once none" and self.global_step == 2 and not self.skipped
         self.skipped |= once
         return None if once or self.kind == "none" else loss
@@ -120,9 +118,6 @@ class OwnOptimizers(LanguageModel):
         schedulers = torch.optim.lr_scheduler
         if self.kind == "none":
             return optimizer
-        if self.kind == "step":
-            schedule = schedulers.StepLR(optimizer, step_size=2, gamma=0.5)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
         if self.kind == "epoch":
             return [optimizer], [schedulers.StepLR(optimizer, step_size=1, gamma=0.5)]
         if self.kind == "two":
@@ -131,8 +126,6 @@ class OwnOptimizers(LanguageModel):
             return [torch.optim.SGD(parts[:half], 0.1), torch.optim.SGD(parts[half:], 0.1)]
         plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
         config = {"scheduler": plateau, "monitor": "val/loss"}
-        if self.kind == "plateau of an unknown name":
-            config = {"scheduler": plateau, "monitor": "val/los"}
         if self.kind == "plateau_steps":
             config |= {"interval": "step", "frequency": 4, "monitor": "train/loss"}
         return {"optimizer": optimizer, "lr_scheduler": config}
@@ -156,13 +149,6 @@ class OwnLoss(LanguageModel):
 
     def loss(self, tokens, targets):
         return 2 * super().loss(tokens, targets)
-
-
-class CallsNet(LanguageModel):
-    def training_step(self, batch, batch_idx):
-        tokens, targets = batch
-        logits = self.net(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class OfDicts(LanguageModel):
@@ -216,21 +202,18 @@ class PlainOwnNet(pl.LightningModule):
 
 
 class Supervised(pl.LightningModule):
-    """A plain LightningModule that classifies points or estimates distances, and counts by hand."""
+    """A plain LightningModule that classifies points, and counts by hand."""
 
-    def __init__(self, kind="class"):
+    def __init__(self):
         super().__init__()
-        self.is_class = kind == "class"
-        self.layer = nn.Linear(4, 2 if self.is_class else 1)
+        self.layer = nn.Linear(4, 2)
         self.f1 = MulticlassF1Score(2, average="micro")  # fails on a target of -100
         self.seen = self.hits = 0
 
     def loss(self, batch):
         points, targets = batch
         outputs = self.layer(points)
-        if self.is_class:
-            return outputs, F.cross_entropy(outputs, targets)
-        return outputs, F.mse_loss(outputs[:, 0], targets)
+        return outputs, F.cross_entropy(outputs, targets)
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)[1]
@@ -242,10 +225,9 @@ class Supervised(pl.LightningModule):
         outputs, loss = self.loss(batch)
         self.log("val/loss", loss, sync_dist=True)
         self.seen += len(batch[1])
-        if self.is_class:
-            self.hits += int((outputs.argmax(1) == batch[1]).sum())
-            self.f1.update(outputs, batch[1])
-            self.log("val/f1", self.f1)
+        self.hits += int((outputs.argmax(1) == batch[1]).sum())
+        self.f1.update(outputs, batch[1])
+        self.log("val/f1", self.f1)
 
     def on_validation_epoch_end(self):
         counts = torch.tensor([self.hits, self.seen], dtype=torch.float32)
@@ -255,15 +237,6 @@ class Supervised(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-class CrossEntropy(LanguageModel):
-    """Overrides validation_step with plain cross-entropy."""
-
-    def validation_step(self, batch, batch_idx):
-        tokens, targets = batch
-        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-        self.log("val/loss", loss, sync_dist=True)
 
 
 class LogsMine(LanguageModel):
@@ -281,13 +254,6 @@ class ClipsItself(LanguageModel):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class LogsVector(LanguageModel):
-    """Logs a tensor with more than one element."""
-
-    def on_validation_epoch_end(self):
-        self.log("val/vector", torch.zeros(3, 4))
 
 
 def trainer_with_loss_scaler(init_scale=2.0**16, **options):

@@ -41,11 +41,3 @@ class RunningMeans(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.transpose(1, 2))
-
-
-class Twice(torch.optim.SGD):
-    """Calls the closure twice per step, at different weights, as SAM does."""
-
-    def step(self, closure):
-        super().step(closure)
-        return super().step(closure)
