@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from gptrain.checkpoints.files import RowFile, read_rows
+from gptrain.checkpoints.files import append_or_replace, append_row, read_rows
 from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
 
 FORK = multiprocessing.get_context("fork")
@@ -23,15 +23,15 @@ def test_the_first_rank_that_fails_tells(tmp_path):
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
 
 
-def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one_also_after_a_restart(tmp_path):
-    file = RowFile(tmp_path / "rows.jsonl", [{"first": 1}, {"second": "a long text"}])
-    file.replace_last({"b": 2})
-    assert read_rows(file.path) == [{"first": 1}, {"b": 2}]
-    file.append({"third": "another long text"})
-    file.replace_last({"c": 3})
-    assert file.path.read_text().count("\n") == 3
-    assert read_rows(file.path) == [{"first": 1}, {"b": 2}, {"c": 3}]
-    (tmp_path / "link").symlink_to(file.path)
+def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one(tmp_path):
+    path, long = tmp_path / "rows.jsonl", {"second": "a long text"}
+    for row in ({"first": 1}, long):
+        append_row(path, row)
+    append_or_replace(path, {"b": 2}, long)
+    append_or_replace(path, {"third": float("nan")}, None)
+    assert path.read_text().count("\n") == 3
+    assert read_rows(path) == [{"first": 1}, {"b": 2}, {"third": None}]
+    (tmp_path / "link").symlink_to(path)
     assert read_rows(tmp_path / "link") == []  # may lead out of an untrusted folder
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -141,29 +141,9 @@ def read_rows(path: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-class RowFile:
-    """File of rows that grows, and whose last row can be replaced. Each row is written at once.
-
-    Args:
-        path: Path of the file. A file or a link of this name is replaced.
-        rows: Rows with which the file begins.
-    """
-
-    def __init__(self, path: Path, rows: Sequence[Row]):
-        self.path = path
-        lines = [encode(row) for row in rows]
-        replace(path, b"".join(lines))
-        self._last_line_bytes = sum(map(len, lines[:-1]))  # offset of the last line in the file
-
-    def append(self, row: Row) -> None:
-        """Add a row as the last line of the file."""
-        with self.path.open("ab") as file:
-            self._last_line_bytes = file.tell()
-            file.write(encode(row))
-
-    def replace_last(self, row: Row) -> None:
-        """Replace the last line of the file by a row. The file must have a row."""
-        with self.path.open("r+b") as file:
-            file.seek(self._last_line_bytes)
-            file.write(encode(row))
-            file.truncate()
+def append_or_replace(path: Path, row: Row, last: Row | None) -> None:
+    """Append a row to an existing file, in place of its last row `last` unless that is None."""
+    with path.open("r+b") as file:
+        file.seek(-len(encode(last)) if last else 0, os.SEEK_END)
+        file.write(encode(row))
+        file.truncate()

@@ -18,7 +18,8 @@ from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.checkpoints.files import Row, RowFile, read_rows
+from gptrain.checkpoints import files
+from gptrain.checkpoints.files import Row
 from gptrain.checkpoints.lock import read_run_id
 
 STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
@@ -61,8 +62,7 @@ class JsonLinesLogger(Logger):
     def __init__(self, save_dir: str):
         super().__init__()
         self.path = Path(save_dir) / "metrics.jsonl"
-        self._file: RowFile | None = None  # opened by the first write, on rank 0 only
-        self._last_row: Row = {}
+        self._last_row: Row | None = None  # None before the first write, which is on rank 0 only
 
     @property
     def save_dir(self) -> str:
@@ -75,30 +75,26 @@ class JsonLinesLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write metrics into the row of a step, on rank 0 only."""
-        file = self._file or self._open(float("inf"))
-        last_step = self._last_row.get(STEP, -1)
-        row = {STEP: max(int(step or 0), last_step)}
+        last = self._cut(float("inf")) if self._last_row is None else self._last_row
+        row = {STEP: max(int(step or 0), last.get(STEP, -1))}
         row |= {name: float(value) for name, value in metrics.items() if name != STEP}
-        if row[STEP] == last_step:
-            self._last_row |= row
-            file.replace_last(self._last_row)
-        else:
-            self._last_row = row
-            file.append(row)
+        is_same = row[STEP] == last.get(STEP)
+        self._last_row = last | row if is_same else row
+        files.append_or_replace(self.path, self._last_row, last if is_same else None)
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
         """Remove the rows of later steps, and a last row that was written only in part."""
         if self.path.exists():
-            self._open(step)
+            self._cut(step)
 
-    def _open(self, last_step: float) -> RowFile:
-        """Open the file without the rows of steps after `last_step`, and return it."""
-        rows = [row for row in read_rows(self.path) if isinstance(row.get(STEP), int)]
+    def _cut(self, last_step: float) -> Row:
+        """Remove the rows of steps after `last_step`, and return the last row, or {}."""
+        rows = [row for row in files.read_rows(self.path) if isinstance(row.get(STEP), int)]
         rows = [row for row in rows if row[STEP] <= last_step]
+        files.replace(self.path, b"".join(map(files.encode, rows)))
         self._last_row = rows[-1] if rows else {}
-        self._file = RowFile(self.path, rows)
-        return self._file
+        return self._last_row
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
