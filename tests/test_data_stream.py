@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -17,14 +18,16 @@ from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data.stream import as_indexed
 from gptrain.lit import TextDataModule
-from gptrain.runtime.signals import kill_workers
+from tests.unchanged import end_workers
 
 
 @pytest.fixture(autouse=True)
-def end_workers():
-    """End the processes that read streams, as the end of a run does."""
+def workers_end():
+    """End the processes that read streams, before their loaders are collected as garbage."""
+    gc.disable()
     yield
-    kill_workers()
+    end_workers()
+    gc.enable()
 
 
 class Numbers(IterableDataset):

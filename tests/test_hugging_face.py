@@ -57,7 +57,7 @@ def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
     write_net(net, tmp_path, "hf", "fp32")
     _, left = load_weights(longer, tmp_path, resizes=True)
     name = "model.transformer.wpe.weight"
-    assert left.positions == {name: (32, 40)}
+    assert len(left.positions) == 1 and left.positions[0].startswith(f"{name}: 32 ")
     assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
 
 
