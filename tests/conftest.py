@@ -36,13 +36,12 @@ from tests.fast import make_fast
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
-    "test_refused", "test_interruption", "test_golden", "test_table",
+    "test_interruption", "test_refused", "test_table", "test_run_options", "test_golden",
     "test_nodes", "test_readme", "test_collectives", "test_launchers", "test_slurm_cluster",  # slow
-    "test_faults", "test_fitting", "test_text_data", "test_own_losses", "test_own_training",
-    "test_sums_and_sets", "test_result", "test_run_partitioned", "test_step_cost",
-    "test_data_stream", "test_lightning_features", "test_own_data", "test_learning_rate",
-    "test_sweeps", "test_train", "test_own_nets", "test_export", "test_finite",
-    "test_own_modules", "test_run_options", "test_resume_changes",
+    "test_own_losses", "test_text_data", "test_sweeps", "test_own_nets", "test_checkpoint_store",
+    "test_own_training", "test_sums_and_sets", "test_own_modules", "test_own_data", "test_watchdog",
+    "test_lightning_features", "test_hugging_face", "test_models", "test_generate", "test_finite",
+    "test_train", "test_mirror", "test_export", "test_resume_changes",
 ]  # fmt: skip
 
 forbid_network()

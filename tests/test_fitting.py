@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from processes import wait_until
 
 import gptrain
-from tests.conftest import ROOT, TINY
+from tests.conftest import TINY
 
 WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
@@ -123,17 +123,6 @@ def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "script.py", str(conf), *WORDS, *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stderr=pipe, text=True)
-
-
-@pytest.mark.slow
-def test_a_script_that_is_terminated_lets_its_run_save(tmp_path):
-    steps = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
-    script = started(tmp_path, ROOT / "conf", *steps, f"run_dir={tmp_path / 'run'}")
-    checkpoints, status = tmp_path / "run" / "checkpoints", tmp_path / "run" / "status.json"
-    wait_until(lambda: list(checkpoints.glob("step-*")) or script.poll() is not None, 200)
-    script.terminate()
-    script.communicate(timeout=60)
-    wait_until(lambda: status.exists() and '"preempted"' in status.read_text(), 30)
 
 
 def test_ctrl_c_is_passed_on_and_raised_once_the_run_has_ended(tmp_path):

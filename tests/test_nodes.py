@@ -79,19 +79,6 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
     assert json.loads((folder / "result.json").read_text())["host"] in ("a", "b")
 
 
-def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
-    """--nnodes=1:2 at a fixed global batch: the same samples in every step, on one node."""
-    folder, log = tmp_path / "run", tmp_path / "log"
-    agents = [node.start(log, *WORDS, f"run_dir={folder}", nodes="1:2") for node in nodes]
-    until_saved(folder, 10)
-    nodes[1].kill()
-    finish(agents[:1], log)
-    output = log.read_text()
-    for n_ranks in (2, 1):
-        assert f"4 x {n_ranks} ranks x {2 // n_ranks} accumulated = 8 sequences" in output
-    assert json.loads((folder / "result.json").read_text())["steps"] == 40
-
-
 def test_a_folder_that_is_not_shared_is_one_line(nodes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()

@@ -26,7 +26,7 @@ with guard:
             guard.beat(step, "forward")
         if what == "allow" and step == 3:
             guard.beat(step, "compile", allow_s=600)
-            time.sleep(timeout_s + 3)
+            time.sleep(timeout_s + 2)
             break
         time.sleep(0.05)
 """

@@ -228,14 +228,6 @@ SLOW = {
         (*PLAIN, DRAWS, "model.n_layers=2", "strategy=pipeline", "data.batch_size=4"),
         (asked("on_train_batch_end", 1, rank=1),), ranks=2,
     ),
-    "tensor parallelism": Row(
-        (*PLAIN, DRAWS, "strategy=tensor_parallel"), (asked("on_train_batch_end", 1, rank=1),),
-        ranks=2,
-    ),
-    "a stream on two ranks": Row(
-        (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2", "data.batch_size=1"),
-        (asked("on_train_batch_end", 1, rank=1),), ranks=2,
-    ),
     "four ranks, then two, then one": Row(
         (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",
          "trainer.val_check_interval=1", "scheduler.total_steps=7"),

@@ -19,7 +19,7 @@ from gptrain.core.strategies import STRATEGIES
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
-from tests.interruption.test_interruption import SLOW, TABLE
+from tests.tools.campaign.scenarios import SCENARIOS
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -147,13 +147,12 @@ def test_the_table_lists_what_each_strategy_needs_of_a_net():
         assert "…" in needs or shown == set(STRATEGIES[name].needs), name
 
 
-def test_the_readme_lists_the_exit_codes_and_the_number_of_stops():
+def test_the_readme_lists_the_exit_codes_and_the_number_of_faults():
     text = section("Resume and exit codes").partition("Exit codes:")[2]
     constants = (value for name, value in vars(errors).items() if name.isupper())
     codes = {code for code in constants if isinstance(code, int) and code <= errors.INTERRUPTED}
     assert set(map(int, re.findall(r"\d+", text))) == codes
-    stops = [start for row in (TABLE | SLOW).values() for start in row.starts if start.how]
-    assert "at forty places" in " ".join(README.split()) and len(stops) >= 40
+    assert "in forty ways" in " ".join(README.split()) and len(SCENARIOS) >= 40
 
 
 def test_the_answer_to_a_wrong_option_is_as_shown():
