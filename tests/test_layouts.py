@@ -84,9 +84,7 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
     index = tmp_path / "model.safetensors.index.json"
     files[1].unlink()
-    with pytest.raises(
-        DamagedCheckpointError, match=f"{index}: names {files[1].name}, which is no"
-    ):
+    with pytest.raises(FileNotFoundError, match=files[1].name):
         load_weights(net, tmp_path)
     for names, message in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
