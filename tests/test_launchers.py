@@ -16,7 +16,6 @@ import pytest
 
 from gptrain.runtime.process import Process, adopt_launcher, this_process
 from tests.conftest import ROOT, TINY, Finished
-from tests.interruption.parts import STOP
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
 OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
@@ -66,10 +65,12 @@ def test_a_launcher_gives_one_run_with_the_same_loss(command, loss_by_itself, tm
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_in_the_folder_that_it_has_chosen(tmp_path, monkeypatch):
+def test_torchrun_restarts_a_run_in_the_folder_that_it_has_chosen(tmp_path):
     """Rank 1 is killed once. The run has no `run_dir`, and goes on from its newest checkpoint."""
-    monkeypatch.setenv(STOP, '["SIGKILL", "on_train_batch_end", 3, 1]')
-    fault = "+callbacks.stop._target_=tests.interruption.parts.Stop"
+    fault = (
+        "+callbacks.fault={_target_: tests.tools.campaign.faults.Fault, act: SIGKILL, phase: log, "
+        "rank: 1, step: 3, target: rank, operation: 0, always: false}"
+    )
     words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "trainer.max_steps=6")
     run = start(tmp_path, *TORCHRUN, "--max-restarts=1", words=(*words, fault))
     assert run.returncode == 0, run.stderr
