@@ -1,7 +1,6 @@
 """Restores what a command changes in its process, so that another command can follow in it."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -12,8 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
-
-from gptrain.runtime.signals import kill_workers
 
 # Module -> pairs of functions that read and write a setting or the state of a random generator
 SETTINGS = {
@@ -59,7 +56,6 @@ def unchanged_process() -> Generator[None, None, None]:
         with warnings.catch_warnings():
             yield
     finally:
-        end_workers()
         for handler in set(root.handlers) - own_handlers:
             for part in (handler, getattr(handler, "target", None)):  # a MemoryHandler has a target
                 if part is not None:
@@ -81,21 +77,6 @@ def unchanged_process() -> Generator[None, None, None]:
                     signal.signal(number, handler)
         for put, value in settings:
             put(value)
-
-
-def end_workers() -> None:
-    """End the data workers that this process has left, as the end of a process does.
-
-    If a loader is collected as garbage, its queues are closed before its workers are asked to end,
-    and torch waits for each of them for ten seconds.
-    """
-    if threading.current_thread() is threading.main_thread():
-        before = signal.getsignal(signal.SIGCHLD)
-        kill_workers()
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.join(60)
-        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def _has_group() -> bool:

@@ -30,7 +30,7 @@ from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import CHECKED, is_restart, this_process
-from gptrain.runtime.signals import StopFlag
+from gptrain.runtime.signals import StopFlag, kill_workers
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,8 @@ def run_rank(
             if process.is_rank:
                 exit_rank(ending.code)
             raise JobFailedError(ending.code, ending.line) from error
+        finally:
+            kill_workers()
         if process.rank == 0:
             report_ending(cfg, Ending(errors.DONE, "done", "done"), 0, guard.step)
     if distributed.is_initialized():  # NCCL warns if a process ends with a group

@@ -109,12 +109,16 @@ def ignore_in_worker(_worker_id: int = 0) -> None:
 
 
 def kill_workers() -> None:
-    """Kill the data workers of this process when it ends. Register this function with atexit.
+    """Kill the data workers of this process, at the end of a run and, by atexit, of the process.
 
     multiprocessing itself would end the workers by SIGTERM, which they ignore, and wait forever.
-    Only daemonic child processes count as workers. Also removes the handler of SIGCHLD.
+    torch would wait ten seconds for each worker of a loader that is collected as garbage. Only
+    daemonic child processes count as workers.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
+    # torch's handler raises for a killed worker.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+            child.join(10)
+    signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
