@@ -23,12 +23,12 @@ from gptrain.checkpoints.lock import RunLock, is_held
 from gptrain.checkpoints.store import (
     CheckpointStore,
     DamagedCheckpointError,
+    OldFormatError,
     read_manifest,
     seal,
     verify,
 )
 from gptrain.checkpoints.tensors import SavedTensors, load_file
-from gptrain.core.errors import DataError
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "model.safetensors")
@@ -260,7 +260,7 @@ def test_a_manifest_that_is_a_folder_is_damaged_and_a_store_without_a_run_only_r
 def test_a_checkpoint_of_an_older_format_is_refused_and_left_as_it_is(store):
     save(store, 1)
     reseal(save(store, 2), format=1)
-    with pytest.raises(DataError, match="written by gptrain up to commit"):
+    with pytest.raises(OldFormatError, match="written by gptrain up to commit"):
         store.newest_intact()
     assert store.steps() == [1, 2]
 

@@ -83,6 +83,15 @@ class SkipsBlocks(Chain):
         return self.norm(x)
 
 
+class SharesActivation(Chain):
+    """A chain in which one layer without parameters stands twice."""
+
+    def __init__(self, vocab_size=64):
+        super().__init__(vocab_size)
+        shared = nn.Tanh()
+        self.blocks = nn.ModuleList(m for _ in range(4) for m in (Block(), shared))
+
+
 class DroppingHead(nn.Linear):
     def forward(self, x):
         return super().forward(dropout(x, 0.5, self.training))

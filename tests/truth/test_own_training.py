@@ -70,6 +70,11 @@ def test_a_net_with_the_same_parts_in_training_keeps_its_losses(losses):
     assert losses("Chain", *PIPELINE) == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_block_that_stands_twice_in_a_stage_is_run_twice(losses):
+    expected = losses("SharesActivation")
+    assert losses("SharesActivation", *PIPELINE) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(("net", "mode"), [("ReplacesNet", "full"), ("BatchNormNet", "selective")])
 def test_blocks_that_change_buffers_cannot_run_twice(net, mode, refused):
     line = refused(net, f"model.activation_checkpointing={mode}")

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptrain.checkpoints import files
-from gptrain.core.errors import BAD_DATA, DataError, RunError, printable
+from gptrain.core.errors import BAD_DATA, RunError, printable
 from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
@@ -71,6 +71,10 @@ class DamagedCheckpointError(RunError):
 
     def __str__(self) -> str:
         return printable(f"{self.path}: {self.reason}")
+
+
+class OldFormatError(DamagedCheckpointError):
+    """Raised if an old version of gptrain has written a checkpoint, which is intact for it."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def parse(text: bytes, path: Path) -> dict:
 
     Raises:
         DamagedCheckpointError: If the manifest of the checkpoint `path` is damaged.
-        DataError: If an old version of gptrain has written it.
+        OldFormatError: If an old version of gptrain has written it.
     """
     # The hash is that of the text, not of the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
@@ -124,7 +128,7 @@ def parse(text: bytes, path: Path) -> dict:
         return manifest
     if isinstance(manifest, dict) and manifest.get("format") == 1:
         reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
-        raise DataError(f"{path}: {reason}")
+        raise OldFormatError(path, reason)
     raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
 
 
@@ -373,12 +377,15 @@ class CheckpointStore:
         Raises:
             DamagedCheckpointError: If there are checkpoints, but all are damaged or were found
                 damaged by an earlier start.
+            OldFormatError: If an old version of gptrain has written the newest one.
             OSError: If the network file system does not answer.
         """
         damaged = []
         for step in reversed(self.steps()):
             try:
                 checkpoint = verify(self.folder / folder_name(step), self.run_id)
+            except OldFormatError:
+                raise
             except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue

@@ -50,7 +50,18 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield a problem for a training that does not resume, if its folder holds a finished run."""
+    """Yield a problem for a training that does not resume, if its folder holds a finished run.
+
+    Also yields one for a mirror whose protocol is unknown or needs a package.
+    """
+    if mirror := run.checkpoint.mirror:
+        from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
+        from fsspec.core import split_protocol
+
+        try:
+            get_filesystem_class(split_protocol(mirror)[0])
+        except (ValueError, ImportError) as error:  # the message names the package to install
+            yield problem(run, "checkpoint.mirror", first_line(error))
     if run.task == "fit" and not run.ckpt_path and (expand_home(folder) / "result.json").exists():
         message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
         yield ConfigIssue("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)

@@ -313,7 +313,7 @@ class RunConfig(Section):
     runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
 
-    name: types.LocalPath
+    name: types.RunName
     task: Literal["fit", "validate", "test"]
     seed: Annotated[int, between(0, types.SEED_MAX)]
     max_tokens: types.TokenCount | None

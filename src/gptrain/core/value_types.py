@@ -29,6 +29,13 @@ def between(low: int, high: int = INT32_MAX) -> Any:
     return Field(ge=low, le=high)
 
 
+def _below(value: str) -> str:
+    """Check that the name of a run, which may be a relative path, stays below the output folder."""
+    if value.startswith(("/", "~")) or ".." in value.split("/"):
+        raise ValueError("leaves the output folder")
+    return value
+
+
 def _local(value: str | list[str]) -> Any:
     """Check that a value is a local path or a list of local paths, and return the value.
 
@@ -97,6 +104,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1), AS_GIVEN]
 Fraction = Annotated[float, Field(ge=0, le=1), AS_GIVEN]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[str, AfterValidator(_local)]
+RunName = Annotated[LocalPath, AfterValidator(_below)]
 LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
 Devices = Annotated[Any, BeforeValidator(_devices)]
 PRECISION_NAMES = ("auto", *PRECISIONS, *SHORT_NAMES, 16, 32, 64)

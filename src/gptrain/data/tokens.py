@@ -193,6 +193,8 @@ def open_token_file(
             message = f"an array {array.shape} of {array.dtype}; needed: integers (N,)"
             raise DataError(f"{path}: {message}")
         return TokenFile(path, array.dtype.str, array.size, array.offset)
+    if path.suffix == ".npy":
+        raise DataError(f"{path}: not a file of NumPy")
     offset_bytes = 0
     expected_tokens = None  # number of tokens by header or index
     magic, version, count = np.frombuffer(head.ljust(_HEADER_BYTES, b"\0"), "<i4")[:3].tolist()

@@ -305,7 +305,7 @@ class Stage(nn.Module):
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
                 x = self.net.embed(x, **options)  # (b, T) -> (b, T, D)
-            for block in self.net.blocks.children():
+            for block in self.net.blocks.values():  # one block may stand in several places
                 x = block(x, **options)
             return self.net.norm(x) if self.is_last else x
 

@@ -160,7 +160,7 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
         raise IncompatibleModelError(
             "data.documents",
             f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models), by "
-            "which attention keeps documents apart; without: packed, separate",
+            "which attention keeps documents apart; allowed without it: packed",
         )
     if n_positions > (getattr(net, "max_seq_len", None) or n_positions):
         message = f"a sample has {n_positions} positions; try: model.max_seq_len={n_positions}"

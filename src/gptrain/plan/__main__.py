@@ -185,8 +185,11 @@ def plan_lines(result: dict[str, Any]) -> list[str]:
     if topology := result.get("topology"):
         line = f"topology  tensor parallelism inside {topology['islands']}"
         lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
-    if result["best"]:
-        return [*lines, f"best      {result['best']}", f"command   {result['command']}"]
+    if best := result["best"]:
+        level = result["changes"].get("model.activation_checkpointing")
+        hint = f" with model.activation_checkpointing={level}, which the table is without"
+        line = f"best      {best}{hint if level else ''}"
+        return [*lines, line, f"command   {result['command']}"]
     if any(row["fits"] is None for row in rows.values()):
         return [*lines, "best      not known; try: the run with trainer.fast_dev_run=true"]
     return [*lines, "best      nothing fits: more devices, or a smaller model"]
