@@ -128,10 +128,10 @@ def test_a_job_of_submitit_starts_ranks_of_its_own_and_one_that_is_refused_is_to
     words = ("-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", "trainer.devices=2")
     ended = command("train.py", *TINY, *words, f"run_dir={tmp_path}/sweep")
     assert ended.returncode == 2, ended.stderr
-    assert "error: data.num_samples=3: 3 sequences" in ended.stderr
+    assert "error: data.num_samples=3: " in ended.stderr
     assert "refused: data.num_samples=3" in ended.stdout
     _, done, refused = (tmp_path / "sweep" / "results.csv").read_text().splitlines()
     assert done.startswith("1-num_samples_400,400,") and "steps done" in done
-    assert refused.startswith("0-num_samples_3,3,") and "refused: data.num_samples=3: 3" in refused
+    assert refused.startswith("0-num_samples_3,3,") and "refused: data.num_samples=3: " in refused
     (job,) = (tmp_path / "sweep").glob("*/result.json")
     assert result(job.parent)["steps"] == 4

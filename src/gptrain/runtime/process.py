@@ -62,8 +62,8 @@ def adopt_launcher() -> None:
     Does nothing in a process that torchrun has started, or that is no rank: a shell inside a SLURM
     allocation is none, only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
     MASTER_ADDR and MASTER_PORT are set for jobs of one node, and under srun for several nodes, if
-    they are not. Under srun the run folder is named by the job, a requeued job counts as restarted,
-    and OMP_NUM_THREADS becomes the number of CPUs of each task.
+    they are not. Under srun the run folder is named by the job, and OMP_NUM_THREADS becomes the
+    number of CPUs of each task.
     """
     env = os.environ
     for names in OTHERS:
@@ -84,7 +84,6 @@ def adopt_launcher() -> None:
             # A later srun of the same job is another run.
             env[JOB_NAME] = f"slurm-{name}" + (f".{step}" if step != "0" else "")
             job = f"{env['SLURM_JOB_ID']}.{step}"
-            env["TORCHELASTIC_RESTART_COUNT"] = env.get("SLURM_RESTART_COUNT", "0")
             if threads := env.get("SLURM_CPUS_PER_TASK"):
                 env.setdefault("OMP_NUM_THREADS", threads)
         elif env["WORLD_SIZE"] != env.get("LOCAL_WORLD_SIZE"):
@@ -122,7 +121,8 @@ def _read_number(name: str, default: int = 0, below: int = sys.maxsize) -> int:
 
 def is_restart() -> bool:
     """Return whether torchrun or SLURM has restarted this job, by their environment variables."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 @cache
