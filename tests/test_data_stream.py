@@ -18,7 +18,7 @@ from gptrain.core.errors import ConfigError, DataError
 from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data.stream import as_indexed
 from gptrain.lit import TextDataModule
-from tests.unchanged import end_workers
+from gptrain.runtime.signals import kill_workers
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def workers_end():
     """End the processes that read streams, before their loaders are collected as garbage."""
     gc.disable()
     yield
-    end_workers()
+    kill_workers()
     gc.enable()
 
 
