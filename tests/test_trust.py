@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -44,14 +43,17 @@ def test_a_folder_that_was_changed_or_is_not_signed_needs_trust(run, train, tmp_
     assert gptrain.load(moved, trust=True).d_model == 16
 
 
-def test_a_key_that_others_can_read_signs_nothing(run, train):
-    key = Path(os.environ["XDG_CONFIG_HOME"]) / "gptrain" / "key"
+def test_a_key_that_others_can_read_signs_nothing(run, train, tmp_path, monkeypatch):
+    # A copy, because the tests of other processes sign with the key at the same time.
+    folder = shutil.copytree(
+        os.environ["XDG_CONFIG_HOME"] + "/gptrain", tmp_path / "own" / "gptrain"
+    )
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder.parent))
+    assert gptrain.load(run.folder).d_model == 16
+    key = folder / "key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.chmod(0o644)
-    try:
-        refused = train(f"from_run={run.folder}", "task=test", name="refused", tiny=False)
-    finally:
-        key.chmod(0o600)
+    refused = train(f"from_run={run.folder}", "task=test", name="refused", tiny=False)
     assert refused.code == 2
 
 

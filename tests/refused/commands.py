@@ -58,7 +58,6 @@ TEXTS = {
     "text.txt": "a line of the text\n" * 100,
     "no.safetensors": "# not one",
     "t.json": "{}",
-    "bad.json": '[{"text": "a"} {"text": "b"}]',
     "bad.jsonl": '{"text": "a"}\n{"text"',
     "other.jsonl": '{"body": "a"}\n',
     "finished/result.json": "{}",
