@@ -89,7 +89,6 @@ SCENARIOS = (
              reference=("data.global_batch_size=8", "model.dropout=0.0")),
     Scenario("F30", "resumed as another run", full=20, one_try=trial.changed),
     Scenario("F31", "three starts in one folder", quick=1, full=20, one_try=trial.crowd),
-    Scenario("F32", "a stale lock names a live process", harm=trial.reuse_pid),
     Scenario("F33", "older files of 2096", says=r"from step (15|55)", harm=lambda newest, _:
              [os.utime(path, (4e9, 4e9)) for path in newest.parent.iterdir() if path != newest]),
     Scenario("F34", "no room for TensorBoard", ("fill_log",), LOG, rank=0, codes=(74,), full=20,
