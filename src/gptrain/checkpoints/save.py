@@ -138,13 +138,12 @@ def _own_files(
     offsets; `held` has those of each rank.
     """
     writers = {key: number for number in reversed(range(len(held))) for key in held[number]}
-    writing: dict[str, set[int]] = {}
-    for (kind, *_), number in writers.items():
-        writing.setdefault(kind, set()).add(number)
+    kinds = {kind for kind, _, _ in writers}
+    ranks_of = {kind: sorted({n for key, n in writers.items() if key[0] == kind}) for kind in kinds}
     own: dict[str, dict[str, Shard]] = {}
     for (kind, name, offsets), shard in shards.items():
         if writers[kind, name, offsets] == rank:
-            ranks = sorted(writing[kind])
+            ranks = ranks_of[kind]
             part = f"-{ranks.index(rank) + 1:05d}-of-{len(ranks):05d}" if len(ranks) > 1 else ""
             own.setdefault(f"{kind}{part}.safetensors", {})[name] = shard
     return own

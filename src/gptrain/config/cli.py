@@ -35,7 +35,7 @@ from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 LINGER_S = 10.0
 # Levels of the log on the terminal. In a sweep it has only warnings and one line per job.
 LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
-NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # of ranks other than 0
+NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # for ranks that only report errors
 # Function of the typed config that returns the value of `objective`, if the job has one.
 Job = Callable[[Any], "float | None"]
 

@@ -29,7 +29,7 @@ from gptrain.core import shell
 from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
-from gptrain.costs.choice import compare
+from gptrain.costs.choice import LEVELS, compare
 from gptrain.costs.hardware import DEVICES, LINKS, Machine, device_of, machine_of, this_cpu
 from gptrain.costs.topology import Links, find_islands, parse_topology, slowest_ring_link, speed
 from gptrain.plan.doctor import doctor, nvidia_smi
@@ -186,9 +186,9 @@ def plan_lines(result: dict[str, Any]) -> list[str]:
         line = f"topology  tensor parallelism inside {topology['islands']}"
         lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
     if best := result["best"]:
-        level = result["changes"].get("model.activation_checkpointing")
-        hint = f" with model.activation_checkpointing={level}, which the table is without"
-        line = f"best      {best}{hint if level else ''}"
+        saving = [f"{key}={value}" for key, value in result["changes"].items() if key in LEVELS[-1]]
+        hint = f" with {' '.join(saving)}, which the table is without" if saving else ""
+        line = f"best      {best}{hint}"
         return [*lines, line, f"command   {result['command']}"]
     if any(row["fits"] is None for row in rows.values()):
         return [*lines, "best      not known; try: the run with trainer.fast_dev_run=true"]
