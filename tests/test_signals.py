@@ -95,12 +95,13 @@ def test_a_data_worker_survives_signals_to_the_group(start):
     assert out.decode().split()[1] == "True"
 
 
-def test_a_closed_terminal_is_ignored_by_a_run_that_nohup_has_started():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize(("handler", "is_asked"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_a_closed_terminal_stops_a_run_unless_nohup_has_started_it(handler, is_asked):
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         with StopFlag() as flag:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not flag
+            assert bool(flag) == is_asked
     finally:
         signal.signal(signal.SIGHUP, before)
 
