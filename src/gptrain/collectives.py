@@ -147,14 +147,8 @@ def format_rows(rows: Tensor, rows_shown: str) -> str:
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     """Compare an all-reduce through rank 0, one around a ring, and that of the backend.
 
-    Prints for each the time of the slowest rank, and the bytes of the buffer per second.
-
-    Args:
-        device: Device of this rank.
-        n_bytes: Size of the buffer, an fp32 matrix with one row per rank. It is rounded down.
-
-    Raises:
-        RuntimeError: On a rank whose result is wrong.
+    Prints for each the time of the slowest rank and the bytes per second. Raises a RuntimeError on
+    a rank whose result is wrong. The buffer is an fp32 matrix with one row per rank.
     """
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     values = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
@@ -196,15 +190,11 @@ def reduce_by_center(buffer: Tensor) -> None:
 
 
 def reduce_by_ring(buffer: Tensor) -> None:
-    """Sum a buffer over all n ranks in place, around a ring.
+    """Sum a buffer (n, any), one row per rank, over all n ranks in place, around a ring.
 
-    In each of 2(n - 1) steps, every rank sends one row to its right neighbour and receives one row
-    from its left neighbour, all ranks at once. After n - 1 steps, each row is summed on one rank
-    (reduce-scatter). After n - 1 more steps, each row is on all ranks (all-gather). A rank sends
-    2(n - 1)/n buffers, which hardly depends on the number of ranks.
-
-    Args:
-        buffer: Buffer of this rank, (n, any): one row for each rank.
+    In each of 2(n - 1) steps, every rank sends one row to the right and receives one from the left.
+    After n - 1 steps each row is summed on one rank (reduce-scatter), after n - 1 more it is on all
+    (all-gather). A rank sends 2(n - 1)/n buffers, which hardly depends on the number of ranks.
     """
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     received = torch.empty_like(buffer[0])

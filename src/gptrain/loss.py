@@ -325,10 +325,8 @@ def logits_in_chunks(
 def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast the head's weight (V, D) to a dtype, and pad a 16-bit result with zero rows.
 
-    A 16-bit result is (W, D), where W is V rounded up to `VOCAB_MULTIPLE`, because 16-bit kernels
-    are fast for such sizes. The logits of padding rows are 0. A result in fp32 or fp64 is not
-    padded, because padding would need a copy of the weight. It is the weight itself if that has
-    this dtype.
+    16-bit kernels are fast if V is a multiple of `VOCAB_MULTIPLE`. The logits of padding rows are
+    0. In fp32 and fp64 padding would cost a copy of the weight, so there is none.
     """
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
@@ -343,18 +341,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Return the sum of the losses, or their mean over the targets that are not -100.
-
-    Without such a target the divisor of the mean is 1.
-
-    Args:
-        total: Sum of the losses, a scalar.
-        targets: Target token ids of any shape.
-        reduction: "sum" or "mean".
-
-    Raises:
-        KeyError: If `reduction` has another value.
-    """
+    """Return the sum of the losses, or their mean over the targets that are not -100."""
     return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 
 

@@ -50,19 +50,9 @@ def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, fl
 
 
 def step_of(run: RunConfig, sample_tokens: int | None, name: str, world_size: int) -> Step | None:
-    """Describe an optimizer step of a run under a strategy.
+    """Describe a step of a run under a strategy. None without formulas or a sample's length.
 
-    Returns None if there are no formulas for the net, or if `sample_tokens` is None.
-
-    Args:
-        run: Configuration of the run.
-        sample_tokens: Tokens per sample. None if the config does not determine this number.
-        name: Name of the strategy. Options that the run does not set have their defaults.
-        world_size: Number of ranks.
-
-    Raises:
-        ValueError: If the run cannot be divided over the ranks, or if both the global batch size
-            and an accumulation are set.
+    Raises a ValueError if the run cannot be divided over the ranks.
     """
     model, optimizer, net = run.model, run.optimizer, net_of(run.model)
     if net is None or sample_tokens is None:
@@ -109,15 +99,8 @@ def estimates(
 ) -> dict[str, dict[str, Any]]:
     """Return the estimate of the run under each strategy whose ranks divide the work, by name.
 
-    `single` uses one device; every other strategy uses all devices and is left out if there is only
-    one. The estimates have the additional entry `largest_batch_size`. The dict is empty if the net
-    or `sample_tokens` is not known.
-
-    Args:
-        run: Configuration of the run.
-        sample_tokens: Tokens per sample of the run's data. None if the number is not known.
-        machine: Node on which the run trains.
-        n_nodes: Number of nodes.
+    `single` uses one device, every other strategy all of them. The estimates have one more entry,
+    `largest_batch_size`. The dict is empty if the net or `sample_tokens` is not known.
     """
     rows = {}
     world_size = machine.n_local * n_nodes

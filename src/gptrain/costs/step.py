@@ -275,25 +275,15 @@ class Traffic(NamedTuple):
 
 
 def gather_bytes(n_bytes: float, n_ranks: int) -> float:
-    """Return the bytes that a rank sends to all-gather or reduce-scatter a tensor around a ring.
+    """Return the bytes that a rank sends to all-gather or reduce-scatter `n_bytes` around a ring.
 
-    An all-reduce is both, and sends twice as much: the fewest bytes possible.
-
-    Args:
-        n_bytes: Size of the full tensor, in bytes.
-        n_ranks: Number of ranks, n. A rank sends (n-1)/n of the tensor.
-
-    Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
+    An all-reduce is both. Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
     """
     return n_bytes * (n_ranks - 1) / n_ranks
 
 
 def find_traffic(step: Step) -> Iterator[Traffic]:
-    """Yield what a rank sends in an optimizer step. It is 0 bytes over an axis of one rank.
-
-    Logging, gradient clipping and the agreement on stopping send some hundred bytes and are left
-    out, as are a tensor group's gradients of norms and sums of the loss.
-    """
+    """Yield what a rank sends in an optimizer step, without the few hundred bytes of its votes."""
     net, dims = step.net, step.dims
     n_blocks, is_first, is_last = step.part
     n_ends = [is_first, is_last].count(True)
@@ -325,10 +315,7 @@ def find_traffic(step: Step) -> Iterator[Traffic]:
 
 
 def _weight_traffic(step: Step) -> Iterator[Traffic]:
-    """Yield the traffic of weights and of their gradients over the data and the context axis.
-
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
-    """
+    """Yield the traffic of weights and gradients (Rajbhandari et al. 2020, arXiv:1910.02054)."""
     blocks, root = step.held
     total, n_blocks = blocks + root, step.part[0]
     if options := step.sharded:
@@ -364,14 +351,11 @@ def _weight_traffic(step: Step) -> Iterator[Traffic]:
 
 
 def find_link(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
-    """Return the link that limits a kind of traffic, with the bandwidth and latency of its ring.
+    """Return the link that limits a kind of traffic: that of the ring of the ranks of its axis.
 
-    The ring joins the ranks of the traffic's axis. A ring within one node takes the machine's
-    `link`, or its `host` if the ring spans more devices than `link` joins. A ring over several
-    nodes leaves a node through the network cards of those of its ranks that are on this node, at
-    most as fast as the link within the node. A tensor or a context group has neighbouring ranks. A
-    ring of the data axis, which includes the context axis, has one rank of every tensor group. A
-    pipeline has one of every data x tensor ranks.
+    A ring within one node takes the machine's `link`, or `host` if it spans more devices than
+    `link` joins. A ring over several nodes leaves a node through the network cards of its ranks
+    there.
     """
     n_ranks = dims.gradient_ranks if traffic.axis == DATA else getattr(dims, traffic.axis)
     # Distance of two neighbours of the ring, in ranks.

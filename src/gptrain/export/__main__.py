@@ -33,13 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class ExportRun(RunConfig):
-    """Keys of the command `gptrain.export`: those of a run, and those of the command.
-
-    Attributes:
-        from_run: Folder of the run whose net is exported. Required.
-        format: Form of the export: the net's own names, or those of transformers or of peft.
-        dtype: Type of the exported weights.
-    """
+    """Keys of the command `gptrain.export`: those of a run, and those of the command."""
 
     from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     format: Literal["safetensors", "hf", "peft"]
@@ -58,16 +52,11 @@ def export(cfg: ExportRun) -> None:
     """Write the net of a run, its tokenizer and a record of its model group to `run_dir`.
 
     `gptrain.load` builds the net from the record. An export to hf or peft of a net with adapters
-    has no record, because it does not hold that net. The exported file, the folder and, except for
-    peft, the command of a run that starts from the weights are logged.
-
-    Args:
-        cfg: Configuration of the command.
+    has none, because it does not hold that net.
 
     Raises:
-        ConfigError: If the net has no form in transformers or peft (exit code 2), if the
-            checkpoint is damaged (65) or missing (66), or if `run_dir` holds a run (73).
-        OSError: If a file cannot be written.
+        ConfigError: If the net has no form in transformers or peft (exit code 2), if the checkpoint
+            is damaged (65) or missing (66), or if `run_dir` holds a run (73).
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import build_net, find_tokenizer

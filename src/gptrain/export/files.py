@@ -31,15 +31,12 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
 
     Args:
         net: Net to export.
-        folder: Existing folder to write to. Its files are replaced when the new ones are complete.
-        format: safetensors keeps the parameter names of the net. hf uses those of transformers,
-            peft the names of adapters in peft.
-        dtype: Type of the floating point weights: fp32 or bf16. Other tensors are not converted.
+        folder: Existing folder. Its files are replaced when the new ones are complete.
+        format: safetensors (names of the net), hf (of transformers) or peft (of adapters).
+        dtype: Type of the floating point weights: fp32 or bf16.
 
     Raises:
-        ConfigError: If the net does not have the method `to_hugging_face` that hf needs, or the
-            method `to_peft` that peft needs.
-        OSError: If a file cannot be written.
+        ConfigError: If the net has no `to_hugging_face` for hf, or no `to_peft` for peft.
     """
     method, file, config = FORMATS[format]
     if method and not hasattr(net, method):
@@ -63,23 +60,16 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
 
 
 def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, format: str) -> None:
-    """Write the tokenizer of a run, its chat template, and the config of its generation.
+    """Write the tokenizer of a run, its chat template and its generation_config.json, if there are.
 
-    Files that the run does not have are left out. Files of these names in `folder` are replaced.
-
-    For hf, tokenizer_config.json has the special tokens, and config.json and generation_config.json
-    have their ids, because transformers reads them there. Ids in the generation_config.json of the
-    run take precedence over those of the tokenizer, except ids that are not below `vocab_size` of
-    config.json. The end token of the tokenizer is added to the end tokens.
+    For hf, the special tokens and their ids are added where transformers reads them. Ids in the
+    generation_config.json of the run win over those of the tokenizer, whose end token is added.
 
     Args:
         tokenizer: Tokenizer of the run, or None.
         run: Run folder.
-        folder: Existing folder to write to.
+        folder: Existing folder to write to. Files of these names are replaced.
         format: safetensors, hf or peft.
-
-    Raises:
-        OSError: If a file cannot be read or written.
     """
     copy_files(run, folder, (*TOKENIZER, *COMPANIONS, GENERATION))
     if format != "hf":

@@ -86,9 +86,6 @@ def quote_text(word: str) -> str:
     """Quote the value of `prompt=` and `stop=`, so that Hydra reads it as this text.
 
     All other words, and a value that begins as a list or a quoted text, are returned unchanged.
-
-    Args:
-        word: A word of the command line.
     """
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")

@@ -198,26 +198,18 @@ def attend(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return a boolean mask (B, 1, T, T): True where a token (row) attends to a position (column).
+    """Return a mask (B, 1, T, T) from the documents (B, T) of tokens.
 
-    A token attends to the positions of its own document up to and including itself.
-
-    Args:
-        documents: Index of the document of each token, (B, T).
+    It is True where a token (row) attends to a position (column) of its own document up to itself.
     """
     return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
 
 
 def document_block_mask(documents: Tensor) -> BlockMask:
-    """Return the mask of packed documents in FlexAttention's form.
+    """Return the mask of packed documents, (B, T) indices of neighbor tokens, for FlexAttention.
 
-    A token attends to the tokens of its own document up to itself, as in `document_mask`. The mask
-    is equal to that of torch's `create_block_mask`. That function evaluates all T x T pairs of
-    tokens and takes 6 ms of a CPU; this one looks at the first and last document of each block.
-
-    Args:
-        documents: Index of the document of each token, (B, T). The tokens of a document are
-            neighbors.
+    It equals that of torch's `create_block_mask`, which evaluates all T x T pairs of tokens and
+    takes 6 ms of a CPU; this one looks at the first and the last document of each block.
     """
     # This import loads torch's compiler, which takes seconds.
     from torch.nn.attention.flex_attention import BlockMask
@@ -248,14 +240,10 @@ def document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def _ordered_blocks(is_computed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return FlexAttention's form of a matrix of blocks, (B, N, N) -> (B, 1, N) and (B, 1, N, N).
+    """Return the blocks to compute, (B, N, N), as FlexAttention reads them.
 
-    Args:
-        is_computed: True for each block of keys (column) that is computed for a block of queries.
-
-    Returns:
-        Number of blocks of each row, and the columns of these blocks followed by all others. Both
-        are int32 and hold for all heads.
+    These are the number of blocks of each row, (B, 1, N), and the columns of these blocks followed
+    by all others, (B, 1, N, N), both int32.
     """
     n_blocks = is_computed.sum(-1, dtype=torch.int32)
     columns = is_computed.to(torch.int8).argsort(stable=True, dim=-1, descending=True)

@@ -250,20 +250,12 @@ class Block(nn.Module):
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:
-    """Return a trainable embedding without initial values, on the default device.
-
-    Args:
-        n: Number of vectors.
-        d_model: Width of a vector.
-    """
+    """Return a trainable embedding without initial values, on the default device."""
     # nn.Embedding() draws random values, which imports torch's compiler (2 s) on the meta device.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
 def stable_hash(seed: int, name: str) -> int:
-    """Return a signed 64-bit hash of a seed and a name, for the seed of a random generator.
-
-    Unlike Python's `hash()` it is identical in every process.
-    """
+    """Return a signed 64-bit hash of a seed and a name that is identical in every process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

@@ -60,13 +60,9 @@ _FIXED_LLAMA = {
 
 
 def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of the GPT2LMHeadModel that computes the same as `net`.
+    """Return config and tensors of the GPT2LMHeadModel that computes the same as a SimpleGPT.
 
-    The tensors share memory with the net, except for the joined projections of q, k and v. The
-    head, which is tied to the token embedding, is left out.
-
-    Args:
-        net: A SimpleGPT, not partitioned.
+    They share memory with the net, except for the joined q, k and v. The tied head is left out.
     """
     config = _gpt2_config(net) | {"n_positions": net.max_seq_len, **_NO_IDS}
     config["architectures"] = ["GPT2LMHeadModel"]
@@ -76,17 +72,10 @@ def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return a state dict for `net` from the config and the tensors of a GPT2LMHeadModel.
+    """Return a state dict for a SimpleGPT from the config.json and the tensors of GPT2LMHeadModel.
 
-    The tensors of the state dict are views of `tensors`. A tensor with an unknown name keeps its
-    name, and a missing tensor is missing in the result, too, so that the caller can report both.
-    Only the attention masks of old files are left out.
-
-    Args:
-        net: A SimpleGPT.
-        config: Content of config.json. The tensors do not show the number of heads and the
-            activation. `n_positions` may differ from the net.
-        tensors: Tensors by name, with or without the prefix `transformer.`.
+    The result has views of `tensors`. Unknown tensors keep their names and missing ones are
+    missing, so that the caller can report both. The attention masks of old files are left out.
 
     Raises:
         ValueError: If `config` describes another net. One line lists all differences.
@@ -101,12 +90,9 @@ def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tenso
 
 
 def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config and the tensors of the transformers model that computes the same as `net`.
+    """Return config and tensors of the transformers model that computes the same as a Llama.
 
-    The tensors share memory with the net. A tied head is left out.
-
-    Args:
-        net: A Llama.
+    They share memory with the net. A tied head is left out.
     """
     config: dict[str, Any] = _llama_config(net)
     config |= {"max_position_embeddings": net.max_seq_len, **_NO_IDS}
@@ -119,15 +105,9 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
-    """Return a state dict for `net` from a LlamaForCausalLM or a Qwen3ForCausalLM.
+    """Return a state dict for a Llama from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
-    The state dict holds the given tensors, not copies. Unknown and missing tensors are treated as
-    by `from_gpt2`. Only the rotary constants of old files are left out.
-
-    Args:
-        net: A Llama.
-        config: Content of config.json. `max_position_embeddings` may differ from the net.
-        tensors: Tensors by name.
+    Tensors are treated as by `from_gpt2`. The rotary constants of old files are left out.
 
     Raises:
         ValueError: If `config` describes another net. One line lists all differences.

@@ -135,16 +135,7 @@ class HuggingFace(nn.Module):
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of a model's config, without those that name code or the dtype.
-
-    Args:
-        config: Keys that override those of `path`.
-        path: Folder with a config.json.
-
-    Raises:
-        OSError: If `path` has no config.json.
-        ValueError: If the file is not JSON.
-    """
+    """Return the keys of the config.json in `path` and of `config`, without code and dtype."""
     content = {}
     if path is not None:
         content = json.loads((Path(path).expanduser() / "config.json").read_text())

@@ -80,11 +80,7 @@ class Llama(Decoder):
 
 
 class RotaryAttention(CausalSelfAttention):
-    """Causal self-attention with rotary position embeddings (RoPE) of q and k.
-
-    Args:
-        net: Net whose sizes and RoPE options are used; the net itself is not kept.
-    """
+    """Causal self-attention with rotary position embeddings (RoPE) of q and k."""
 
     def __init__(self, net: Llama):
         super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False, d_head=net.d_head)
@@ -123,11 +119,8 @@ class RotaryAttention(CausalSelfAttention):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and the signed sines of the rotations, each (..., T, 1, d_head).
 
-        Value i of a head's first half, a, and value i of its second half, b, form a pair. The pair
-        becomes a cos - b sin and b cos + a sin: the sines of the first half have a minus sign.
-
-        Args:
-            positions: Positions of the tokens, (T,) or (B, T), in the dtype of the result.
+        Value i of a head's first half, a, and of its second half, b, form a pair, which becomes a
+        cos - b sin and b cos + a sin: the sines of the first half have a minus sign.
         """
         half = self.d_head // 2
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
@@ -144,12 +137,7 @@ class RotaryAttention(CausalSelfAttention):
 
 
 class SwiGLU(nn.Module):
-    """MLP with a gate: down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202.
-
-    Args:
-        d_model: Width of the input and the output.
-        d_ff: Width of gate(x) and up(x).
-    """
+    """MLP with a gate: down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()

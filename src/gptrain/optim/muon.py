@@ -111,13 +111,9 @@ class Muon(torch.optim.Optimizer):
         return muon_groups(net, parameters, names, **lrs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with the default options of Muon or of AdamW.
+        """Add a parameter group with the default options of Muon or of AdamW (`use_muon=False`).
 
-        Args:
-            param_group: Parameters, options and `use_muon`, which is False by default.
-
-        Raises:
-            ValueError: If a group with `use_muon=True` has a parameter that is not a matrix.
+        Raises a ValueError if a group with `use_muon=True` has a parameter that is not a matrix.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -161,11 +157,7 @@ class Muon(torch.optim.Optimizer):
     def _muon_step(self, group: dict[str, Any]) -> None:
         """Update the matrices of a group: weight decay, then the orthogonalized momentum.
 
-        If `found_inf` is 1, the values of the matrices and of their momentum stay. All ranks that
-        share the matrices must call this method.
-
-        Args:
-            group: Parameter group with `use_muon=True`. Matrices without a gradient are left out.
+        If `found_inf` is 1, nothing changes. All ranks that share the matrices must call it.
         """
         batches: dict[tuple, list[Tensor]] = {}  # (shape, mesh, placements) -> parameters
         for parameter in group["params"]:
@@ -194,13 +186,8 @@ class Muon(torch.optim.Optimizer):
     ) -> list[Tensor]:
         """Update the momentum buffers, and return (1 - momentum) * gradient + momentum * buffer.
 
-        The buffer of a matrix is in the optimizer's `state`, and begins with zeros. The result has
-        one tensor for each matrix, which is sharded like the matrix.
-
-        Args:
-            parameters: Matrices of one shape and one sharding, with gradients.
-            momentum: Momentum of their group.
-            is_skipped: Scalar that is True if the buffers keep their values. None for False.
+        The buffers keep their values where the scalar `is_skipped` is True. Results are sharded
+        like the matrices.
         """
         for parameter in parameters:
             if not self.state[parameter]:
@@ -222,12 +209,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as this rank's shard of a DTensor that is sharded like a parameter.
-
-    Args:
-        parameter: DTensor, or a plain tensor, for which `local` is returned unchanged.
-        local: Tensor of the shape of this rank's shard of the parameter.
-    """
+    """Return a local tensor as this rank's shard of a DTensor that is sharded like a parameter."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -238,19 +220,16 @@ def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> Tensor:
     """Orthogonalize matrices, divide the work among the ranks, and return this rank's shards.
 
-    Each rank orthogonalizes some of the full matrices. The ranks first exchange shards, so that
-    each has its full matrices, and then exchange the results. All ranks of the mesh must call the
-    function.
+    The ranks exchange shards, so that each has some full matrices, and then the results. All ranks
+    of the mesh must call it.
 
     Args:
-        matrices: Matrices of one shape and one sharding: DTensors, or plain tensors that are
-            identical on all ranks of `replicas`. Matrices offloaded to the CPU are moved to the
-            devices of their mesh for the computation.
+        matrices: Matrices of one shape and one sharding, DTensors or plain ones that are identical
+            on all ranks of `replicas`.
         replicas: Mesh of the ranks that divide the work for plain tensors. None: no other rank.
 
     Returns:
-        The stack (N, rows, columns) of the local shards of the orthogonalized matrices, in the
-        dtype that `native_dtype` gives. The local shard of a plain tensor is the full matrix.
+        The stack (N, rows, columns) of the local shards, in the dtype of `native_dtype`.
     """
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
@@ -285,15 +264,10 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each matrix of a batch.
+    """Approximate the nearest semi-orthogonal matrix of each matrix of a batch (N, rows, columns).
 
-    Five Newton-Schulz steps, which are matrix multiplications only, keep the singular vectors and
-    bring the singular values to 0.7 to 1.2. Singular values below 0.002 of the Frobenius norm stay
-    smaller, and zeros stay zero.
-
-    Args:
-        matrices: Batch of matrices, (N, rows, columns).
-        dtype: Dtype of the computation and of the result.
+    Five Newton-Schulz steps keep the singular vectors and bring the singular values to 0.7 to 1.2.
+    Those below 0.002 of the Frobenius norm stay smaller, and zeros stay zero.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)
@@ -309,11 +283,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 if the device has bf16 instructions, and fp32 otherwise.
-
-    A CPU must have AVX512-BF16. GPUs older than Ampere, such as V100 and T4, emulate bf16 slowly.
-    AMD GPUs and devices that are neither CPU nor GPU, such as MPS, count as having it.
-    """
+    """Return bf16 if the device computes in it at full speed (AVX512-BF16, Ampere), else fp32."""
     has_bf16 = True
     if device.type == "cpu":
         has_bf16 = torch.cpu._is_avx512_bf16_supported()

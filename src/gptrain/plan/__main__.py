@@ -48,13 +48,7 @@ UNITS = dict.fromkeys((*PARTS, "wire_bytes_per_step"), 2**30) | {"flops": 1e12}
 
 
 class Hardware(Section):
-    """Options of the group `hardware`: the machine for which a run is planned.
-
-    Attributes:
-        name: Key of `gptrain.costs.hardware.DEVICES`. None stands for this machine.
-        link: Key of LINKS: link between the GPUs of a node. None stands for that of the device.
-        network: Key of LINKS: link between nodes, of each GPU.
-    """
+    """Options of the group `hardware`. None stands for this machine, or the device's own link."""
 
     name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
     link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
@@ -62,13 +56,7 @@ class Hardware(Section):
 
 
 class PlanRun(RunConfig):
-    """Keys of the command `gptrain.plan`: those of a run, and two groups about the machine.
-
-    Attributes:
-        hardware: Machine for which the run is planned.
-        topology: File with the output of `nvidia-smi topo -m`. None runs
-            nvidia-smi if this machine has GPUs and the plan is for this machine.
-    """
+    """Keys of the command `gptrain.plan`: those of a run, and two groups about the machine."""
 
     runs_here = False
     hardware: Hardware
@@ -76,11 +64,9 @@ class PlanRun(RunConfig):
 
 
 def find_machine(cfg: PlanRun) -> tuple[Machine, Links]:
-    """Return the machine of a config, and the links between the GPUs of a node.
+    """Return the machine that `hardware.name` names, or this one, and the links of its GPUs.
 
-    The machine is the one that `hardware.name` names, or this machine. If the GPUs of this machine
-    are not in the table of `gptrain.costs.hardware`, its CPU is planned. There are no links if the
-    key `topology` is null, and `hardware.name` is set or this machine has no GPUs.
+    GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU.
     """
     hardware, source = cfg.hardware, cfg.topology
     name, local_gpus = hardware.name, []
@@ -121,16 +107,7 @@ def main() -> None:
 
 
 def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
-    """Print the plan of a run, or the faults of this machine.
-
-    Args:
-        cfg: Configuration of the run and of its hardware.
-        words: Overrides that the user typed, for the printed command.
-        flags: Flags that the user typed: some of --json and --doctor.
-
-    Raises:
-        ConfigError: If a value does not fit.
-    """
+    """Print the plan of a run with the words that the user typed, or the faults of this machine."""
     trainer = cfg.trainer
     if "--doctor" in flags:
         return print(*doctor(count_devices(trainer.devices), trainer.accelerator), sep="\n")

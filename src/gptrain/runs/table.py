@@ -106,10 +106,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Return `steps` and `metrics` of the newest checkpoint, or {} if there is none intact.
-
-    `metrics` has the entry None under the name `step`, in place of a metric of this name.
-    """
+    """Return `steps` and `metrics` of the newest checkpoint, or {} if there is none intact."""
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpointError):
             manifest = read_manifest(path)
@@ -128,9 +125,8 @@ def _number(value: Any) -> float | None:
 def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
     """Return the name of the objective, and the runs sorted by it, the best first.
 
-    The last run in `runs` whose config can be read determines the objective and its direction. If
-    there is no such run, the objective is val/loss, and the smallest is the best. Runs without the
-    metric come last. Runs with equal values keep their order.
+    The last run in `runs` whose config can be read determines the objective and its direction;
+    without one it is the smallest val/loss. Runs without the metric come last.
     """
     configs = (flatten(read_facts(run.path / CONFIG, read_yaml)) for run in reversed(runs))
     config = next(filter(None, configs), {})
@@ -182,11 +178,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_cell(value: Any) -> str:
-    """Return the text of a value in the table of runs.
-
-    An integer, and any number from 1000 on, has no decimals and its thousands are grouped. Other
-    numbers have five significant digits. A text is cut at CELL characters, and None is empty.
-    """
+    """Return the text of a value: thousands grouped, else five digits; texts are cut at CELL."""
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"

@@ -99,14 +99,7 @@ class ChatFormat:
         return EncodedChat(tokens, is_target)
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens after which the assistant writes its next message.
-
-        Args:
-            messages: Messages of the conversation so far.
-
-        Raises:
-            DataError: If the template refuses the messages.
-        """
+        """Return the tokens after which the assistant writes its next message."""
         return self.tokenizer.encode(self._render(messages, True), special=True).tolist()
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
@@ -120,11 +113,7 @@ class ChatFormat:
 
 
 def _compile(template: str) -> Any:
-    """Compile a Jinja template with the functions that transformers gives to a chat template.
-
-    Raises:
-        DataError: If the template is not valid.
-    """
+    """Compile a Jinja template with the functions that transformers gives to a chat template."""
     from jinja2 import TemplateError  # a requirement of torch; imported only for a conversation
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

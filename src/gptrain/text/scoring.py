@@ -98,19 +98,7 @@ def score(
 
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
-    """Return the log probabilities (N - 1,) of all tokens but the first, on the CPU.
-
-    The result is empty for a text of one token or none.
-
-    Args:
-        net: Net in evaluation mode.
-        tokens: Token ids of a text, (N,), on the device of the net.
-        context: Smallest number of tokens before a scored token in all windows but the first. None
-            for half of the net's `max_seq_len`.
-
-    Raises:
-        ValueError: If `context` is not from 1 to `max_seq_len`.
-    """
+    """Return the log probabilities (N - 1,) of all tokens (N,) but the first, on the CPU."""
     limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))
     context = limit // 2 if context is None else context
     if not 0 < context <= limit:

@@ -138,15 +138,9 @@ class Writer:
 def decode_pieces(
     tokenizer: Tokenizer, tokens: list[int], new_tokens: Iterable[int]
 ) -> Iterator[str]:
-    """Yield the text that each new token adds to the text of the tokens before it.
+    """Yield the text that each new token adds to that of `tokens`, to which it is appended.
 
-    A character of several tokens is yielded when its last token is known. An incomplete character
-    at the end is yielded as U+FFFD.
-
-    Args:
-        tokenizer: Tokenizer of the net.
-        tokens: Token ids of the prompt. Each new token is appended to this list.
-        new_tokens: Token ids that follow the prompt.
+    A character of several tokens is yielded when its last token is known.
     """
     start = max(0, len(tokens) - 8)  # the text of a token may depend on the tokens before it
     shown = tokenizer.decode(tokens[start:])
@@ -161,14 +155,10 @@ def decode_pieces(
 
 
 def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Yield pieces of text up to the first stop text, without the stop text.
+    """Yield pieces of text up to the first stop text, without it.
 
-    The end of a piece that may be the beginning of a stop text is yielded later, when the following
-    pieces show that it is not.
-
-    Args:
-        stop: Stop texts. With none, all pieces are yielded.
-        pieces: Successive pieces of one text.
+    The end of a piece that may be the beginning of a stop text is yielded when it is known not to
+    be.
     """
     pending = ""
     for piece in pieces:
