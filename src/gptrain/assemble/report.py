@@ -1,12 +1,16 @@
-"""Builds the lines that describe a run at its start, and the provenance in result.json."""
+"""The lines that a run prints at its start and at its end, and result.json."""
 
 import functools
+import logging
 import os
 import platform
 import re
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,69 +18,209 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Dataset
 
 from gptrain.assemble.module import peak_lr
 from gptrain.assemble.resume import typed_keys
+from gptrain.checkpoints import timeline
+from gptrain.checkpoints.status import RESULT_NAME, write_result
 from gptrain.config.from_run import NOT_TAKEN
 from gptrain.core import labels, shell
 from gptrain.core.lengths import RunLengths
 from gptrain.core.locations import LIBRARY, find_project
 from gptrain.core.schema import RunConfig
-from gptrain.lit.lightning import strategy_of
+from gptrain.lit.callbacks.monitor import TrainingMonitor
+from gptrain.lit.lightning import callbacks_of, data_of, strategy_of
+from gptrain.lit.loggers import STEP
 from gptrain.lit.module import LanguageModel
-from gptrain.lit.report import Report
+from gptrain.lit.perf import peak_memory_bytes
+from gptrain.lit.user_data import has_loader
+from gptrain.parallel.mesh import gather
 from gptrain.runtime.devices import RunDevices
 
+log = logging.getLogger(__name__)
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 GIT_S = 3.0  # time limit of git, which may be slow on a network file system
+MAX_SHOWN = 12  # largest number of metrics in the result line
+TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 
 
-def build_report(
-    cfg: RunConfig,
-    devices: RunDevices,
-    lengths: RunLengths,
-    trainer: pl.Trainer,
-    train: Dataset,
-    module: pl.LightningModule,
-) -> Report:
-    """Build the report of a run, with the lines that it prints at the start.
+@dataclass
+class Report:
+    """Describes one run to the user and to the loggers. All ranks have one; rank 0 prints.
 
-    There are up to five lines: the model, the strategy, the data if the dataset describes itself,
-    the batch, and the run folder. Only rank 0 reads git.
+    Attributes:
+        cfg: Configuration of the run.
+        devices: Devices of the run.
+        lengths: Lengths of the run.
+        trainer: Lightning's Trainer.
+        train: Training set.
+        module: LightningModule of the run.
     """
-    batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
-    if isinstance(getattr(module, "net", None), torch.nn.Module):
-        model = [info.net_name, parameters_text(info.n_parameters, info.n_trained)]
-        model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
-    else:
-        n_parameters = sum(parameter.numel() for parameter in module.parameters())
-        n_trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        model = [type(module).__name__, parameters_text(n_parameters, n_trained)]
-    device_text = f"{devices.world_size} x {devices.accelerator}"
-    strategy = [info.name, device_text, f"precision {trainer.precision}"]
-    if devices.accelerator == "cpu":
-        strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
-    lines = {"model": " · ".join(model), "strategy": " · ".join(strategy)}
-    parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
-    if cfg.task == "fit":
-        n_steps = lengths.n_steps
-        if describe := getattr(train, "describe", None):
-            lines["data"] = describe((n_steps or 0) * batch.global_batch_size)
-        is_text = lengths.unit == "tokens"
-        unit = f"sequences = {lengths.step_tokens} tokens" if is_text else "samples"
-        parts[0] += f" x {batch.accumulate} accumulated = {batch.global_batch_size} {unit} per step"
-        end = "no end"
-        if n_steps is not None:
-            end = f"{labels.count_text(n_steps, 'step')} by {lengths.limit}"
-        parts.append(end)
-        makes_own = type(module).configure_optimizers is not LanguageModel.configure_optimizers
-        if not makes_own and (lr := peak_lr(cfg, batch)) is not None:
-            parts.append(f"lr {lr:g}")
-    lines |= {"batch": " · ".join(parts), "run": cfg.run_dir}
-    facts = describe_run(devices) if trainer.is_global_zero else {}
-    return Report(lines, cfg.plain() | {"typed": typed_options(cfg)}, facts)
+
+    cfg: RunConfig
+    devices: RunDevices
+    lengths: RunLengths
+    trainer: pl.Trainer
+    train: Dataset
+    module: pl.LightningModule
+
+    def start(self) -> None:
+        """Start the clock, print the start lines and log the hyperparameters, before the fit."""
+        self._start_s = time.perf_counter()
+        if self.devices.accelerator == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if self.trainer.is_global_zero:
+            self._provenance = describe_run(self.devices)
+            for label, text in self._start_lines():
+                log.info(labels.line(label, text))
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(self.cfg.plain() | {"typed": typed_options(self.cfg)})
+
+    def _start_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield the label and the text of each line that is printed at the start."""
+        cfg, lengths, batch = self.cfg, self.lengths, self.lengths.batch
+        info, arguments = strategy_of(self.trainer).info, cfg.model.arguments
+        if isinstance(getattr(self.module, "net", None), torch.nn.Module):
+            model = [info.net_name, parameters_text(info.n_parameters, info.n_trained)]
+            model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
+        else:
+            n_parameters = sum(parameter.numel() for parameter in self.module.parameters())
+            n_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+            model = [type(self.module).__name__, parameters_text(n_parameters, n_trained)]
+        yield "model", " · ".join(model)
+        device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
+        strategy = [info.name, device_text, f"precision {self.trainer.precision}"]
+        if self.devices.accelerator == "cpu":
+            strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
+        yield "strategy", " · ".join(strategy)
+        parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
+        if cfg.task == "fit":
+            if describe := getattr(self.train, "describe", None):
+                yield "data", describe((lengths.n_steps or 0) * batch.global_batch_size)
+            is_text = lengths.unit == "tokens"
+            unit = f"sequences = {lengths.step_tokens} tokens" if is_text else "samples"
+            size = f"{batch.accumulate} accumulated = {batch.global_batch_size} {unit} per step"
+            steps = labels.count_text(lengths.n_steps or 0, "step")
+            parts[0] += f" x {size}"
+            parts.append("no end" if lengths.n_steps is None else f"{steps} by {lengths.limit}")
+            uses_lr = type(self.module).configure_optimizers is LanguageModel.configure_optimizers
+            if uses_lr and (lr := peak_lr(cfg, batch)) is not None:
+                parts.append(f"lr {lr:g}")
+        yield "batch", " · ".join(parts)
+        yield "run", cfg.run_dir
+
+    def end(self) -> dict[str, float]:
+        """Print the result and the next command, write result.json and return the metrics.
+
+        result.json is not written under fast_dev_run, and a fit in which no step was left does not
+        overwrite one that exists. All ranks must call this method after the Trainer has run.
+
+        Raises:
+            OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
+        """
+        trainer, step = self.trainer, self.trainer.global_step
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics.pop(STEP, None)  # the x axis of the loggers
+        peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
+        if not trainer.is_global_zero:
+            return metrics
+        seconds = time.perf_counter() - self._start_s
+        monitor = next(part for part in callbacks_of(trainer) if isinstance(part, TrainingMonitor))
+        best = None
+        if (checkpoints := monitor.checkpoints) is not None:
+            best = next(iter(checkpoints.ranking()), None) or checkpoints.store.newest()
+        first_step = monitor.first_step  # None if this was no fit, or if no step was left
+        ended = self._why_ended(first_step)
+        path = Path(self.cfg.run_dir) / RESULT_NAME
+        goodput = monitor.timeline.end(step)
+        has_worked = first_step is not None or self.cfg.task != "fit" or not path.exists()
+        if has_worked and not self.cfg.trainer.fast_dev_run:
+            write_result(
+                path,
+                metrics,
+                steps=step,
+                tokens=data_of(trainer).tokens,
+                seconds=seconds,
+                checkpoint=best,
+                ended=ended,
+                peak_memory_bytes=peak_bytes,
+                **goodput,
+                **self._provenance,
+            )
+        parts = []
+        if first_step is not None:
+            resumed = f", from step {first_step} to {step}" if first_step else ""
+            n_steps = labels.count_text(step - first_step, "step")
+            parts.append(f"{n_steps} in {seconds:.0f} s{resumed}")
+        chosen = self.cfg.objective, self.cfg.checkpoint.monitor
+        shown = ("train/loss", "val/", "test/", "eval/", *chosen)
+        values = [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith(shown)]
+        if len(values) > MAX_SHOWN:
+            values[MAX_SHOWN:] = [f"{len(values) - MAX_SHOWN} more values in {RESULT_NAME}"]
+        parts += values
+        if "perf/tokens_per_s" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {self.lengths.unit}/s")
+        if "perf/mfu" in metrics and monitor.speed.peak:
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak[1]}")
+        per_rank = " per rank" if trainer.world_size > 1 else ""
+        parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
+        if goodput:
+            parts.append(timeline.describe(goodput))
+        parts.append(", ".join(ended.values()))
+        log.info(labels.line("result", " · ".join(parts)))
+        log.info(labels.line("next", self._next_command(has_checkpoint=best is not None)))
+        return metrics
+
+    def _next_command(self, has_checkpoint: bool) -> str:
+        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves.
+
+        A run without a checkpoint, a step or a loader for an evaluation shows the curves only.
+        """
+        if self.cfg.trainer.fast_dev_run:
+            return "every part works; run it without trainer.fast_dev_run"
+        tensorboard = shell.command("tensorboard", f"--logdir={self.cfg.run_dir}")
+        datamodule = self.trainer.datamodule  # ty: ignore[missing-attribute]
+        for task, step in TASK_STEPS.items() if has_checkpoint else ():
+            if has_loader(datamodule, task) and is_overridden(step, self.module):
+                run = shell.override("from_run", self.cfg.run_dir)
+                return f"{shell.train_command(run, f'task={task}')}; {tensorboard}"
+        return tensorboard
+
+    def _why_ended(self, first_step: int | None) -> dict[str, str]:
+        """Return `reason` and `detail` of the end of a run without an error.
+
+        The detail is the option that set the length of the run, or else the last step, with the
+        metric that stopped the run or a hint. `first_step` is the number of steps done when
+        training started, None if it did not start.
+        """
+        trainer, lengths = self.trainer, self.lengths
+        step = trainer.global_step
+        timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]
+        early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
+        reason, detail = "stopped", f"at step {step}"
+        if first_step is None and self.cfg.task != "fit":
+            reason = f"{self.cfg.task} done"
+            detail = f"of {trainer.ckpt_path or 'the initial weights'}"
+        elif first_step is None:
+            reason = "nothing left to train"
+            limits = "trainer.max_steps or trainer.max_epochs"
+            detail = f"step {step} is the last step of the run; to train further, raise {limits}"
+        elif step == lengths.n_steps:
+            reason, detail = f"{lengths.limit_kind} done", lengths.limit
+        elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
+            reason = "max_time"
+        elif early:
+            metric = early[0].monitor
+            why = early[0].stopping_reason.name.lower().replace("_", " ")
+            reason = "early stop"
+            detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
+        else:
+            detail = f"by a callback or the module (trainer.should_stop), {detail}"
+        return {"reason": reason, "detail": detail}
 
 
 def parameters_text(n_parameters: int, n_trained: int) -> str:
@@ -102,12 +246,7 @@ def typed_options(cfg: RunConfig) -> dict[str, Any]:
 
 
 def describe_run(devices: RunDevices) -> dict[str, Any]:
-    """Return the provenance of a run that is about to start, for result.json.
-
-    The keys are `command`, `overrides` (those that were typed; empty without Hydra), `git` (result
-    of `read_git`), `versions`, `host`, `devices` (such as `8 x NVIDIA H100`) and `threads` (of one
-    rank). All values can be written as JSON. Runs git, for a few seconds at most.
-    """
+    """Return the provenance of a run that is about to start, for result.json."""
     is_hydra_command = HydraConfig.initialized()  # False in tests/tools/bench
     device = f"{devices.accelerator} ({platform.machine()})"
     if devices.accelerator == "cuda":
@@ -127,8 +266,7 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
 def read_git(folder: Path) -> dict[str, object] | None:
     """Return the commit of the repository around a folder, and whether files differ from it.
 
-    The result is computed once per process. It is None if git or a repository is missing, or if git
-    is slow.
+    The result is None if git or a repository is missing, or if git is slow.
     """
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # do not write the index

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
-    Datasets,
     build_datasets,
     check_sample,
     check_samples,
@@ -31,7 +30,7 @@ from gptrain.assemble.datasets import (
 )
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
-from gptrain.assemble.report import build_report
+from gptrain.assemble.report import Report
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
@@ -48,7 +47,6 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import callbacks_of, use_checkpoint
 from gptrain.lit.messages import misconfiguration_as_config_error, quiet_lightning
-from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
@@ -104,7 +102,7 @@ class TrainingRun:
         """
         cfg, trainer = self.cfg, self.trainer
         use_checkpoint(trainer, self.checkpoint)
-        self.report.start(trainer)
+        self.report.start()
         with as_config_errors(cfg), misconfiguration_as_config_error():
             if cfg.task == "fit":
                 trainer.fit(self.module, datamodule=self.datamodule)
@@ -120,7 +118,7 @@ class TrainingRun:
                 fitted = dict(trainer.callback_metrics)
                 trainer.test(self.module, datamodule=self.datamodule, verbose=False)
                 trainer.callback_metrics.update(fitted)
-        return self.report.end(trainer)
+        return self.report.end()
 
 
 def check(cfg: RunConfig) -> None:
@@ -179,10 +177,10 @@ def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
     mode = cfg.model.compile
     if mode == "none" or "model.compile" in typed_keys():
         return mode
-    if mode == "blocks" and devices.accelerator != "cpu":
-        net = build_on_meta_device(partial(build_net, cfg.model))
-        return mode if hasattr(net, "blocks") else "none"
-    return "none" if devices.accelerator == "cpu" else mode
+    if devices.accelerator == "cpu":
+        return "none"
+    net = build_on_meta_device(partial(build_net, cfg.model))
+    return mode if mode == "model" or hasattr(net, "blocks") else "none"
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
@@ -214,7 +212,11 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     if devices.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)
 
-    train, val, test = prepare_data(cfg, process.rank, guard)
+    # Rank 0 may tokenize a corpus for hours. There is nothing to save yet.
+    guard.beat(phase="data", allow_s=PREPARING_S)
+    with guard.nothing_to_save():
+        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
+    guard.beat(phase="build", allow_s=STARTING_S)
     if cfg.task == "fit" and process.rank == 0:
         write_tokenizer(cfg, train)
     check_samples(cfg, module_type, (train, val, test), dims.data)
@@ -284,7 +286,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
                 "test": cfg.trainer.limit_test_batches,
             },
         )
-    report = build_report(cfg, devices, lengths, trainer, train, module)
+    report = Report(cfg, devices, lengths, trainer, train, module)
     return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
 
 
@@ -353,18 +355,3 @@ def check_shared(run_dir: str, rank: int) -> None:
         message = f"{without_folder[0]} does not see the files of rank 0 in this folder"
         hint = "run_dir=<a folder that all nodes share>"
         raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
-
-
-def prepare_data(cfg: RunConfig, rank: int, guard: Guard) -> Datasets:
-    """Build the training, validation and test set, first on rank 0 and then on all other ranks.
-
-    Rank 0 may tokenize a corpus, which the other ranks then read. That may take hours: the
-    heartbeat allows the time, and a stop request ends the run at once, because there is nothing to
-    save yet. All ranks must call it.
-    """
-    make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
-    guard.beat(phase="data", allow_s=PREPARING_S)
-    with guard.nothing_to_save():
-        datasets = make()
-    guard.beat(phase="build", allow_s=STARTING_S)
-    return datasets
