@@ -1,4 +1,4 @@
-"""Let Hydra find and merge the yaml files of a choice of groups once for all tests of a process.
+"""Let Hydra find and merge the yaml files of a choice of groups once for all tests.
 
 A run composes its config twice, which takes 0.1 s each time, more than the steps of a tiny run.
 Most tests choose the same groups. The later parts (overrides of keys, references, checks) are not
@@ -8,10 +8,13 @@ cached. If a yaml file has changed, nothing is taken from the cache.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from functools import cache, wraps
+from hashlib import sha1
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from hydra._internal import config_loader_impl, config_repository, defaults_list
@@ -48,11 +51,12 @@ def _find_once(find: Callable) -> Callable:
             skip_missing and key not in made
         ):  # a cached list without `skip_missing` has no missing entry
             key = (*key, skip_missing)
-        if key not in made:
+
+        def listed_and_notes() -> tuple:
             listed = find(repo, config_name, overrides, prepend_hydra, skip_missing)
-            notes = {k: v for k, v in vars(overrides).items() if k != "config_overrides"}
-            made[key] = pickle.dumps((listed, notes))
-        listed, notes = pickle.loads(made[key])
+            return listed, {k: v for k, v in vars(overrides).items() if k != "config_overrides"}
+
+        listed, notes = _made(key, listed_and_notes)
         vars(overrides).update(notes)
         return listed
 
@@ -66,11 +70,24 @@ def _make_once(make: Callable) -> Callable:
     def make_or_find(self, **given):
         what = {name: value for name, value in given.items() if name != "repo"}
         key = (repr(what), _files(given.get("repo", self)))
-        if key not in made:
-            made[key] = pickle.dumps(make(self, **given))
-        return pickle.loads(made[key])
+        return _made(key, lambda: make(self, **given))
 
     return make_or_find
+
+
+def _made(key: tuple, make: Callable[[], Any]) -> Any:
+    """Return what this process, or another one of the tests, has made for a key, or make it."""
+    folder = Path(os.environ["GPTRAIN_TEST_RUNS"])
+    folder.mkdir(exist_ok=True)
+    file = folder / sha1(repr(key).encode()).hexdigest()
+    if key not in made and file.exists():
+        made[key] = file.read_bytes()
+    if key not in made:
+        made[key] = pickle.dumps(make())
+        new = file.with_name(f"{file.name}-{os.getpid()}")
+        new.write_bytes(made[key])
+        new.rename(file)
+    return pickle.loads(made[key])
 
 
 def _files(repo: object) -> tuple:

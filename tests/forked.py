@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,25 +30,22 @@ from gptrain.lit import measure
 from gptrain.runtime import launch
 from tests.fast import some_flops_per_s
 
-PRELOAD = [  # before Python 3.13, a fork server can only import installed packages
-    "gptrain.assemble",
-    "gptrain.config.cli",
-    "gptrain.runtime.launch",
-    "gptrain.lit.loggers",
-    "gptrain.lit.perf",
-    "gptrain.parallel.pipeline",
-    "gptrain.checkpoints.tensors",
-    "hydra._internal.utils",
-    "pytest",
-    "torch._dynamo",  # every optimizer of torch imports torch._dynamo
-    "torchmetrics.classification",
-]
+ROOT = str(Path(__file__).parents[1])
+
+
+def server() -> ForkServerContext:
+    """Return the context that forks processes from a process that has imported tests/warm.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    with patch.dict(os.environ, PYTHONPATH=ROOT):  # before Python 3.13, a server has no sys.path
+        forkserver.ensure_running()
+    return context
 
 
 @contextmanager
 def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     """Fork the ranks that start in the block; they append their output to these files."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    server()
     with (
         patch.object(launch, "elastic_launch", partial(start_forked, out, err)),
         patch.object(measure, "measure_matmul", some_flops_per_s),
@@ -67,11 +66,6 @@ def run_command(
     out: Path, err: Path, environment: dict[str, str], folder: str, script: str, *words: str
 ) -> None:
     """Run a Python script as a rank, with its output in these files."""
-    from tests.fast import make_fast
-    from tests.no_network import forbid_network
-
-    forbid_network()
-    make_fast()
     measure.measure_matmul = some_flops_per_s
     sys.stdout.flush()
     for path, fd in ((out, 1), (err, 2)):

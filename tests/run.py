@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
-import pkgutil
 import runpy
 import shutil
 import signal
@@ -36,12 +34,12 @@ from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
-from tests import composed_once
 from tests.fast import some_flops_per_s
+from tests.forked import server
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train.py")
-PEERS_S = 15.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
+PEERS_S = 3.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
 KILLED_S = 15.0  # after SIGTERM, they get SIGKILL
 LIMIT_S = 240.0
 # (rank) -> None, called in each process of a run before train.py starts; or a signal and an
@@ -215,13 +213,12 @@ class Made:
         """Run the command in processes of its own, and return its exit code."""
         if self.ranks > 1:
             env = torchrun_variables(self.ranks, place) | env
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(preloaded())
+        context = server()
         processes = []
         for rank in range(self.ranks):
             of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else env
             env_of_rank = {**os.environ, **of_rank}
-            arguments = (rank, words, env_of_rank, place, self.stop, composed_once.made)
+            arguments = (rank, words, env_of_rank, place, self.stop)
             processes.append(context.Process(target=run_rank, args=arguments))
         for process in processes:
             process.start()
@@ -247,20 +244,8 @@ def run_script(words: list[str], module: str = "") -> int:
     return 0
 
 
-def run_rank(
-    rank: int,
-    words: list[str],
-    env: dict[str, str],
-    place: Path,
-    stop: Stop,
-    composed: dict[tuple, bytes],
-) -> None:
+def run_rank(rank: int, words: list[str], env: dict[str, str], place: Path, stop: Stop) -> None:
     """Run train.py as the main program of this new process."""
-    from tests.fast import make_fast
-    from tests.no_network import forbid_network
-
-    forbid_network()
-    make_fast(composed)
     os.environ.clear()
     os.environ.update(env)
     with redirected(place):
@@ -318,16 +303,6 @@ def torchrun_variables(ranks: int, place: Path) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": place.name, "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-
-
-def preloaded() -> list[str]:
-    """Return the modules that the fork server imports once for all ranks."""
-    import gptrain
-
-    names = [module.name for module in pkgutil.walk_packages(gptrain.__path__, "gptrain.")]
-    names += ["lightning.pytorch", "hydra._internal.utils", "torchmetrics.classification"]
-    names.append("torch._dynamo")  # every optimizer of torch imports it
-    return [name for name in names if not name.endswith("__main__")]
 
 
 @contextmanager

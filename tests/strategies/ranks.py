@@ -7,7 +7,6 @@ def test_fsdp_equals_one_process():
 
 import datetime
 import importlib
-import multiprocessing
 import os
 import warnings
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from tests.forked import PRELOAD
+from tests.forked import server
 
 COLLECTIVE_S = 60  # a rank that failed leaves the others waiting
 
@@ -25,7 +24,7 @@ def on_ranks(world_size):
 
     def decorate(case):
         def test(tmp_path):
-            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+            server()
             words = (world_size, case.__module__, case.__name__, tmp_path / "store")
             start_processes(run_case, words, world_size, start_method="forkserver")
 
