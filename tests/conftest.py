@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[1]
 LONGEST = [
     "test_interruption", "test_refused", "test_table", "test_run_options", "test_golden",
     "test_nodes", "test_readme", "test_collectives", "test_launchers", "test_slurm_cluster",  # slow
-    "test_own_losses", "test_text_data", "test_sweeps", "test_own_nets", "test_checkpoint_store",
-    "test_own_training", "test_sums_and_sets", "test_own_modules", "test_own_data", "test_watchdog",
+    "test_own_parts", "test_text_data", "test_sweeps", "test_own_nets", "test_checkpoint_store",
+    "test_own_modules", "test_own_data", "test_watchdog",
     "test_lightning_features", "test_hugging_face", "test_models", "test_generate", "test_finite",
     "test_train", "test_mirror", "test_export", "test_resume_changes",
 ]  # fmt: skip

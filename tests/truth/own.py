@@ -1,12 +1,16 @@
-"""What a user would write: a dataset, a module, parameter groups, and a callback that records."""
+"""What a user would write: data, losses, nets, parameter groups, and a callback that records."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import Dataset
+from torchmetrics import SumMetric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import decay_groups, muon
@@ -33,6 +37,28 @@ class Ragged(Dataset):
         return tokens[:-1], targets
 
 
+class Uneven(Dataset):
+    """Samples in which between one and 12 targets count, in one of the forms that batches have."""
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed, form="pair"):
+        self.num_samples, self.form = num_samples, form
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(32, (13,), generator=generator)
+        tokens, targets = tokens[:-1], tokens[1:].clone()
+        targets[1 + index * 7 % 12 :] = IGNORED
+        return {
+            "pair": (tokens, targets),
+            "dict": {"tokens": tokens, "targets": targets},
+            "named": {"text": tokens, "next": targets},  # keys that the library does not know
+            "weighted": (tokens, targets, torch.full((12,), 0.5)),
+        }[self.form]
+
+
 class Penalised(LanguageModel):
     """Adds a term to the loss that does not depend on the targets."""
 
@@ -57,25 +83,34 @@ class FirstBlockAdamW(torch.optim.AdamW):
 
 
 class Record(pl.Callback):
-    """Writes the batches that a rank got, of each step and of a validation."""
+    """Writes what a rank got: the batches of each step and of a validation, and gradient norms."""
 
-    def __init__(self):
-        self.steps, self.val = [], []
+    def __init__(self, norms: bool = False):
+        self.steps, self.val, self.norms, self.with_norms = [], [], [], norms
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self.steps.append([])
-        self.steps[-1].append([part.clone() for part in batch])
+        self.steps[-1].append([part.clone() for part in parts_of(batch)])
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.with_norms:
+            gradients = [p.grad.norm() for p in module.parameters() if p.grad is not None]
+            self.norms.append(float(torch.stack(gradients).norm()))
 
     def on_validation_start(self, trainer, module):
         self.val.clear()
 
     def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
-        self.val.append([part.clone() for part in batch])
+        self.val.append([part.clone() for part in parts_of(batch)])
 
     def on_train_end(self, trainer, module):
         path = Path(trainer.default_root_dir) / f"batches-{trainer.global_rank}.pt"
-        torch.save({"steps": self.steps, "val": self.val}, path)
+        torch.save({"steps": self.steps, "val": self.val, "norms": self.norms}, path)
+
+
+def parts_of(batch) -> list[Tensor]:
+    return [*(batch.values() if isinstance(batch, dict) else batch)]
 
 
 class MuonInFp32(pl.Callback):
@@ -87,3 +122,343 @@ class MuonInFp32(pl.Callback):
 
     def teardown(self, trainer, module, stage):
         muon.native_dtype = self.native
+
+
+# Losses: functions of `loss` (tokens, targets), the net, and a batch. LOSSES has them by name.
+
+
+def thin(targets: Tensor) -> Tensor:
+    """Keep every third target, as masked training does."""
+    return targets.masked_fill(torch.arange(targets.shape[1]) % 3 > 0, IGNORED)
+
+
+def of_outputs(loss, net, tokens, targets):
+    return loss(tokens, targets) + 0.1 * net(tokens).square().mean()
+
+
+def of_weights(loss, net, tokens, targets):
+    return loss(tokens, targets) + 0.01 * sum(p.square().sum() for p in net.parameters())
+
+
+def masked(loss, net, tokens, targets):
+    return of_outputs(loss, net, tokens, thin(targets))
+
+
+def masked_in_place(loss, net, tokens, targets):
+    return loss(tokens, targets.copy_(thin(targets)))
+
+
+def backwards(loss, net, tokens, targets):
+    back = tokens.flip(1)
+    return loss(tokens, targets) + 0.3 * loss(back, back.roll(-1, 1))
+
+
+def unreturned(loss, net, tokens, targets):
+    returned = loss(tokens, targets)
+    loss(tokens, targets)
+    return returned
+
+
+LOSSES = {
+    "plain": lambda loss, net, *batch: loss(*batch),
+    "weights": of_weights, "outputs": of_outputs, "masked": masked,
+    "in place": masked_in_place, "backwards": backwards, "unreturned": unreturned,
+    "twice": lambda loss, net, *batch: loss(*batch) + loss(*batch),
+    "quarter": lambda loss, net, *batch: 0.25 * loss(*batch),
+}  # fmt: skip
+
+
+class OwnLosses(LanguageModel):
+    """Trains with another loss in each step.
+
+    Args:
+        losses: Names in LOSSES, one for each step.
+    """
+
+    def __init__(self, *args, losses, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.losses = losses
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets, *_ = parts_of(batch)
+        return LOSSES[self.losses[self.global_step]](self.loss, self.net, tokens, targets)
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluate(*parts_of(batch)[:2])
+
+
+class MaskedOnTheWay(OwnLosses):
+    """Masks targets where Lightning's documentation changes batches."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        tokens, targets = batch
+        return tokens, thin(targets)
+
+
+class ClipsInHook(OwnLosses):
+    """Clips in a hook that sees the gradients before the optimizer does."""
+
+    def on_before_optimizer_step(self, optimizer):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
+class ClipsByTrainer(OwnLosses):
+    """Clips in Lightning's hook by Lightning's method."""
+
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        self.clip_gradients(optimizer, 0.5, gradient_clip_algorithm)
+
+
+class ClipsLater(pl.Callback):
+    """A callback that clips from the third step on."""
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step >= 2:
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+
+
+# Nets
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Add the mean of the positions so far, through a small MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        y = y.cumsum(1) / torch.arange(1, y.shape[1] + 1, device=y.device)[:, None]
+        return x + self.down(self.up(y).relu())
+
+
+class Chain(nn.Module):
+    """A net without `hidden`: embedding, two blocks, norm and head."""
+
+    block: ClassVar[type[nn.Module]] = Block
+
+    def __init__(self, vocab_size=64):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab_size, bias=False)
+
+    def embed(self, tokens):
+        return self.embedding(tokens)
+
+    def body(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens):
+        return self.head(self.body(tokens))
+
+
+class WithHidden(Chain):
+    """A net with `hidden`, which leaves out what `forward` does in training only."""
+
+    def hidden(self, tokens):
+        return self.body(tokens)
+
+
+class CapsLogits(Chain):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return 0.3 * torch.tanh(logits / 0.3) if self.training else logits
+
+
+class DroppingHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(dropout(x, 0.5, self.training))
+
+
+class DropsInHead(Chain):
+    def __init__(self, vocab_size=64):
+        super().__init__(vocab_size)
+        self.head = DroppingHead(WIDTH, vocab_size, bias=False)
+
+
+class CapsLogitsParts(CapsLogits, WithHidden): ...
+
+
+class DropsInHeadParts(DropsInHead, WithHidden): ...
+
+
+class SkipsBlocks(Chain):
+    def body(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if not self.training or torch.rand(()) > 0.9:
+                x = block(x)
+        return self.norm(x)
+
+
+class SharesActivation(Chain):
+    """A chain in which one layer without parameters stands twice."""
+
+    def __init__(self, vocab_size=64):
+        super().__init__(vocab_size)
+        shared = nn.Tanh()
+        self.blocks = nn.ModuleList(m for _ in range(4) for m in (Block(), shared))
+
+
+class Replaces(Block):
+    """A block that replaces a buffer, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = self.seen + 1
+        return x + torch.sin(self.seen / 4 * super().forward(x))
+
+
+class Normalized(Block):
+    """A block that normalizes over the batch, which changes running averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.batch_norm(super().forward(x).mT).mT
+
+
+class ReplacesNet(Chain):
+    block = Replaces
+
+
+class BatchNormNet(Chain):
+    block = Normalized
+
+
+class Experts(Block):
+    """Experts of two sizes; each position goes to one of them."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [4 + i % 2 for i in range(12)]
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, n), nn.Linear(n, WIDTH)) for n in widths
+        )
+
+    def forward(self, x):
+        x = super().forward(x)
+        choice = x.detach().argmax(-1) % len(self.experts)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if (rows := choice == i).any():
+                y[rows] = expert(x[rows])
+        return x + y
+
+
+class MixtureOfExperts(Chain):
+    block = Experts
+
+
+class OwnScales(LanguageModel):
+    """Three scales outside of the net, of which a batch uses one or two."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(3))
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        logits = self.scales[int(tokens[0, 0]) % 2] * self.net(tokens)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# Sums
+
+
+class Sums(LanguageModel):
+    """Counts targets in each way in which Lightning and torchmetrics sum over ranks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.metric = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.log("train/n", float(batch[1].numel()), reduce_fx="sum", sync_dist=True, on_step=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        n_targets = float(batch[1].numel())
+        self.log("val/n", n_targets, reduce_fx="sum", sync_dist=True)
+        self.metric.update(n_targets)
+        self.log("val/metric", self.metric)
+        super().validation_step(batch, batch_idx)
+
+
+class CountsBatches(pl.Callback):
+    """A callback that sums with a metric of its own."""
+
+    def __init__(self):
+        self.metric = SumMetric()
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.metric.update(float(batch[1].numel()))
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("val/callback", self.metric.compute())
+
+
+# A net that sees all positions
+
+
+class Attention(nn.Module):
+    exchange = None
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, 8)) for part in (self.q, self.k, self.v))
+        if self.exchange is not None:
+            q, k, v = self.exchange.to_heads(q, k, v)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        if self.exchange is not None:
+            y = self.exchange.to_positions(y)
+        return self.out(y.flatten(2))
+
+
+class SeesAllBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class SeesAll(Chain):
+    """A net without a causal mask and without positions."""
+
+    block = SeesAllBlock
+    n_heads = 2
+    context_plan = ("blocks.*.attention",)
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "embedding": "vocab_embedding",
+        "blocks.*.norm": "sequence",
+        "blocks.*.attention.[qkv]": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "norm": "sequence",
+        "head": "vocab_head",
+    }
+
+    def forward(self, tokens, layout=None):
+        return super().forward(tokens)
