@@ -82,15 +82,10 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     net = make(name, **({} if name == "gpt2" else {"rope_base": 1e4}))
     load_weights(net, tmp_path)
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
-    index = tmp_path / "model.safetensors.index.json"
     files[1].unlink()
-    with pytest.raises(FileNotFoundError, match=files[1].name):
+    with pytest.raises(DamagedCheckpointError, match=f"is one of {len(files) - 1} files"):
         load_weights(net, tmp_path)
-    for names in ({"a": "../a.safetensors"}, []):
-        index.write_text(json.dumps({"weight_map": names}))
-        with pytest.raises(DamagedCheckpointError, match=str(index)):
-            load_weights(net, tmp_path)
-    index.unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
     files[0].rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(DamagedCheckpointError, match=r"config\.json"):

@@ -73,13 +73,13 @@ def test_other_content_of_the_data_is_refused(compose):
         check_data(compose(*words), checkpoint, "4567")
 
 
-def test_a_resume_removes_what_killed_saves_left_and_brings_a_replaced_checkpoint_back(compose):
+def test_a_resume_removes_what_killed_saves_left_and_completes_one_that_was_written(compose):
     store = save(compose(), 5)
     save(compose(), 6)
     for name in (".draft-step-00000007", ".trash-step-00000002"):
         (store.folder / name).mkdir()
         (store.folder / name / "state.ckpt").write_bytes(b"half")
-    (store.folder / "step-00000006").rename(store.folder / ".old-step-00000006")
+    (store.folder / "step-00000006").rename(store.folder / ".draft-step-00000006")
     assert find_checkpoint(compose("ckpt_path=last"), LOCK, 1).name == "step-00000006"
     names = sorted(path.name for path in store.folder.iterdir())
     assert names == ["step-00000005", "step-00000006"]

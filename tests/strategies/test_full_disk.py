@@ -58,10 +58,10 @@ def test_any_error_of_one_rank_fails_the_save_on_all_ranks():
         refused = {"x": torch.zeros(2, dtype=torch.complex128)}  # has no name in safetensors
         tensors = refused if rank == bad_rank else {"w": torch.zeros(2)}
         about = {"rank": rank, "gather": gather, "in_background": in_background}
-        with pytest.raises(TypeError if rank == bad_rank else RuntimeError, match="complex128"):
+        with pytest.raises(RuntimeError, match=f"rank {bad_rank} .*complex128"):
             store.save(1, {MODEL: tensors}, {}, **about)
             store.finish()
-        with pytest.raises((AttributeError, RuntimeError), match="pickle"):
+        with pytest.raises(RuntimeError, match="pickle"):
             store.save(1, {MODEL: {}}, [lambda: rank], **about)
         dist.barrier()
         assert gather([*store.folder.iterdir()]) == [[], []]

@@ -15,7 +15,7 @@ from gptrain.checkpoints.store import (
     DamagedCheckpointError,
     verify,
 )
-from gptrain.checkpoints.tensors import INDEX, SavedTensors, load_file, read_safetensors
+from gptrain.checkpoints.tensors import SavedTensors, load_file
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 
 SAFETENSORS = "model.safetensors"
+INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 
 
 def find_weights(
@@ -172,7 +173,8 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """
     if path.suffix != ".safetensors" and path.name != INDEX:
         return net_tensors(net, path)
-    tensors, config = read_safetensors(path), path.parent / "config.json"
+    tensors = SavedTensors(path.parent if path.name == INDEX else path).full()
+    config = path.parent / "config.json"
     if path.name not in (SAFETENSORS, INDEX) or not config.exists():
         return tensors
     if (read := getattr(net, "from_hugging_face", None)) is None:

@@ -119,7 +119,7 @@ class Mirror:
                 draft.mkdir()
                 for file in parse(text, draft)["files"]:
                     self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
-                files.write_new_file(draft / MANIFEST_NAME, [text])
+                files.replace(draft / MANIFEST_NAME, text)
                 verify(draft, store.run_id)
                 os.rename(draft, store.folder / name)
             except FileNotFoundError:  # the copy was not finished, or is partly removed

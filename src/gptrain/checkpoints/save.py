@@ -19,12 +19,11 @@ from gptrain.checkpoints.tensors import Shard, Tensors, encode, shard_of
 
 
 class Save:
-    """One rank's part of a save: files in the folder of an unfinished checkpoint.
-
-    All ranks make this object and call its methods together.
+    """One rank's part of a save. All ranks make this object and call its methods together.
 
     Args:
         folder: Folder of the files. Rank 0 makes it, and its parent.
+        manifest: Entries of the manifest except `files`. They may change until `finish`.
         tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
         rank: Global rank of this process.
@@ -38,6 +37,7 @@ class Save:
     def __init__(
         self,
         folder: Path,
+        manifest: dict[str, Any],
         tensors: Mapping[str, Tensors],
         rest: Any,
         *,
@@ -45,7 +45,7 @@ class Save:
         gather: Gather = lambda value: [value],
         in_background: bool = False,
     ) -> None:
-        self.folder, self.rank, self.gather = folder, rank, gather
+        self.folder, self.manifest, self.rank, self.gather = folder, manifest, rank, gather
         self._rest = io.BytesIO()
         shards = {}
         for kind, named in tensors.items():
@@ -53,11 +53,11 @@ class Save:
                 shard = shard_of(tensor)
                 if shard.data.numel() or not tensor.numel():  # a rank may have no row of a tensor
                     shards[kind, name, shard.offsets] = shard
-        held = self.on_all_ranks(lambda: self._begin(rest, list(shards)))
+        held = self._on_all_ranks(lambda: self._begin(rest, list(shards)))
         self._files = _own_files(shards, held, rank)
         self._written = None
         if in_background:
-            self.on_all_ranks(self._copy)
+            self._on_all_ranks(self._copy)
             self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
 
     @property
@@ -65,36 +65,45 @@ class Save:
         """True while the thread of this rank writes files."""
         return self._written is not None and not self._written.done()
 
-    def finish(self) -> dict[str, dict]:
-        """Return name -> manifest entry for the files of all ranks, once they are on the disk.
+    def finish(self, commit: Callable[[], object] = lambda: None) -> None:
+        """Wait until the files of all ranks are on the disk, and write the manifest.
+
+        Args:
+            commit: Function that rank 0 calls then.
 
         Raises:
             SaveFailedError: On all ranks, if a file operation failed on any rank.
         """
-        entries = self.on_all_ranks(self._written.result if self._written else self._write)
-        return dict(sorted(item for part in entries for item in part.items()))
+        entries = self._on_all_ranks(self._written.result if self._written else self._write)
+        self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))
 
-    def on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        def complete() -> None:
+            if self.rank == 0:
+                files.replace(self.folder / MANIFEST_NAME, seal(self.manifest))
+                commit()
+
+        self._on_all_ranks(complete)
+
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Call a function on this rank, and return its results on all ranks, in rank order.
 
         Rank 0 removes the folder if it fails on any rank.
         """
-        result = error = failure = None
+        result = cause = failure = None
         try:
             result = action()
-        except OSError as own:
-            number = own.errno or errno.EIO
-            error = failure = files.SaveFailedError(number, str(self.folder.parent), self.rank)
-            error.__cause__ = own
-        except Exception as own:
-            error, text = own, f"{type(own).__name__}: {own}"
-            failure = RuntimeError(f"rank {self.rank} cannot save: {text}")
+        except Exception as error:
+            cause = error
+            failure = RuntimeError(f"rank {self.rank} cannot save: {type(error).__name__}: {error}")
+            if isinstance(error, OSError):
+                number, parent = error.errno or errno.EIO, str(self.folder.parent)
+                failure = files.SaveFailedError(number, parent, self.rank)
         outcomes = self.gather((failure, result))
-        for rank, (failure, _) in enumerate(outcomes):
+        for failure, _ in outcomes:
             if failure is not None:
                 if self.rank == 0:
                     shutil.rmtree(self.folder, ignore_errors=True)
-                raise error if error is not None and rank == self.rank else failure
+                raise failure from cause
         return [result for _, result in outcomes]
 
     def _begin(self, rest: Any, keys: list[tuple]) -> list[tuple]:
@@ -121,11 +130,10 @@ class Save:
         entries = {}
         while self._files:  # each file's copies are freed when it is written
             name, shards = self._files.popitem()
-            path = self.folder / name
-            entries[name] = files.write_new_file(path, encode(shards))
+            entries[name] = files.write_new_file(self.folder / name, encode(shards))
         if self.rank == 0:
-            path, content = self.folder / REST_NAME, self._rest.getbuffer()
-            entries[REST_NAME] = files.write_new_file(path, [content])
+            rest = [self._rest.getbuffer()]
+            entries[REST_NAME] = files.write_new_file(self.folder / REST_NAME, rest)
         return entries
 
 
@@ -147,17 +155,3 @@ def _own_files(
             part = f"-{ranks.index(rank) + 1:05d}-of-{len(ranks):05d}" if len(ranks) > 1 else ""
             own.setdefault(f"{kind}{part}.safetensors", {})[name] = shard
     return own
-
-
-def save_folder(
-    path: Path, tensors: Mapping[str, Tensors], rest: dict[str, Any], rank: int, gather: Gather
-) -> None:
-    """Save a checkpoint into a folder that belongs to no store. All ranks must call it.
-
-    An existing folder is replaced. `rest` has the key `global_step`.
-    """
-    save = Save(path, tensors, rest, rank=rank, gather=gather)
-    entries = {"run_id": "", "step": rest["global_step"], "config": {}, "metrics": {}}
-    text = seal(entries | {"files": save.finish()})
-    if rank == 0:
-        files.write_new_file(path / MANIFEST_NAME, [text])

@@ -2,17 +2,15 @@
 
 A save writes into the hidden folder `.draft-step-00000500`: first the files, each hashed and
 synced, then the manifest. The folder is synced, renamed to `step-00000500`, and its parent is
-synced. A process that is killed at any point leaves the earlier checkpoints and a draft that is
-never loaded. Loading takes the highest step of which every byte is verified. A step is saved before
-its validation, and `set_metrics` adds the metrics afterwards.
+synced. A process that is killed at any point leaves the earlier checkpoints. Loading takes the
+highest step of which every byte is verified. A step is saved before its validation, and
+`set_metrics` adds the metrics afterwards.
 
 `manifest.json` lists every file with its size and SHA-256, and ends with the SHA-256 of its own
 text, so that one flipped bit anywhere in the folder is detected. This protects against damage, not
 against forgery.
 
-Folders with three more kinds of names are never loaded either:
 `step-00000500.corrupt` failed its verification and is kept for the user to look at.
-`.old-step-00000500` is being replaced by a second save of the same step.
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
 """
 
@@ -45,6 +43,8 @@ _log = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
 REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
 FORMAT = 2
+# Types of the entries of a manifest. Checkpoints are ordered by step, never by the times of files.
+ENTRIES = {"run_id": str, "step": int, "metrics": dict, "files": dict, "config": dict}
 LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
 STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}")  # must not lead out of the folder, as `../x` would
@@ -79,12 +79,7 @@ class OldFormatError(DamagedCheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were all verified: each has the size and the hash in the manifest.
-
-    Attributes:
-        path: Folder of the checkpoint.
-        manifest: Content of its manifest.json.
-    """
+    """Folder and manifest of a checkpoint whose files were all verified."""
 
     path: Path
     manifest: dict
@@ -105,7 +100,8 @@ def folder_name(step: int) -> str:
 
 def seal(entries: Mapping[str, Any]) -> bytes:
     """Return the text of a manifest.json with these entries, its format and its own hash."""
-    content = {"format": FORMAT} | {key: entries[key] for key in entries if key != "sha256"}
+    content = {"format": FORMAT, **entries}
+    content.pop("sha256", None)
     digest = hashlib.sha256(files.to_json(content)).hexdigest()
     return files.to_json(content | {"sha256": digest})
 
@@ -134,24 +130,20 @@ def parse(text: bytes, path: Path) -> dict:
 
 def _is_manifest(manifest: object) -> bool:
     """Return whether a value that was read from JSON is a manifest with all of its entries."""
-    match manifest:
-        case {
-            "format": int(number),
-            "run_id": str(),
-            "step": int(step),  # checkpoints are ordered by step, never by the times of files
-            "metrics": dict(metrics),
-            "files": dict(entries),
-            "config": dict(),
-        }:
-            are_numbers = all(isinstance(value, int | float | None) for value in metrics.values())
-            are_files = all(
-                FILE_NAME.fullmatch(name)
-                and isinstance(entry, dict)
-                and [type(entry.get(key)) for key in ("bytes", "sha256")] == [int, str]
-                for name, entry in entries.items()
-            )
-            return number == FORMAT and 0 <= step < 2**63 and are_numbers and are_files
-    return False
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return False
+    if any(type(manifest.get(key)) is not kind for key, kind in ENTRIES.items()):
+        return False
+    are_numbers = all(
+        isinstance(value, int | float | None) for value in manifest["metrics"].values()
+    )
+    are_files = all(
+        FILE_NAME.fullmatch(name)
+        and isinstance(entry, dict)
+        and [type(entry.get(key)) for key in ("bytes", "sha256")] == [int, str]
+        for name, entry in manifest["files"].items()
+    )
+    return 0 <= manifest["step"] < 2**63 and are_numbers and are_files
 
 
 def read_manifest(path: Path) -> dict:
@@ -216,14 +208,11 @@ def _damage(path: Path, name: str) -> Generator[None, None, None]:
     """
     try:
         yield
-    except FileNotFoundError:
-        raise DamagedCheckpointError(path, f"{name} is missing") from None
-    except UnreadableFileError as error:
-        raise DamagedCheckpointError(path, f"{name} cannot be read: {error.reason}") from None
-    except OSError as error:
-        if error.errno in _NO_ANSWER:
+    except (OSError, UnreadableFileError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ANSWER:
             raise
-        raise DamagedCheckpointError(path, f"{name} cannot be read: {error.strerror}") from None
+        reason = error.strerror if isinstance(error, OSError) else error.reason
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {reason}") from None
 
 
 class CheckpointStore:
@@ -242,8 +231,7 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.run_id = run_id
         self.on_commit: Callable[[], object] = lambda: None
-        # The save in the background, and the entries of its manifest.
-        self._unfinished: tuple[Save, dict] | None = None
+        self._unfinished: Save | None = None  # the save in the background
 
     # Saving
 
@@ -279,10 +267,10 @@ class CheckpointStore:
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
-        draft = self._hidden("draft", step)
-        save = Save(draft, tensors, rest, **options)
-        entries = {"run_id": self.run_id, "step": step, "config": config or {}}
-        self._unfinished = save, entries | {"metrics": metrics or {}}
+        manifest = {"run_id": self.run_id, "step": step, "config": config or {}}
+        manifest["metrics"] = metrics or {}
+        draft = self.folder / f".draft-{folder_name(step)}"
+        self._unfinished = Save(draft, manifest, tensors, rest, **options)
         if not options.get("in_background"):
             self.finish()
 
@@ -294,7 +282,7 @@ class CheckpointStore:
     @property
     def is_written(self) -> bool:
         """True if this rank has written its files of a save in the background."""
-        return self._unfinished is not None and not self._unfinished[0].is_writing
+        return self._unfinished is not None and not self._unfinished.is_writing
 
     def finish(self) -> None:
         """Wait for the save in the background, if any, and turn its files into a checkpoint.
@@ -306,26 +294,18 @@ class CheckpointStore:
         """
         if self._unfinished is None:
             return
-        save, entries = self._unfinished
-        self._unfinished = None
-        entries["files"] = save.finish()
-        save.on_all_ranks(lambda: self._commit(save.folder, entries) if save.rank == 0 else None)
+        save, self._unfinished = self._unfinished, None
+        save.finish(lambda: self._commit(save.folder))
         if save.rank == 0:
             self.on_commit()
 
-    def _commit(self, draft: Path, entries: dict) -> None:
-        """Write the manifest into the hidden folder of a save, and rename it to a checkpoint."""
-        target = self.folder / folder_name(entries["step"])
-        old = self._hidden("old", entries["step"])
-        files.write_new_file(draft / MANIFEST_NAME, [seal(entries)])
-        files.sync_folder(draft)
+    def _commit(self, draft: Path) -> None:
+        """Rename the complete folder of a save to a checkpoint."""
+        target = self.folder / draft.name.removeprefix(".draft-")
         if target.exists():
-            # Until the next line, a reader without the lock sees the step before this one. `clean`
-            # reverses the renaming if this process is killed here.
-            os.rename(target, old)
+            self._remove(target)  # if this process is killed here, `clean` renames the draft
         os.rename(draft, target)
         files.sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of the checkpoint of its step.
@@ -337,8 +317,8 @@ class CheckpointStore:
             DamagedCheckpointError: If the manifest is damaged.
             SaveFailedError: If the manifest cannot be written. The old one is unchanged then.
         """
-        if self._unfinished is not None and self._unfinished[1]["step"] == step:
-            self._unfinished[1]["metrics"] = metrics
+        if self._unfinished is not None and self._unfinished.manifest["step"] == step:
+            self._unfinished.manifest["metrics"] = metrics
         elif step in self.steps():
             path = self.folder / folder_name(step)
             text = seal(read_manifest(path) | {"metrics": metrics})
@@ -437,55 +417,47 @@ class CheckpointStore:
     # Housekeeping
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
-        """Remove all checkpoints except the newest `keep` and the protected ones.
+        """Remove all checkpoints except the newest `keep` and the protected ones, on one rank.
 
-        A checkpoint that cannot be renamed for its removal stays, with a warning in the log. Call
-        it on one rank only.
+        A checkpoint that cannot be removed stays, and the next call tries again.
 
         Raises:
             OSError: If the folder of the checkpoints exists and cannot be read.
         """
         for step in self.steps()[:-keep]:
             path = self.folder / folder_name(step)
-            if path in protect:
-                continue
-            trash = self._hidden("trash", step)
-            shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
-            if _rename(path, trash):
-                shutil.rmtree(trash, ignore_errors=True)  # `clean` removes the rest
+            if path not in protect:
+                with suppress(OSError):
+                    self._remove(path)
 
     def clean(self) -> None:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
 
-        A checkpoint that was being replaced is restored if its replacement was not completed.
+        A save that was complete becomes a checkpoint.
 
         Raises:
             OSError: If a folder cannot be removed or renamed.
         """
         for path in sorted(self.folder.glob(".*-step-*")):
-            kind, _, name = path.name.removeprefix(".").partition("-")
-            if kind == "old" and not (self.folder / name).exists():
-                os.rename(path, self.folder / name)
-            elif kind in ("old", "draft", "trash"):
-                path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            elif path.name.startswith(".draft-") and (path / MANIFEST_NAME).exists():
+                self._commit(path)
+            else:
+                shutil.rmtree(path)
 
     def _set_aside(self, path: Path) -> str:
         """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log."""
+        if self.run_id is None:
+            return "an older checkpoint is used"
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
-        name = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
-        is_renamed = self.run_id is not None and _rename(path, self.folder / name)
-        return f"set aside as {name}" if is_renamed else "an older checkpoint is used"
+        aside = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
+        os.rename(path, self.folder / aside)
+        return f"set aside as {aside}"
 
-    def _hidden(self, kind: str, step: int) -> Path:
-        """Return the path of a hidden folder of the kind "draft", "old" or "trash"."""
-        return self.folder / f".{kind}-{folder_name(step)}"
-
-
-def _rename(path: Path, to: Path) -> bool:
-    """Rename a folder and return whether that succeeded. A failure is logged as a warning."""
-    try:
-        os.rename(path, to)
-    except OSError as error:
-        _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
-        return False
-    return True
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint. `clean` removes the rest if this is interrupted."""
+        trash = self.folder / f".trash-{path.name}"
+        shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
+        os.rename(path, trash)
+        shutil.rmtree(trash, ignore_errors=True)

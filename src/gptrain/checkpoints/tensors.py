@@ -26,10 +26,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from gptrain.checkpoints.store import DamagedCheckpointError
 from gptrain.core.errors import first_line
-from gptrain.core.small_files import open_regular, read_json
+from gptrain.core.small_files import open_regular
 
 MODEL, OPTIMIZER = "model", "optimizer"  # beginnings of the names of the files
-INDEX = "model.safetensors.index.json"  # transformers writes it for weights in several files
 SHARDING = "DCP_SHARDING_INFO"  # torch's entry of a file's header
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -70,8 +69,6 @@ def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", SHARDING: json.dumps(offsets)}}
     begin = 0
     for name, (data, _) in ordered:
-        if data.dtype not in _NAMES:
-            raise TypeError(f"{name}: safetensors has no {data.dtype}")
         end = begin + data.nbytes
         shape = list(data.shape)
         header[name] = {"dtype": _NAMES[data.dtype], "shape": shape, "data_offsets": [begin, end]}
@@ -87,7 +84,7 @@ class SavedTensors:
     """Full tensors in the safetensors files of a checkpoint, of which each rank reads its part.
 
     Args:
-        folder: Folder of a checkpoint.
+        folder: Folder of a checkpoint, or of a net of transformers; or one safetensors file.
         kind: MODEL or OPTIMIZER.
 
     Attributes:
@@ -95,7 +92,8 @@ class SavedTensors:
         dtypes: Name -> dtype.
 
     Raises:
-        DamagedCheckpointError: If a file is no safetensors file, or if shards are missing.
+        DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
+        OSError, UnreadableFileError: If a file cannot be read, or is no regular file.
     """
 
     def __init__(self, folder: Path, kind: str = MODEL) -> None:
@@ -103,7 +101,11 @@ class SavedTensors:
         self.dtypes: dict[str, torch.dtype] = {}
         # Name -> file, first index and shape of each shard.
         self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
-        for path in sorted(folder.glob(f"{kind}*.safetensors")):
+        paths = [folder] if folder.is_file() else sorted(folder.glob(f"{kind}*.safetensors"))
+        for path in paths:
+            number = re.search(r"-of-(\d+)$", path.stem)
+            if path != folder and len(paths) != int(number[1] if number else 1):
+                raise DamagedCheckpointError(folder, f"{path.name} is one of {len(paths)} files")
             try:
                 self._add(path, open_file(path))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -162,32 +164,6 @@ def open_file(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise DamagedCheckpointError(path, f"not a safetensors file ({error})") from error
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, or all files that an index names, by memory mapping.
-
-    Args:
-        path: File. One of the name INDEX is an index.
-
-    Raises:
-        OSError: If a file is missing or cannot be read.
-        DamagedCheckpointError: If a file is not a safetensors file, or if an index is damaged or
-            names anything but safetensors files in its folder.
-        UnreadableFileError: If the path is not a regular file, or an index is no JSON.
-    """
-    if path.name != INDEX:
-        file = open_file(path)
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    content: Any = read_json(path)
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise DamagedCheckpointError(path, "has no weight_map of safetensors files")
-    parts = sorted(set(map(str, names.values())))
-    for name in parts:
-        if "/" in name or not name.endswith(".safetensors"):
-            raise DamagedCheckpointError(path, f"names {name}, no safetensors file in its folder")
-    return {k: v for part in parts for k, v in read_safetensors(path.parent / part).items()}
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.save import save_folder
+from gptrain.checkpoints.save import Save
 from gptrain.checkpoints.store import REST_NAME
 from gptrain.checkpoints.tensors import MODEL, OPTIMIZER, SavedTensors, load_file
 from gptrain.parallel import state as states
@@ -103,11 +103,12 @@ class SavingStrategy(Strategy):
                 tensors[MODEL][self.parallel.stages.aliases.get(saved, saved)] = tensor
         for state in checkpoint.get("optimizer_states", ()):
             tensors[OPTIMIZER] = state.pop("tensors")
-        if storage_options is None:
-            rank = self.global_rank  # ty: ignore[missing-attribute]
-            save_folder(Path(self.broadcast(filepath)), tensors, checkpoint, rank, gather)
-        else:
+        if storage_options is not None:
             storage_options(tensors, checkpoint)
+            return
+        path, rank = Path(self.broadcast(filepath)), self.global_rank  # ty: ignore[missing-attribute]
+        manifest = {"run_id": "", "step": checkpoint["global_step"], "config": {}, "metrics": {}}
+        Save(path, manifest, tensors, checkpoint, rank=rank, gather=gather).finish()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """Return what Lightning has collected for a checkpoint of gptrain, or a file of Lightning.
