@@ -52,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Create a file from pieces of its content, and wait until its bytes are on the disk.
+    """Create a file from pieces, wait until its bytes are on the disk, and return its entry.
 
     The name of the file is safe only after `sync_folder` of its folder.
     """

@@ -33,9 +33,8 @@ class RunLock:
         wait_s: Time that a start waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: Random identity of the run in this folder. The first holder draws it, and all later
-            holders keep it. It is written into each checkpoint, so that a checkpoint of another run
-            is recognized. Not set before the folder was locked.
+        run_id: Random identity of the run in this folder, which the first holder draws. It is in
+            each checkpoint, so that one of another run is recognized. Set by `acquire`.
     """
 
     run_id: str
@@ -91,7 +90,7 @@ def read_run_id(run_dir: str | Path) -> str:
 def is_held(run_dir: str | Path) -> bool:
     """Return whether a live process holds the run folder, which is locked for an instant.
 
-    The result is False for a folder without a lock file, or with one that cannot be read.
+    False for a folder without a lock file, or with one that cannot be read.
     """
     path = Path(run_dir) / LOCK_NAME
     if not path.is_file():

@@ -1,9 +1,5 @@
 """Mirror: a copy of a run's checkpoints in another folder or in an object store.
 
-    mirror = Mirror("s3://bucket/runs/a")
-    mirror.update(store)  # after each commit; the copy is made while training continues
-    mirror.restore(store)  # if the run folder was lost
-
 An object store has no rename. So the manifest of a copy is written last, and it is removed first
 when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
 may contain "..", so only the files that a manifest lists are copied back, and then verified. A copy
@@ -58,13 +54,9 @@ class Mirror:
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror belongs to this run, and first restore a lost run from it if asked.
 
-        Call it under the run lock, before any rank starts.
-
-        Args:
-            store: Store of the run's checkpoints.
-            lock: Lock of the run folder.
-            restore: Whether to copy the checkpoints of the mirror into the store, which must be
-                empty. The run folder then takes over the identity of the run in the mirror.
+        Call it under the run lock, before any rank starts. With `restore` the checkpoints of the
+        mirror are copied into the store, which must be empty, and the run folder takes over the
+        identity of the run in the mirror.
 
         Raises:
             ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
@@ -83,11 +75,11 @@ class Mirror:
             raise self._error("holds another run", errors.FOLDER_UNUSABLE, hint)
 
     def update(self, store: CheckpointStore) -> None:
-        """Start to bring the mirror up to date in a thread, and return at once.
+        """Start to bring the mirror up to date in a thread, and return at once. Call it on rank 0.
 
         New checkpoints are copied, and copies of checkpoints that the run has pruned are removed.
         An error of the copy is logged as a warning. An earlier update that has not begun is left
-        out. Call it on rank 0 only.
+        out.
         """
         if self._last is not None:
             self._last.cancel()  # has no effect if the copy has begun
@@ -102,8 +94,8 @@ class Mirror:
         """Copy every intact checkpoint of the mirror into the store, which has none.
 
         A damaged copy is logged as a warning and not used. Its manifest in the mirror is removed,
-        so that the copy counts as unfinished and is written again when the run saves this step
-        again. If all copies are damaged, nothing is removed.
+        so that the run copies this step when it saves it again. If all copies are damaged, nothing
+        is removed.
 
         Raises:
             OSError: If the mirror cannot be read, or the store cannot be written.
@@ -140,11 +132,7 @@ class Mirror:
         return ConfigError.of("checkpoint.mirror", self.url, message, hint=hint, code=code)
 
     def _copy(self, store: CheckpointStore) -> None:
-        """Copy new checkpoints, the newest first, and remove copies of pruned ones.
-
-        A copy of a later step than the newest checkpoint of the run is kept. An error is logged as
-        a warning, not raised. Runs in the thread that `update` uses.
-        """
+        """Copy new checkpoints, the newest first, and remove copies of pruned ones, in a thread."""
         try:
             for step in reversed(store.steps()):
                 # The run may prune a checkpoint meanwhile.
@@ -152,7 +140,7 @@ class Mirror:
                     self._put(store.folder / folder_name(step))
             kept = [folder_name(step) for step in store.steps()]
             for name in self._names():
-                if kept and name not in kept and int(name[5:]) < store.steps()[-1]:
+                if kept and name not in kept and name < kept[-1]:
                     self.files.rm(f"{self.root}/{name}", recursive=True)
         except Exception as error:  # fsspec's packages raise exceptions of any type
             text = "warning: checkpoint.mirror=%s: not up to date: %s; own checkpoints are intact"
@@ -196,8 +184,7 @@ class Mirror:
     def _names(self) -> list[str]:
         """Return the folders of all copies, complete or not, the newest first."""
         self.files.invalidate_cache()
-        names: list[str] = []
-        with suppress(FileNotFoundError):
-            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
-        steps = [int(name[5:]) for name in names if STEP_NAME.fullmatch(name)]
-        return [folder_name(step) for step in sorted(steps, reverse=True)]
+        if not self.files.exists(self.root):
+            return []
+        names = (Path(path).name for path in self.files.ls(self.root, detail=False))
+        return sorted(filter(STEP_NAME.fullmatch, names), reverse=True)

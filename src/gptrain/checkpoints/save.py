@@ -68,11 +68,7 @@ class Save:
     def finish(self, commit: Callable[[], object] = lambda: None) -> None:
         """Wait until the files of all ranks are on the disk, and write the manifest.
 
-        Args:
-            commit: Function that rank 0 calls then.
-
-        Raises:
-            SaveFailedError: On all ranks, if a file operation failed on any rank.
+        Rank 0 calls `commit` then. An error of any rank is raised on all ranks.
         """
         entries = self._on_all_ranks(self._written.result if self._written else self._write)
         self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))
@@ -140,10 +136,9 @@ class Save:
 def _own_files(
     shards: Mapping[tuple, Shard], held: list[list[tuple]], rank: int
 ) -> dict[str, dict[str, Shard]]:
-    """Return file name -> name -> shard that this rank writes.
+    """Return file name -> name -> shard that this rank writes, the first of those that hold it.
 
-    A shard that several ranks hold is written by the first of them. The keys are kind, name and
-    offsets; `held` has those of each rank.
+    The keys are kind, name and offsets; `held` has those of each rank.
     """
     writers = {key: number for number in reversed(range(len(held))) for key in held[number]}
     kinds = {kind for kind, _, _ in writers}

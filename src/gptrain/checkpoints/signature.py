@@ -21,9 +21,6 @@ RECORDS = ("overrides.yaml", "config.yaml", "hydra.yaml")
 def sign_record(run_dir: str | Path) -> None:
     """Sign the record files in the .hydra folder of a run. Create the user's key if there is none.
 
-    Args:
-        run_dir: Run folder with its records.
-
     Raises:
         OSError: If there is no safe key, or a file cannot be read or written.
     """
@@ -39,15 +36,9 @@ def sign_record(run_dir: str | Path) -> None:
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
-    """Return the record files of a run if this user has signed them on this machine, else None.
+    """Return the record files of a run, by name, if this user has signed them here, else None.
 
     Use the returned bytes, which were verified, and do not read the files again: they may change.
-
-    Args:
-        run_dir: Run folder.
-
-    Returns:
-        Content of overrides.yaml, config.yaml and hydra.yaml, by file name.
     """
     with suppress(OSError):
         records = _read_records(run_dir)

@@ -21,9 +21,8 @@ CHECKPOINTS_NAME = "checkpoints"  # folder of the checkpoints in the folder of a
 class PreemptedError(BaseException):
     """Raised to end a run that was asked to stop, after its state was saved if there is any.
 
-    The same command resumes the run. Like KeyboardInterrupt, this is not an Exception: a signal
-    handler may raise it inside any library, whose `except Exception` would turn it into another
-    error.
+    Like KeyboardInterrupt, this is not an Exception: a signal handler may raise it inside any
+    library, whose `except Exception` would turn it into another error.
 
     Args:
         step: Number of optimizer steps that are done and saved. None if there was nothing to save.
@@ -39,13 +38,9 @@ class PreemptedError(BaseException):
 
 
 class RefusedStepError(RunError):
-    """Raised if the update of an optimizer step was left out and the run ends because of it.
+    """Raised if an optimizer step, counted from 0, was left out and the run ends because of it.
 
     The weights are those from before the step.
-
-    Args:
-        message: Description of the step.
-        step: Number of the step, counted from 0.
     """
 
     code = NON_FINITE
@@ -82,9 +77,6 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
     Returns:
         Whether this call has written the file.
-
-    Raises:
-        OSError: If the folder cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
     place = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -113,9 +105,5 @@ def clear_status(run_dir: str | Path) -> None:
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """Write the final metrics, under their logged names, and other facts to result.json.
-
-    Raises:
-        OSError: If the file cannot be written. An existing file is replaced.
-    """
+    """Write the final metrics, under their logged names, and other facts to result.json."""
     files.replace(Path(path), files.to_json({"metrics": metrics} | facts))

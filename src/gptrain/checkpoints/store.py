@@ -107,10 +107,10 @@ def seal(entries: Mapping[str, Any]) -> bytes:
 
 
 def parse(text: bytes, path: Path) -> dict:
-    """Return the entries of a manifest from its text, after a check of its hash and its entries.
+    """Return the entries of a manifest, after a check of its hash and of their types.
 
     Raises:
-        DamagedCheckpointError: If the manifest of the checkpoint `path` is damaged.
+        DamagedCheckpointError: If the manifest is damaged.
         OldFormatError: If an old version of gptrain has written it.
     """
     # The hash is that of the text, not of the values: JSON has many spellings of one value.
@@ -165,8 +165,7 @@ def verify(path: Path, run_id: str | None = None) -> Checkpoint:
         run_id: Identity of the run to which the checkpoint must belong. None allows any run.
 
     Raises:
-        DamagedCheckpointError: If the checkpoint is damaged or of another run. The error names the
-            first wrong file.
+        DamagedCheckpointError: If the checkpoint is damaged or of another run.
         OSError: If the network file system does not answer.
     """
     manifest = read_manifest(path)
@@ -287,10 +286,7 @@ class CheckpointStore:
     def finish(self) -> None:
         """Wait for the save in the background, if any, and turn its files into a checkpoint.
 
-        All ranks must call this method.
-
-        Raises:
-            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
+        All ranks must call this method. It raises the errors of `save`.
         """
         if self._unfinished is None:
             return
@@ -315,7 +311,7 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpointError: If the manifest is damaged.
-            SaveFailedError: If the manifest cannot be written. The old one is unchanged then.
+            SaveFailedError: If the manifest cannot be written.
         """
         if self._unfinished is not None and self._unfinished.manifest["step"] == step:
             self._unfinished.manifest["metrics"] = metrics
@@ -332,11 +328,7 @@ class CheckpointStore:
     # Loading
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, verified or not, in ascending order.
-
-        Raises:
-            OSError: If the folder exists and cannot be read.
-        """
+        """Return the steps of all checkpoints, verified or not, in ascending order."""
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
         matches = map(STEP_NAME.fullmatch, names)
@@ -350,9 +342,9 @@ class CheckpointStore:
     def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
-        Every byte of it is verified. Newer damaged checkpoints are logged as warnings and, if the
-        store has a `run_id`, renamed to `*.corrupt` once an intact one was found. Call it on one
-        rank, and with a `run_id` under the run lock.
+        Newer damaged checkpoints are logged as warnings and, if the store has a `run_id`, renamed
+        to `*.corrupt` once an intact one was found. Call it on one rank, and with a `run_id` under
+        the run lock.
 
         Raises:
             DamagedCheckpointError: If there are checkpoints, but all are damaged or were found
@@ -388,9 +380,6 @@ class CheckpointStore:
         Args:
             monitor: Name of the metric.
             mode: "min" if the lowest value is the best, "max" if the highest is.
-
-        Raises:
-            OSError: If the folder cannot be read, or the network file system does not answer.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -420,9 +409,6 @@ class CheckpointStore:
         """Remove all checkpoints except the newest `keep` and the protected ones, on one rank.
 
         A checkpoint that cannot be removed stays, and the next call tries again.
-
-        Raises:
-            OSError: If the folder of the checkpoints exists and cannot be read.
         """
         for step in self.steps()[:-keep]:
             path = self.folder / folder_name(step)
@@ -434,9 +420,6 @@ class CheckpointStore:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
 
         A save that was complete becomes a checkpoint.
-
-        Raises:
-            OSError: If a folder cannot be removed or renamed.
         """
         for path in sorted(self.folder.glob(".*-step-*")):
             if path.is_symlink():

@@ -43,10 +43,10 @@ def begin_command() -> None:
 
 
 def add_start(run_dir: str | Path, step: int) -> None:
-    """Append the line of a new start to the timeline of a run, under the run lock.
+    """Append the line of a new start, from the checkpoint of a step or 0, under the run lock.
 
     The recorded time is the beginning of the command, or of the job in a sweep. For a restart of
-    lost ranks it is the start of rank 0. `step` is that of the checkpoint, 0 without one.
+    lost ranks it is the start of rank 0.
     """
     global _command_time_s
     begin_s = round(_command_time_s or time.time(), 3)
@@ -57,15 +57,11 @@ def add_start(run_dir: str | Path, step: int) -> None:
 class Timeline:
     """Records the phases of one start of a run in timeline.jsonl. The first phase is "starting".
 
-    `step` is the number of optimizer steps done. Every method does nothing after `end`.
-
-    Args:
-        folder: Folder of the run. With None every method does nothing: on ranks other than 0, and
-            for a run that is not recorded.
+    `step` is the number of optimizer steps done. Every method does nothing after `end`, and without
+    a folder: on ranks other than 0, and for a run that is not recorded.
 
     Raises:
-        OSError: If the file cannot be read or written. The methods raise it, too.
-        UnreadableFileError: If its path is no regular file.
+        OSError, UnreadableFileError: If the file cannot be used. The methods raise it, too.
     """
 
     def __init__(self, folder: Path | None):
