@@ -21,11 +21,10 @@ from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
-from gptrain.parallel.state import EXTRA_PREFIX, NET, NO_STAGES, LeftOut, Stages, load_net_state
+from gptrain.parallel import state as states
+from gptrain.parallel.state import NO_STAGES, LeftOut, Stages
 
 log = logging.getLogger(__name__)
-
-
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 
@@ -72,14 +71,8 @@ def find_weights(
 def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None, None]:
     """Turn errors about missing or unusable weights into a ConfigError that names the key.
 
-    Args:
-        key: Dotted key that names the weights.
-        value: Value of the key.
-        misfit: Hint for weights that belong to another net.
-
-    Raises:
-        ConfigError: If the block raises a FileNotFoundError (exit code 66), or a ValueError, a
-            DamagedCheckpointError (65). Other errors pass unchanged.
+    `misfit` is the hint for weights that belong to another net. The exit code is 66 for a
+    FileNotFoundError, and 65 for a ValueError or a DamagedCheckpointError.
     """
     try:
         yield
@@ -128,8 +121,9 @@ def load_weights(
     is_checkpoint = isinstance(weights, Checkpoint)
     path = weights.path if is_checkpoint else weights
     try:
-        state = SavedTensors(path) if is_checkpoint else read_weights(net, path)
-        return path, load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
+        state = SavedTensors(path) if is_checkpoint else states.FullTensors(read_weights(net, path))
+        left_out = states.load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
+        return path, left_out
     except UnreadableFileError as error:
         raise DamagedCheckpointError(error.path, error.reason) from error
     except ValueError as error:
@@ -157,19 +151,10 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file by the net's names.
+    """Read the tensors of a file, or of the files of an index, by the net's names.
 
-    Args:
-        net: Net whose names are used. Its method `from_hugging_face` converts weights of
-            transformers.
-        path: File of weights, or index of safetensors files.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        OSError: If a safetensors file or a config.json cannot be read.
-        DamagedCheckpointError, UnreadableFileError: If the file is damaged.
-        UnsafeCheckpointError: If the file would execute code.
-        ValueError: If the file belongs to another kind of net.
+    The method `from_hugging_face` of the net converts weights of transformers. Raises the errors of
+    `load_weights`.
     """
     if path.suffix != ".safetensors" and path.name != INDEX:
         return net_tensors(net, path)
@@ -207,8 +192,8 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     first = next(iter(net.state_dict()), "")
     prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
     fitting = {p for p in prefixes if all(p + name in state for name in net.state_dict())}
-    prefix = NET if NET in fitting else min(prefixes, key=len, default="")
-    if len(fitting) > 1 and prefix not in ("", NET):
+    prefix = states.NET if states.NET in fitting else min(prefixes, key=len, default="")
+    if len(fitting) > 1 and prefix not in ("", states.NET):
         raise ValueError(f"holds several nets: {', '.join(sorted(fitting))}; keep one of them")
     tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-    return {name: t for name, t in tensors.items() if not name.startswith(EXTRA_PREFIX)}
+    return {name: t for name, t in tensors.items() if not name.startswith(states.EXTRA_PREFIX)}

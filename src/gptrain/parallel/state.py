@@ -3,8 +3,9 @@
 Names and shapes are those of the unpartitioned net. Each rank saves the tensors or shards that it
 holds, and reads the part that it needs. The argument `parameters` of these functions maps the names
 to parameters: those of the net, and those of the module outside `net`, which every rank holds in
-full. The argument `stages` describes the pipeline over which the net is partitioned. A `source` is
-full tensors by name, or the tensors in the files of a checkpoint (`checkpoints.SavedTensors`).
+full. The argument `stages` describes the pipeline over which the net is partitioned. A `source` has
+`shapes`, by name, and `read(tensors)`, which fills tensors or shards of this rank: FullTensors, or
+SavedTensors of `gptrain.checkpoints`, the files of a checkpoint.
 """
 
 from collections.abc import Mapping
@@ -48,6 +49,19 @@ class Stages(NamedTuple):
 NO_STAGES = Stages()
 
 
+class FullTensors:
+    """Source of full tensors by name, each in memory or mapped from a file."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the values into tensors or shards of this rank."""
+        for name, tensor in tensors.items():
+            copy_from_full(tensor, self.tensors[name])
+
+
 class LeftOut(NamedTuple):
     """Phrases about what a loading has left out.
 
@@ -74,10 +88,7 @@ def module_name(name: str) -> str:
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name in the module -> parameter, for the parameters of a module outside its `net`.
-
-    All parameters are returned if the module has no `net`.
-    """
+    """Return name in the module -> parameter, for the parameters of a module outside its `net`."""
     net = getattr(module, "net", None)
     net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in net_parameters}
@@ -101,9 +112,9 @@ def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str,
 
 
 def saved_tensors(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> tensor of the net, or this rank's shard of the tensor.
+    """Return name in a checkpoint -> tensor of the net, or this rank's shard, without a copy.
 
-    Parameters and persistent buffers are included, a tied parameter once. There is no copy.
+    Parameters and persistent buffers are included, a tied parameter once.
     """
     _reshard(net)
     further = tied_names(net)
@@ -112,13 +123,22 @@ def saved_tensors(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, Tenso
 
 
 def optimizer_state(
-    parameters: Parameters, optimizer: Optimizer
-) -> tuple[dict[str, Tensor], Values]:
-    """Return the optimizer's state on this rank, by the names of the parameters.
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
+) -> dict[str, Any]:
+    """Return the optimizer's state by parameter names. All ranks of a pipeline must call it.
 
     Returns:
-        Name and kind, such as `head.weight.exp_avg`, -> tensor or shard; and the other values.
+        tensors: Name and kind, such as `head.weight.exp_avg`, -> tensor or shard of this rank.
+        values: Name -> kind -> value, for what is no tensor, of all stages.
+        param_groups: Groups of all stages, with parameter names. An option that is a tensor with
+            one element, such as a learning rate on the device, becomes a number.
     """
+    names = _names(parameters, optimizer)
+    groups = [
+        {key: _plain(value) for key, value in options_of(group).items()}
+        | {"params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     tensors: dict[str, Tensor] = {}
     values: Values = {}
     for name, parameter in parameters.items():
@@ -127,34 +147,20 @@ def optimizer_state(
                 tensors[f"{name}.{kind}"] = value
             else:
                 values.setdefault(name, {})[kind] = value
-    return tensors, values
+    stage_values, stage_groups = zip(*_over_stages((values, groups), stages), strict=True)
+    return {
+        "tensors": tensors,
+        "values": {name: kinds for part in stage_values for name, kinds in part.items()},
+        "param_groups": [group for part in stage_groups for group in part],
+    }
 
 
-def named_groups(
-    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
-) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups of all pipeline stages, with parameter names.
-
-    All ranks of a pipeline must call this function. An option that is a tensor with one element,
-    such as a learning rate on the device, becomes a number.
-
-    Raises:
-        ValueError: If a parameter of the optimizer has no name in `parameters`.
-    """
-    names = _names(parameters, optimizer)
-    groups = [
-        {key: _plain(value) for key, value in options_of(group).items()}
-        | {"params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return [group for stage_groups in over_stages(groups, stages) for group in stage_groups]
-
-
-def over_stages(value: Any, stages: Stages) -> list[Any]:
+def _over_stages(value: Any, stages: Stages) -> list[Any]:
     """Gather a picklable value of each stage. Without a pipeline the list holds `value` only."""
     return [value] if stages.group is None else gather(value, stages.group)
 
 
+@torch.no_grad()
 def load_net_state(
     net: nn.Module,
     source: Any,
@@ -178,20 +184,16 @@ def load_net_state(
         stages: Stages of the pipeline.
 
     Raises:
-        ValueError: If `strict` is true and names or shapes differ. The message names the first of
-            them.
+        ValueError: If `strict` is true and names or shapes differ. It names the first of them.
     """
-    shapes = {n: s for n, s in _shapes(source).items() if not n.startswith(EXTRA_PREFIX)}
+    shapes = {n: s for n, s in source.shapes.items() if not n.startswith(EXTRA_PREFIX)}
     tensors = saved_tensors(net, stages)
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     tables = _find_tables(net, own, shapes) if resizes else {}
-    all_own: dict[str, tuple[int, ...]] = {}
-    all_tables: dict[str, int | None] = {}
-    all_names: set[str] = set()  # includes all names of tied parameters
-    for part, part_tables, names in over_stages((own, tables, [*net.state_dict()]), stages):
-        all_own |= part
-        all_tables |= part_tables
-        all_names |= {*part, *names}
+    parts = _over_stages((own, tables, [*net.state_dict()]), stages)
+    all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
+    all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
+    all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
     differing, positions, hint = [], [], ""
     for name, shape in all_own.items():
         if (saved := shapes.get(name, shape)) == shape:
@@ -211,12 +213,14 @@ def load_net_state(
         differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
     if strict and differing:
         raise ValueError("; ".join(differing) + hint)
-    _read(source, {name: t for name, t in tensors.items() if shapes.get(name) == own[name]})
+    source.read({name: t for name, t in tensors.items() if shapes.get(name) == own[name]})
     for name, dim in tables.items():
         if dim is not None:
-            full = {name: torch.empty(shapes[name])}
-            _read(source, full)
-            _fill_positions(tensors[name], full[name], dim)
+            saved_table, table = torch.empty(shapes[name]), full_tensor(tensors[name]).clone()
+            source.read({name: saved_table})
+            n_loaded = min(shapes[name][dim], own[name][dim])
+            table.narrow(dim, 0, n_loaded).copy_(saved_table.narrow(dim, 0, n_loaded))
+            copy_from_full(tensors[name], table)
     return LeftOut(differing, positions)
 
 
@@ -250,24 +254,8 @@ def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | 
     return tables if plan is not None or len(old_lengths) == 1 else {}
 
 
-@torch.no_grad()
-def _fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
-    """Copy the first positions of `source` into `target`, as many as both have.
-
-    All ranks that hold a shard of `target` must call this function.
-    """
-    full = full_tensor(target).clone()
-    n_positions = min(full.shape[dim], source.shape[dim])
-    full.narrow(dim, 0, n_positions).copy_(source.narrow(dim, 0, n_positions))
-    copy_from_full(target, full)
-
-
 def load_optimizer_state(
-    parameters: Parameters,
-    optimizer: Optimizer,
-    source: Any,
-    values: Values,
-    groups: list[dict[str, Any]],
+    parameters: Parameters, optimizer: Optimizer, source: Any, state: Mapping[str, Any]
 ) -> None:
     """Load this rank's part of an optimizer state.
 
@@ -275,33 +263,28 @@ def load_optimizer_state(
 
     Args:
         parameters: Name in a checkpoint -> parameter of this rank.
-        optimizer: Optimizer over these parameters. Its state and the options of its parameter
-            groups are replaced.
+        optimizer: Optimizer over these parameters.
         source: Saved tensors of `optimizer_state`.
-        values: Its other values, of all stages.
-        groups: `named_groups` of the saved optimizer.
+        state: Its other entries, `values` and `param_groups`.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters
-            that are in one group now were not in groups with the same options in the saved
-            optimizer.
+            that are in one group now were in groups with other options in the saved optimizer.
     """
     names = _names(parameters, optimizer)
-    saved: Values = {name: dict(values.get(name, {})) for name in parameters}
+    saved: Values = {name: dict(state["values"].get(name, {})) for name in parameters}
     tensors: dict[str, Tensor] = {}
     for key, shape in source.shapes.items():
         name, _, kind = key.rpartition(".")
         if name in parameters:
             like, dtype = parameters[name].detach(), source.dtypes[key]
-            is_sharded = shape == tuple(like.shape)  # a tensor of another shape is read in full
-            tensor = (
-                torch.empty_like(like, dtype=dtype)
-                if is_sharded
-                else torch.empty(shape, dtype=dtype)
-            )
+            tensor = torch.empty(shape, dtype=dtype)  # a tensor of another shape is read in full
+            if shape == tuple(like.shape):
+                tensor = torch.empty_like(like, dtype=dtype)
             tensors[key] = saved[name][kind] = tensor
     source.read(tensors)
-    options = {name: options_of(group) for group in groups for name in group["params"]}
+    saved_groups = state["param_groups"]
+    options = {name: options_of(group) for group in saved_groups for name in group["params"]}
     # Indices of parameters in torch's state dict: counted over all groups.
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     indices = {parameter: index for index, parameter in enumerate(ordered)}
@@ -313,8 +296,8 @@ def load_optimizer_state(
                 raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
         saved_options = options[members[0]] if members else {}
         restored.append({**group, **saved_options, "params": [indices[p] for p in group["params"]]})
-    state = {indices[p]: saved[names[p]] for p in indices if saved[names[p]]}
-    optimizer.load_state_dict({"state": state, "param_groups": restored})
+    restored_state = {indices[p]: saved[names[p]] for p in indices if saved[names[p]]}
+    optimizer.load_state_dict({"state": restored_state, "param_groups": restored})
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,11 +311,8 @@ def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, s
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
-                raise ValueError(
-                    f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not a parameter of the module, so it has no "
-                    f"name in a checkpoint; try: register it with the module or its net"
-                )
+                about = f"a parameter {tuple(parameter.shape)} of group {number} of the optimizer"
+                raise ValueError(f"{about} is no parameter of the module; try: register it there")
     return names
 
 
@@ -348,20 +328,3 @@ def _reshard(net: nn.Module) -> None:
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _shapes(source: Any) -> Shapes:
-    """Return name -> shape of the tensors of a source."""
-    if isinstance(source, Mapping):
-        return {name: tuple(tensor.shape) for name, tensor in source.items()}
-    return source.shapes
-
-
-@torch.no_grad()
-def _read(source: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Copy saved values into tensors or shards of this rank."""
-    if not isinstance(source, Mapping):
-        source.read(tensors)
-        return
-    for name, tensor in tensors.items():
-        copy_from_full(tensor, source[name])

@@ -26,10 +26,8 @@ from gptrain.parallel.requirements import tied_names
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
 
-    Args:
-        parallel: Object that partitions and trains the net.
-        arguments: Positional arguments of Lightning's strategy.
-        keywords: Keyword arguments of Lightning's strategy.
+    Its first argument is the object that partitions and trains the net, the others are those of
+    Lightning's strategy.
 
     Attributes:
         saves_to_store: True while a checkpoint of gptrain is saved. False while Lightning saves a
@@ -70,22 +68,11 @@ class SavingStrategy(Strategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict.
-
-        That of a checkpoint has parameter names in place of numbers: `tensors` (see
-        `parallel.state.optimizer_state`), `values` of all stages of a pipeline, whose ranks must
-        call this method together, and `param_groups`.
-
-        Raises:
-            ValueError: If a parameter of the optimizer is not one of the module.
-        """
+        """Return the optimizer's state dict, for a checkpoint that of `parallel.state`."""
         if not self._saves_folder:
             return super().optimizer_state(optimizer)
-        parameters, stages = self.saved_parameters(), self.parallel.stages
-        tensors, own_values = states.optimizer_state(parameters, optimizer)
-        values = {k: v for part in states.over_stages(own_values, stages) for k, v in part.items()}
-        groups = states.named_groups(parameters, optimizer, stages)
-        return {"tensors": tensors, "values": values, "param_groups": groups}
+        parameters = self.saved_parameters()
+        return states.optimizer_state(parameters, optimizer, self.parallel.stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -147,18 +134,12 @@ class SavingStrategy(Strategy):
         self.module.load_state_dict({states.module_name(n): t for n, t in loaded.items()}, False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the optimizer state from a checkpoint.
-
-        Before that, the options of the parameter groups, as the config gives them, are copied to
-        `fresh_options`.
-        """
+        """Keep the `fresh_options`, and load this rank's part of the optimizer state."""
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
         self.fresh_options = [states.options_of(group) for group in optimizer.param_groups]
         source = SavedTensors(self._loaded, OPTIMIZER)
-        parameters = self.saved_parameters()
-        values, saved_groups = state["values"], state["param_groups"]
-        states.load_optimizer_state(parameters, optimizer, source, values, saved_groups)
+        states.load_optimizer_state(self.saved_parameters(), optimizer, source, state)
         groups = optimizer.param_groups  # a pipeline stage may have fewer groups than were saved
         for schedule in checkpoint["lr_schedulers"]:
             if len(schedule.get("base_lrs", groups)) != len(groups):
