@@ -23,8 +23,8 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
 
     They are files such as the special tokens, the chat template and the generation config. They are
     copied from each source that has the same tokenizer.json as the run. For a run without a
-    tokenizer.json they are copied from each source without one. Files in the run folder are
-    replaced; if several sources have a file, that of the first source counts.
+    tokenizer.json they are copied from each source without one. If several sources have a file,
+    that of the first source counts.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
@@ -58,14 +58,8 @@ def read_ends(generation: Mapping[str, Any]) -> list[int]:
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
     """Return the ids of special tokens in a configuration of transformers, each a number or a list.
 
-    Args:
-        facts: Content of a config.json or a generation_config.json.
-        vocab_size: Number of tokens of the net. Ids that are not below it are left out, because
-            they are defaults of transformers for another tokenizer. None keeps all ids.
-
-    Returns:
-        The ids under the keys `bos_token_id`, `eos_token_id` and `pad_token_id`. A key without a
-        valid id is left out.
+    The keys are those of ID_KEYS. Ids that are not below `vocab_size`, the number of tokens of the
+    net, are left out, because they are defaults of transformers for another tokenizer.
     """
     special_ids = {}
     for key in ID_KEYS:

@@ -81,13 +81,9 @@ def load(
 
 
 def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
-    """Load the net and the tokenizer of `from_run`, for a command that generates or scores text.
+    """Load net and tokenizer of `from_run`, for a command that generates or scores text.
 
     The net is on the CPU and in evaluation mode. Sets the number of threads of torch.
-
-    Args:
-        cfg: Configuration of the command, which reads `from_run`, `ckpt_path`,
-            `trust` and `trainer.accelerator`.
 
     Returns:
         The net, its tokenizer (None if the run's data had none), and the name of the device, such
@@ -125,16 +121,10 @@ def build_target(node: Mapping[str, Any], key: str) -> Any:
 
 
 def build_net(model: ModelConfig) -> nn.Module:
-    """Build the net of a model group with its initial weights.
+    """Build the net of a model group with its initial weights, on torch's default device.
 
-    The weights depend on the state of torch's random generator, which the caller seeds. They are on
-    torch's default device, which `torch.device("meta")` changes.
-
-    Args:
-        model: Model group of the config.
-
-    Raises:
-        Exception: Any exception that the class of the net raises, as in `build_target`.
+    The weights depend on the state of torch's random generator, which the caller seeds. Raises any
+    exception that the class of the net raises.
     """
     return build_target(model.node(), "model")
 
@@ -142,14 +132,8 @@ def build_net(model: ModelConfig) -> nn.Module:
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in the folder of a run or an export, or None if there is none.
 
-    Its `stop_ids` are set to the end tokens in the generation_config.json of the folder.
-
-    Args:
-        folder: Folder of the run or the export.
-
-    Raises:
-        DataError: If the tokenizer's file or its chat_template.jinja cannot be used.
-        OSError: If the tokenizer's file exists and cannot be read.
+    Its `stop_ids` are set to the end tokens in the generation_config.json of the folder. Raises a
+    DataError or an OSError if a file cannot be used.
     """
     try:
         tokenizer = load_tokenizer(folder)

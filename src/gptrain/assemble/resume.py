@@ -133,12 +133,8 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
     `ckpt_path` names them. `best` and `last` are looked up in the folder of `from_run`, or in the
     run's own folder. Without `ckpt_path` they are the best checkpoint.
 
-    Args:
-        cfg: Configuration of the evaluation or of the export.
-
     Raises:
         ConfigError: If the weights are damaged (exit code 65) or do not exist (66).
-        OSError: If a folder cannot be read, or its network file system does not answer.
     """
     requested = cfg.ckpt_path
     which = "last" if requested == "last" else "best"
@@ -155,14 +151,10 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Return the keys that must not change for an exact resume, with their values.
 
     They are the keys that decide the result: those of the groups model, module, data, optimizer,
-    scheduler and callbacks, the seed, the global batch size, the precision and the clipping of
-    gradients. The callback that prints sampled text has no state, and is left out. Keys
-    inside data.train and data.val that only repeat a key of data or model are left out, and so are
-    keys that do not change the result, such as `data.num_workers`.
-
-    Args:
-        cfg: Configuration of the run.
-        global_batch_size: Number of sequences per optimizer step, over all ranks.
+    scheduler and callbacks, the seed, the sequences of an optimizer step over all ranks, the
+    precision and the clipping of gradients. Left out are the callback that prints sampled text,
+    keys inside data.train and data.val that only repeat a key of data or model, and keys that do
+    not change the result, such as `data.num_workers`.
     """
     facts: dict[str, Any] = {
         "seed": cfg.seed,
@@ -184,14 +176,9 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
 def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[ConfigIssue]:
     """Return an issue for each key that differs from the saved run and is not in allow_changes.
 
-    A key that the saved run does not have was added to the library later. It counts as changed only
-    if it was typed now; its default does what the older library did. An evaluation compares only
-    the model group.
-
-    Args:
-        cfg: Configuration of the run.
-        saved: Entry `config` of the checkpoint's manifest: the values that `identity` returned.
-        global_batch_size: Number of sequences per optimizer step, over all ranks.
+    `saved` is what `identity` returned for the saved run. A key that it does not have was added to
+    the library later. It counts as changed only if it was typed now; its default does what the
+    older library did. An evaluation compares only the model group.
     """
     now = identity(keep_precision(cfg, saved), global_batch_size)
     typed = typed_keys()
@@ -233,10 +220,7 @@ def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
 
 
 def typed_keys() -> dict[str, str]:
-    """Return key -> text of the overrides that were typed on the command line.
-
-    The keys are those without `+`. Empty if Hydra does not run in this process.
-    """
+    """Return key -> text of the overrides that were typed, without `+`. Empty without Hydra."""
     return by_key(HydraConfig.get().overrides.task if HydraConfig.initialized() else [])
 
 
@@ -260,12 +244,7 @@ def changed_options(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def covers(names: Iterable[str], key: str) -> bool:
-    """Return whether one of the names is the key or a group that holds the key.
-
-    Args:
-        names: Dotted keys or groups, such as `optimizer` or `optimizer.lr`.
-        key: Dotted key.
-    """
+    """Return whether one of the dotted names is the key, or a group that holds the key."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 

@@ -22,15 +22,15 @@ class SaveFailedError(OSError):
     """Raised if a checkpoint cannot be written. Its files were removed, earlier ones are intact.
 
     Args:
-        number: Number of the operating system's error (errno).
+        number: Number of the operating system's error (errno). None stands for EIO.
         folder: Folder of the checkpoints.
         rank: Rank whose file operation failed.
     """
 
     cause = "disk"
 
-    def __init__(self, number: int, folder: str, rank: int = 0) -> None:
-        super().__init__(number, folder)
+    def __init__(self, number: int | None, folder: str, rank: int = 0) -> None:
+        super().__init__(number or errno.EIO, folder)
         self.rank = rank
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shutil
@@ -92,8 +91,8 @@ class Save:
             cause = error
             failure = RuntimeError(f"rank {self.rank} cannot save: {type(error).__name__}: {error}")
             if isinstance(error, OSError):
-                number, parent = error.errno or errno.EIO, str(self.folder.parent)
-                failure = files.SaveFailedError(number, parent, self.rank)
+                folder = str(self.folder.parent)
+                failure = files.SaveFailedError(error.errno, folder, self.rank)
         outcomes = self.gather((failure, result))
         for failure, _ in outcomes:
             if failure is not None:

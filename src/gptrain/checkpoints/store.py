@@ -321,8 +321,7 @@ class CheckpointStore:
             try:
                 files.replace(path / MANIFEST_NAME, text)
             except OSError as error:
-                number = error.errno or errno.EIO
-                raise files.SaveFailedError(number, str(self.folder)) from error
+                raise files.SaveFailedError(error.errno, str(self.folder)) from error
             self.on_commit()
 
     # Loading

@@ -59,15 +59,12 @@ class Checkpoints(Checkpoint):
         changed: Names of the optimizer options, such as `lr`, that take their value from the
             current config when the run resumes. All others keep their value in the checkpoint.
         objective: Logged name by which a sweep compares its jobs.
-        mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
-            last copy before they exit. None if there is no mirror.
+        mirror: Mirror that copies each checkpoint while training continues, or None.
         timeline: Record of the phases of this start.
         beat: Function that sends a heartbeat to the watchdog of this rank (`Guard.beat`).
-        stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
-        time_is_up: Whether the ranks have agreed to save, because `every_minutes` have passed since
-            the last save. Set by `TrainingMonitor`.
-        is_written: Whether the ranks have agreed that all of them have written a save in the
-            background. Set by `TrainingMonitor`.
+        stopping, time_is_up, is_written: Whether the ranks have agreed to stop, to save because
+            `every_minutes` have passed, and that all of them have written a save in the background.
+            Set by `TrainingMonitor`.
         saved_step: Newest step that was saved, or that the run has resumed from.
     """
 
@@ -139,11 +136,7 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save a step if it is due and neither its validation nor its epoch's end is to come.
-
-        A step with a validation is saved by `before_validation`, and one that ends an epoch by
-        `before_epoch`. All ranks must call this method.
-        """
+        """Save a step if it is due and neither its validation nor its epoch's end is to come."""
         if not ends_step(trainer, batch_idx):
             return
         # A vote that began before the newest save is known up to two steps later.
@@ -154,19 +147,11 @@ class Checkpoints(Checkpoint):
         if self._is_due(trainer) and not is_validated(trainer, trainer.global_step):
             self.save(trainer)
 
-    def before_validation(self, trainer: Trainer) -> None:
-        """Save the step that is about to be validated.
-
-        `TrainingMonitor` calls this method on all ranks, before `on_validation_start` of any other
-        callback, which may replace the weights for the validation. It raises the errors of `save`.
-        """
-        self.save(trainer)
-
     def before_epoch(self, trainer: Trainer) -> None:
         """Save the last step of the epoch before, if it is due and was not validated.
 
         `TrainingMonitor` calls this method on all ranks, before `on_train_epoch_start` of any other
-        callback. It raises the errors of `save`.
+        callback.
         """
         if self._is_due(trainer):
             self.save(trainer)
@@ -185,18 +170,12 @@ class Checkpoints(Checkpoint):
         self._prune(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step if it is not saved yet, and finish a background save.
-
-        All ranks must call this method, which raises the errors of `save`.
-        """
+        """Save the last step if it is not saved yet, and finish a background save."""
         self.save(trainer)
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the metrics of the checkpoint as the result, if no step was left to train.
-
-        Does nothing if the training has begun.
-        """
+        """Restore the metrics of the checkpoint as the result, if no step was left to train."""
         if self._loaded is not None:
             restore_logged(trainer, self._loaded)
 
@@ -216,11 +195,8 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint some steps later, when all ranks have written it.
-
-        First the decision whether the optimizer has taken the step is read. Once the save is a
-        checkpoint, older checkpoints beyond `checkpoint.keep` are removed, except the best one. The
-        interval of `checkpoint.every_minutes` starts again.
+        the run, and becomes a checkpoint some steps later, when all ranks have written it. First
+        the decision whether the optimizer has taken the step is read.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
@@ -259,20 +235,11 @@ class Checkpoints(Checkpoint):
             self._prune(trainer)
 
     def ranking(self) -> list[Path]:
-        """Return the folders of the checkpoints that have the monitored metric, the best first.
-
-        The list is empty if none has it. The checkpoints are not verified.
-
-        Raises:
-            OSError: If the folder of the checkpoints exists and cannot be read.
-        """
+        """Return the folders of the checkpoints that have the monitored metric, the best first."""
         return self.store.ranking(self.options.monitor, self.options.mode)
 
     def finish(self, trainer: Trainer) -> None:
-        """Wait for a save in the background and turn its files into a checkpoint.
-
-        Then older checkpoints beyond `checkpoint.keep` are removed, except the best one. All ranks
-        must call this method. It does nothing if there is no such save.
+        """Turn a save in the background, if any, into a checkpoint. All ranks must call it.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files.
@@ -296,19 +263,13 @@ class Checkpoints(Checkpoint):
         return True
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether the current step is saved even if no validation follows it.
-
-        The result must be identical on all ranks, because `save` is a collective operation.
-        """
+        """Return on all ranks whether a step is saved even if no validation follows it."""
         every_n_steps = self.options.every_n_steps
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
         return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
 
     def _prune(self, trainer: Trainer) -> None:
-        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one.
-
-        Without a checkpoint that has the monitored metric, only the newest ones stay.
-        """
+        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
@@ -316,7 +277,6 @@ class Checkpoints(Checkpoint):
         """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
 
         The other ranks wait too, because a launcher kills the job soon after the first rank exits.
-        They wait for at most WRITING_S. An error of the copy is only logged.
         """
         mirror = self.mirror
         if mirror is None:

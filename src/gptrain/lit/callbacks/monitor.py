@@ -202,7 +202,8 @@ class TrainingMonitor(Callback):
         self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
-                self.checkpoints.before_validation(trainer)
+                # Before the other callbacks, which may replace the weights for the validation
+                self.checkpoints.save(trainer)
             self._stop_if_agreed(trainer)
             self.timeline.enter("validation", trainer.global_step)
 

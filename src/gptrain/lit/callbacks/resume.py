@@ -34,10 +34,7 @@ def add_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the logged values by name, without those that depend on measured time (perf/*).
-
-    The result is identical in two identical runs.
-    """
+    """Return the logged values by name, without those of measured time (perf/*)."""
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
@@ -93,8 +90,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
     """Give the optimizer the values of the current config for options that may change on resume.
 
-    Loading the checkpoint has replaced all options by the saved ones. If the peak learning rate has
-    changed, the current learning rate is scaled in the same ratio.
+    If the peak learning rate has changed, the current learning rate is scaled in the same ratio.
     """
     messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
