@@ -61,11 +61,10 @@ class Mixture(ConcatDataset):
         samples = {name: part[0] for name, part in self.parts.items()}
         self._is_masked = any(map(has_documents, samples.values()))
         for name, sample in samples.items():
-            seq_len = seq_len or len(sample[0])
-            if len(sample[0]) != seq_len:
-                raise DataError(
-                    f"part {name}: samples of {len(sample[0])} positions, not {seq_len}"
-                )
+            n_positions = len(sample[0])
+            seq_len = seq_len or n_positions
+            if n_positions != seq_len:
+                raise DataError(f"part {name}: samples of {n_positions} positions, not {seq_len}")
         tokenizers = [getattr(part, "tokenizer", None) for part in self.parts.values()]
         known = {tokenizer.identity: tokenizer for tokenizer in tokenizers if tokenizer}
         if len(known) > 1:
@@ -100,19 +99,11 @@ class Mixture(ConcatDataset):
         return sample
 
     def order(self, seed: int) -> MixtureOrder:
-        """Return the order in which training reads the samples.
-
-        Args:
-            seed: Seed of the permutations of the parts.
-        """
+        """Return the order in which training reads the samples."""
         return MixtureOrder(self.lengths, self.weights, seed)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return the share, the content and the number of epochs of each part, as one line.
-
-        Args:
-            n_samples: Number of samples of the mixture that the run reads.
-        """
+        """Return the share, the content and the number of epochs of each part, as one line."""
         counts = self.order(0).count_by_part(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts, strict=True):

@@ -55,18 +55,12 @@ class SampleOrder:
         self.n_samples = n_samples
         self.seed = seed
         n_bits = max(2, (n_samples - 1).bit_length())
-        n_low_bits = n_bits // 2
-        n_high_bits = n_bits - n_low_bits
-        self._n_low_bits = n_low_bits
-        self._low_mask = 2**n_low_bits - 1
-        self._high_mask = 2**n_high_bits - 1
+        self._n_low_bits = n_bits // 2
+        self._low_mask = 2**self._n_low_bits - 1
+        self._high_mask = 2 ** (n_bits - self._n_low_bits) - 1
 
     def index(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the samples that are read at some places of the run, int64, in the same shape.
-
-        Args:
-            numbers: Number of samples that the run reads before each, counted over all epochs.
-        """
+        """Return the samples at some places of the run, which counts over all epochs."""
         epochs, positions = np.divmod(np.asarray(numbers, dtype=np.int64), self.n_samples)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -123,11 +117,7 @@ class MixtureOrder:
         self._ranks = np.concatenate([np.arange(n) for n in self._counts])[by_due]
 
     def index(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the samples that are read at some places of the run, int64, in the same shape.
-
-        Args:
-            numbers: Number of samples that the run reads before each.
-        """
+        """Return the samples that are read at some places of the run, int64, in the same shape."""
         cycles, places = np.divmod(np.asarray(numbers, dtype=np.int64), _CYCLE)
         owners = self._owners[places]
         taken = cycles * self._counts[owners] + self._ranks[places]
@@ -145,11 +135,7 @@ class MixtureOrder:
 
 
 class MicroBatch(list[int]):
-    """Indices of the samples of a micro-batch.
-
-    Attributes:
-        place: Number of samples that the run reads before the first one.
-    """
+    """Indices of the samples of a micro-batch. `place` is the number of samples read before it."""
 
     place = 0
 
@@ -160,10 +146,8 @@ class TrainBatches:
 
     The samples of a run are an endless sequence, which `order` defines. A step of all W ranks takes
     the next G = A W B samples: A micro-batches of B samples on each rank. The samples of a step
-    therefore depend on G, and not on the division of G into ranks and micro-steps.
-
-    An epoch of the DataLoader is a section of `epoch_steps` steps of this sequence. A run with
-    shorter epochs sees the same samples in the same order.
+    therefore depend on G, and not on the division of G into ranks and micro-steps. An epoch of the
+    DataLoader is a section of `epoch_steps` steps of this sequence.
 
     Args:
         order: Order of the samples.
@@ -173,7 +157,7 @@ class TrainBatches:
         world_size: Number of data-parallel ranks, W.
         epoch_steps: Optimizer steps of one epoch. 0 takes N // G.
         position: Function that returns the number of micro-batches that the whole run has done. It
-            is called when an iterator is created.
+            is called when an iterator begins.
         resumed: Pair of an optimizer step and the number of samples that were read before it. A
             resumed run sets it, because the steps before may have had another size G.
 
@@ -201,11 +185,8 @@ class TrainBatches:
         return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Return the micro-batches of this rank from the current position to the epoch's end."""
-        return self._micro_batches(self.position())
-
-    def _micro_batches(self, done: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches after `done`. The order is computed for many at a time."""
+        """Yield the micro-batches of this rank from the current position to the epoch's end."""
+        done = self.position()
         end = (done // len(self) + 1) * len(self)
         for first in range(done, end, _AHEAD):
             numbers = np.arange(first, min(first + _AHEAD, end))
@@ -224,11 +205,7 @@ class TrainBatches:
         return n_before + (step - first_step) * self.global_batch_size
 
     def step_samples(self, step: int) -> np.ndarray:
-        """Return the indices of the samples of a step, (micro-steps, data ranks, batch_size).
-
-        Args:
-            step: Number of the optimizer step, counted over the whole run from 0.
-        """
+        """Return the indices of the samples of a step, (micro-steps, data ranks, batch_size)."""
         numbers = self.n_read(step) + np.arange(self.global_batch_size)
         return self.order.index(numbers).reshape(self.accumulate, self.world_size, -1)
 
@@ -242,16 +219,14 @@ class EvalBatches:
 
     Args:
         lengths: Number of samples of each part of the dataset, whose parts follow each other. No
-            batch has samples of two parts. The batches of the parts alternate (round robin). A
-            dataset that is not a mixture has one part.
+            batch has samples of two parts. The batches of the parts alternate (round robin).
         batch_size: Largest number of samples of a batch on one rank.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks. A rank without a sample of a part that has fewer
             samples than there are ranks yields [-1 - i], where i is the first sample of the part.
             `BatchReader` reads this index as sample i without targets.
         limit: Number of the batches of one process, in each part, whose samples are evaluated, or
-            their fraction. All ranks together evaluate these samples, see `limit_lengths`. None
-            evaluates all.
+            their fraction, see `limit_lengths`. None evaluates all.
     """
 
     def __init__(
@@ -283,38 +258,19 @@ class EvalBatches:
         return (list(samples) for _, _, samples in self._batches)
 
     def part_of(self, number: int) -> int:
-        """Return the number of the part to which a batch of this rank belongs.
-
-        Args:
-            number: Number of the batch, from 0.
-
-        Raises:
-            IndexError: If this rank has no such batch.
-        """
+        """Return the number of the part to which a batch of this rank belongs."""
         return self._batches[number][1]
 
     def samples_of(self, number: int) -> list[int]:
-        """Return the sample indices of a batch of this rank, or [] if there is no such batch.
-
-        A batch without a sample is [-1 - i], as described at `world_size`.
-
-        Args:
-            number: Number of the batch, from 0.
-        """
+        """Return the sample indices of a batch of this rank, or [] if there is no such batch."""
         return [index for _, _, samples in self._batches[number : number + 1] for index in samples]
 
 
 def limit_lengths(lengths: Sequence[int], batch_size: int, limit: float | None) -> list[int]:
     """Return how many samples of each part of a dataset a limited evaluation reads.
 
-    They are the first samples of the part, those in its first `limit` full batches. The set is
-    therefore the same on any number of ranks.
-
-    Args:
-        lengths: Number of samples of each part.
-        batch_size: Samples of a batch.
-        limit: Number of batches of each part, or with a float their fraction, of which at least one
-            is read. None reads all samples.
+    They are the first samples of the part, those in its first `limit` full batches, or a fraction
+    of its batches, of which at least one is read. The set is the same on any number of ranks.
     """
     if limit is None:
         return list(lengths)

@@ -153,11 +153,7 @@ class TextDataset(TokenDataset):
         return tokens, targets, torch.from_numpy(documents)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line with the number of tokens and documents, and the epochs of a run.
-
-        Args:
-            n_samples: Number of samples that the run reads. 0 leaves out the epochs.
-        """
+        """Return a line with the number of tokens and documents, and the epochs of `n_samples`."""
         end = f"each ended by {self.tokenizer.end_token}"
         ends = "nothing between them" if self.end_id is None else end
         n_documents = f"{len(self.ends) - 1:,} documents"
@@ -167,8 +163,7 @@ class TextDataset(TokenDataset):
 def file_states(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
     """Return real path, size, modification time, change time in ns and inode of each file.
 
-    A change of the content changes the state: no program can set the change time (ctime), as
-    programs set the modification time.
+    A change of the content changes the state: no program can set the change time (ctime).
     """
     stats = [(os.path.realpath(file), file.stat()) for file in files]
     return [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p, s in stats]
@@ -192,15 +187,13 @@ def write_tokens(
     def write(tokens: np.ndarray, is_val: bool, ends_part: bool) -> None:
         n_tokens[is_val] += len(tokens)
         ends = np.array([n_tokens[is_val]] if ends_part else [], _ENDS_TYPE)
-        for file, content in (files[is_val], tokens), (ends_files[is_val], ends):
+        for file, content in zip(files[is_val], (tokens, ends), strict=True):
             file.write(content.tobytes())
             digest.update(content.tobytes())
 
     with ExitStack() as stack:
-        files, ends_files = (
-            [stack.enter_context((folder / f"{name}.{suffix}").open("wb")) for name in SPLITS]
-            for suffix in ("bin", "ends")
-        )
+        paths = [(folder / f"{name}.bin", folder / f"{name}.ends") for name in SPLITS]
+        files = [[stack.enter_context(path.open("wb")) for path in pair] for pair in paths]
         for is_val in (False, True):
             write(context, is_val, ends_part=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
@@ -212,7 +205,7 @@ def write_tokens(
                 write(tokens.astype(dtype), piece.is_val, piece.ends_part)
                 bar.update(len(piece.text))
         (folder / FINGERPRINT_NAME).write_text(digest.hexdigest())
-        for file in (*files, *ends_files):
+        for file in (*files[0], *files[1]):
             file.flush()
             os.fsync(file.fileno())  # the content is on disk before the folder gets its name
     for n, name in zip(n_tokens, SPLITS, strict=True):
@@ -255,8 +248,8 @@ def warn_of_lost_characters(
 def fresh_folder(target: Path) -> Generator[Path, None, None]:
     """Create a folder for new files, and rename it to `target` when the `with` block succeeds.
 
-    So `target` is complete or does not exist. If the block raises, the folder is removed. Of
-    several processes that prepare the same target, the folder that is renamed first stays.
+    So `target` is complete or does not exist. Of several processes that prepare the same target,
+    the folder that is renamed first stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=target.parent) as name:

@@ -46,9 +46,7 @@ class BatchDataset(Dataset):
 class WrappedDataset(Dataset):
     """Base class of datasets that read the samples of another one, and have its attributes.
 
-    Args:
-        dataset: Dataset or stream.
-        name: Config key of the dataset, for error messages.
+    `name` is the config key of the dataset, for error messages.
     """
 
     def __init__(self, dataset: Any, name: str):
@@ -81,8 +79,7 @@ class BatchReader(WrappedDataset):
             below it. None does not check them.
         seed: Seed of the random numbers that the dataset draws in a data worker. They depend on
             this seed and on the place of the batch in the run only, so that a resumed run draws the
-            same. None changes no random generator. The training process saves the state of its
-            own random generators.
+            same. None changes no random generator.
     """
 
     def __init__(
@@ -134,27 +131,16 @@ class BatchReader(WrappedDataset):
 
 
 def collate(batch: Any) -> Any:
-    """Stack a list of samples with torch's `default_collate`.
+    """Stack a list of samples with torch's `default_collate`: tuples to a tuple, dicts to a dict.
 
-    Samples that are tuples or lists become a tuple of stacked tensors, and dicts a dict of them.
-
-    Args:
-        batch: List of samples. Any other value is a batch that is stacked already, and is returned
-            unchanged.
-
-    Raises:
-        RuntimeError, TypeError, KeyError: If torch cannot stack the samples, for example because
-            their shapes differ.
+    Any other value is a batch that is stacked already, and is returned unchanged.
     """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
 
 
 class HuggingFacePairs(WrappedDataset):
-    """Dataset of pairs (tokens (T,), targets (T,)) that reads dicts of Hugging Face.
-
-    Reading a sample that cannot be converted raises a DataError (see `pair_of`).
-    """
+    """Dataset of pairs (tokens (T,), targets (T,)) that reads dicts of Hugging Face (`pair_of`)."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return pair_of(self.dataset[index], f"{self.name}: sample {index}")
@@ -170,10 +156,6 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 
     Only the first sample is read to find out. Any other dataset is returned unchanged, also an
     empty one. Warns about keys of this sample that are not used.
-
-    Args:
-        dataset: Dataset of dicts or of any other samples.
-        name: Config key of the dataset, for error messages.
     """
     sample = dataset[0] if len_of(dataset) else None
     if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
@@ -216,13 +198,9 @@ def seed_all(text: str) -> None:
 
 
 def has_documents(batch: Any) -> bool:
-    """Return whether a batch or a sample is a tuple (tokens, targets, documents).
+    """Return whether a batch or a sample is a tuple (tokens, targets, documents), all int64.
 
-    `documents` is the index of the document of each token. The three items must be int64 tensors of
-    one shape.
-
-    Args:
-        batch: Batch or sample of any type.
+    `documents` is the index of the document of each token. The three have one shape.
     """
     if not isinstance(batch, tuple) or len(batch) != 3:
         return False
@@ -235,9 +213,6 @@ def find_targets(batch: Any) -> Tensor | None:
 
     They are known for a pair (tokens, targets) with integer targets, for a tuple (tokens, targets,
     documents), and for a dict with integer `targets` or, without these, `labels`.
-
-    Args:
-        batch: Batch of a data loader.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets" if "targets" in batch else "labels")

@@ -99,9 +99,7 @@ def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]
 def format_of(file: Path, given: str | None = None) -> str:
     """Return the format of a file by its suffix: text, jsonl, json, parquet or csv.
 
-    Args:
-        file: Path of the file, which is not read.
-        given: Format that is returned, whatever the suffix. None decides by the suffix.
+    A format that is `given` is returned whatever the suffix.
     """
     stem = file.stem if file.suffix.lower() in _COMPRESSED else file.name
     return given or _FORMATS.get(Path(stem).suffix.lower(), "text")
@@ -164,10 +162,6 @@ def _is_val(number: int, fraction: float) -> bool:
 
 def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
     """Yield each record of a file, and its place for an error message.
-
-    Args:
-        file: File of records.
-        kind: Format of the file: jsonl, json, parquet or csv.
 
     Raises:
         DataError: If the file is damaged.

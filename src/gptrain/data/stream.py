@@ -34,10 +34,7 @@ UNKNOWN_LENGTH = 2**40  # samples; no run reads so many
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can only be iterated, because its samples have no index.
-
-    This is so for an IterableDataset, and for an iterable that lacks `__getitem__` or `__len__`.
-    """
+    """Return whether a dataset is an IterableDataset, or can be iterated but has no index."""
     has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_index)
 
@@ -79,21 +76,13 @@ class StreamDataset(WrappedDataset):
         return self.first
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the next samples of the part, as many as there are indices.
-
-        Before `start` was called, each item is the first sample of the stream, so that checks of
-        the data do not change the position.
-        """
+        """Return the next samples of the part; before `start`, the first sample for each index."""
         if self._samples is None:
             return [self[0] for _ in indices]
         return list(islice(self._samples, len(indices)))
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line that says how the stream resumes.
-
-        Args:
-            n_samples: Number of samples of the run, not used.
-        """
+        """Return a line that says how the stream resumes."""
         resumes = "continues" if self._has_state() else "is read again up to its position"
         return f"a stream, which one process per rank reads ahead · on a resume it {resumes}"
 
@@ -105,7 +94,7 @@ class StreamDataset(WrappedDataset):
             rank: Number of the part.
             world_size: Number of parts into which the stream is divided.
             position: Result of `position` for this part in an earlier process. None begins at the
-                first sample. If it has no `state`, the samples of the pass are read again.
+                first sample.
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -127,12 +116,10 @@ class StreamDataset(WrappedDataset):
         self._samples = islice(self._read_passes(), n_skipped, None)
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the part after the sample that was read last.
+        """Return the position in the part after the sample that was read last, as a new dict.
 
-        Returns:
-            Dict of `epoch` (number of the pass over the data), `state` (copy of the result of the
-            stream's state_dict, or None if the stream cannot save its position) and `n_read`
-            (samples of the part in the pass).
+        It has `epoch` (number of the pass), `n_read` (samples of the part in this pass) and `state`
+        of the stream. If that is None, a resume reads the samples of the pass again.
         """
         state = copy.deepcopy(self.part.state_dict()) if self._has_state() else None
         return {"epoch": self.epoch, "state": state, "n_read": self.n_read}
@@ -167,8 +154,7 @@ class StreamDataset(WrappedDataset):
 class StreamReader(BatchReader):
     """Reader of a stream's batches, each with the position after it.
 
-    A worker process reads ahead. The training needs the position of the batches that it has used,
-    so the position comes with each batch.
+    A worker process reads ahead, and the training needs the position of the batches that it used.
     """
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -202,11 +188,7 @@ class StreamPositions:
             yield batch
 
     def after(self, n_batches: int) -> dict[str, Any] | None:
-        """Return the position after some micro-batches since this process started.
-
-        Args:
-            n_batches: Number of micro-batches of all complete steps. Batches of the next two steps
-                may have been loaded already.
+        """Return the position after some micro-batches, those of complete steps since the start.
 
         Raises:
             KeyError: If more than two later steps were loaded, so that the position is forgotten.
@@ -215,13 +197,7 @@ class StreamPositions:
 
 
 class StoredStream(WrappedDataset):
-    """Dataset that reads a stream into memory at once, for an evaluation.
-
-    Args:
-        dataset: Stream of the samples of all ranks. It must end, or `n_samples` must be given.
-        name: Config key of the stream.
-        n_samples: Largest number of samples to read, or None for all.
-    """
+    """Dataset that reads a stream, or its first samples, into memory at once, for an evaluation."""
 
     def __init__(self, dataset: Any, name: str, n_samples: int | None):
         super().__init__(dataset, name)
@@ -235,10 +211,10 @@ class StoredStream(WrappedDataset):
 
 
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
-    """Wrap a stream as a dataset whose samples have an index.
+    """Wrap a stream as a dataset whose samples have an index, and return others unchanged.
 
     The training stream becomes a StreamDataset. The samples of any other stream are read into
-    memory at once. An object that is not a stream is returned unchanged.
+    memory at once.
 
     Args:
         dataset: Dataset or stream.
@@ -269,11 +245,7 @@ def find_split(stream: Any) -> Callable[[int, int], Any] | None:
 
 
 def has_shuffle_buffer(stream: Any) -> bool:
-    """Return whether a stream of the package `datasets` shuffles its samples in a buffer.
-
-    The saved state of such a stream lacks the content of the buffer, so that it cannot continue
-    from it.
-    """
+    """Return whether a stream of `datasets` shuffles in a buffer, which its state lacks."""
     part = getattr(stream, "_ex_iterable", None)
     while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
         part = getattr(part, "ex_iterable", None)

@@ -120,11 +120,7 @@ class Tokenizer:
         return lengths
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None if the vocabulary does not have it.
-
-        Args:
-            token: Text of the token in the vocabulary, such as `<|im_end|>`.
-        """
+        """Return the id of a token such as `<|im_end|>`, or None if the vocabulary lacks it."""
         return self.core.token_to_id(token)
 
     def special_ids(self) -> dict[str, int]:
@@ -135,17 +131,12 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the token ids of a text, (N,) int64.
 
-        Args:
-            text: Text to encode.
-            special: Whether the names of control tokens in the text become these tokens.
+        With `special`, the names of control tokens in the text become these tokens.
         """
         return self.encode_special(text)[0] if special else self.encode_batch([text])[0]
 
     def encode_special(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text, in which names of control tokens such as <|im_end|> become these tokens.
-
-        Args:
-            text: Text to encode.
 
         Returns:
             Token ids (N,), and for each token the position of its first character in the text (N,).
@@ -175,11 +166,9 @@ class Tokenizer:
         return self.core.decode(known, skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Copy the tokenizer.json and its companions to a folder.
+        """Copy the tokenizer.json and its companions to a folder, and replace files of these names.
 
-        Args:
-            folder: Existing folder. Files of these names are replaced. `chat_template` is written
-                even if it was set after the tokenizer was loaded.
+        `chat_template` is written even if it was set after the tokenizer was loaded.
         """
         copy_files(self.path.parent, folder, COMPANIONS)
         if self.chat_template is not None:
@@ -192,10 +181,7 @@ class Tokenizer:
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
     """Copy those of the named files that exist to another folder, and return their names.
 
-    Args:
-        source: Folder to copy from.
-        folder: Existing folder to copy into. Files of these names are replaced.
-        names: Names of the files.
+    Files of these names in the folder are replaced.
     """
     if source.resolve() == folder.resolve():
         return []
@@ -207,11 +193,7 @@ def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` or the folder of a run names.
-
-    Args:
-        spec: `bytes`, the path of a tokenizer.json, or the path of a folder with a tokenizer.json.
-            A `~` at its beginning is the home folder.
+    """Load `bytes`, a tokenizer.json, or that of a folder. `~` is the home folder.
 
     Raises:
         FileNotFoundError: If the file does not exist.

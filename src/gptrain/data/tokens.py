@@ -41,14 +41,7 @@ _SAMPLED_TOKENS = 2**18  # of the fingerprint
 
 
 class TokenFile(NamedTuple):
-    """Path and layout of a file of tokens, whose content is not in memory.
-
-    Attributes:
-        path: Path of the file.
-        dtype: Type of a token, as NumPy names it.
-        n_tokens: Number of tokens.
-        offset_bytes: Position of the first token in the file.
-    """
+    """Path and layout of a file of tokens. `dtype` is NumPy's name of their type."""
 
     path: Path
     dtype: str
@@ -114,8 +107,8 @@ class TokenDataset(BatchDataset):
     def fingerprint(self) -> str:
         """Hash of the files' token types and lengths, and of a sample of the windows.
 
-        A resumed run compares it, to notice that it would train on other data. The paths of the
-        files are not part of the hash. Up to 2^18 tokens are hashed completely.
+        A resumed run compares it, to notice that it would train on other data. Up to 2^18 tokens
+        are hashed completely.
         """
         digest = hashlib.sha256(repr([file[1:3] for file in self.files]).encode())
         n_windows = min(len(self), max(256, _SAMPLED_TOKENS // self.seq_len))
@@ -140,11 +133,7 @@ class TokenDataset(BatchDataset):
         return tokens.clamp(min=0), targets.contiguous()  # -100 is not a token id
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return a line with the number of tokens, and the number of epochs of a run.
-
-        Args:
-            n_samples: Number of samples that the run reads. 0 leaves out the epochs.
-        """
+        """Return a line with the number of tokens, and the epochs of a run of `n_samples`."""
         n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
         return f"{self.n_tokens:,} tokens{n_files}{epochs}"
@@ -165,10 +154,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def find_token_files(path: Paths, split: str = "") -> list[Path]:
-    """Return the token files that a path, a glob pattern or a list of these names.
-
-    Index files of Megatron (.idx) are left out.
-    """
+    """Return the token files that a path, a pattern or a list names, without indices (.idx)."""
     others = _OTHER_SPLITS.get(split, ())
 
     def is_of_split(name: str) -> bool:
@@ -227,11 +213,8 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
         raise DataError(f"{path}: not a Megatron index of version 1 with uint16, int32 or int64")
     if not n_sequences or size_bytes < _MEGATRON.size + 12 * n_sequences + 8 * n_documents:
         raise DataError(f"{path}: truncated, or without a sequence")
-    lengths_end = _MEGATRON.size + 4 * n_sequences
-    last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)[0]
-    last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))[0]
-    dtype = _MEGATRON_TYPES[code]
-    return dtype, int(last_position) // np.dtype(dtype).itemsize + int(last_length)
+    lengths = np.fromfile(path, "<i4", n_sequences, offset=_MEGATRON.size)
+    return _MEGATRON_TYPES[code], int(lengths.sum(dtype=np.int64))
 
 
 def _find_wider(head: bytes, dtype: str, vocab_size: int | None) -> str | None:
