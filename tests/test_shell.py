@@ -28,9 +28,7 @@ def read_by_a_shell(line: str) -> list[str]:
 
 def value_of(word: str) -> object:
     """Return the value of an override, as Hydra composes it."""
-    cfg, problems = compose_words([f"++pasted.{word}"])
-    assert not problems, word
-    (value,) = cfg.pasted.values()
+    (value,) = compose_words([f"++pasted.{word}"]).pasted.values()
     return value
 
 

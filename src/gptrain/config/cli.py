@@ -14,19 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.timeline import begin_command
-from gptrain.config.compose import REFUSALS, compose_words, open_hydra, plain, typed
+from gptrain.config.compose import compose_words, open_hydra, plain, typed
 from gptrain.config.from_run import expand
 from gptrain.config.machine import check_classes, check_devices, check_folder, check_launcher
 from gptrain.config.rules import check_rules
 from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
-from gptrain.core.errors import ConfigError, ConfigIssue, JobFailedError, ending_of, first_line
+from gptrain.core.errors import ConfigError, JobFailedError, ending_of, first_line
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import CHECKED, adopt_launcher, this_process
 
@@ -78,17 +79,9 @@ def run_command(
     defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
 ) -> int:
-    """Run a command line and return its exit code. Errors are printed and not raised.
+    """Run a command line and return its exit code. The arguments are those of `main`.
 
-    With `--help` the help is printed, and with `--cfg` the config, and no job runs. At the end of a
-    sweep a table of its jobs is printed and written to results.csv.
-
-    Args:
-        job: Function that gets the typed config.
-        argv: Words of the command line, without the name of the program.
-        schema: Type of the config, a subclass of RunConfig for a command with additional keys.
-        defaults: Default values of the additional keys.
-        usage: Text with which `--help` begins.
+    Errors are printed and not raised. `argv` has no name of the program.
     """
     begin_command()
     parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
@@ -113,7 +106,7 @@ def run_command(
             folder = shell.quoted(f"file://{os.path.abspath(args.config_dir)}")
             words.insert(0, f"hydra.searchpath=[{folder}]")
         if args.help or args.cfg:
-            with open_hydra() as hydra:
+            with open_hydra(words) as hydra:
                 if args.cfg:
                     hydra.show_cfg("train", words, args.cfg, package=None)
                 else:
@@ -138,14 +131,13 @@ def run_command(
 
 def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
     """Check the config of a single job, and run it under Hydra."""
-    cfg, refused = compose_words(words)
+    cfg = compose_words(words)
     HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-    folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-    run = check(cfg, schema, refused, folder)
+    run = check(cfg, schema)
     if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
         job(run)
         return
-    with open_hydra() as hydra:  # hydra.main would compose the config a second time
+    with open_hydra(words) as hydra:
         words = [*words, NO_LOG] if _rank() > 0 else words
         hydra.run("train", partial(run_job, job, schema, codes, False), words)
 
@@ -154,62 +146,47 @@ def run_sweep(job: Job, schema: type[RunConfig], words: list[str], codes: list[i
     """Run a sweep, and report its jobs. The arguments are those of `run_once`."""
     if this_process().is_rank:
         raise ConfigError.of("-m", None, "not in the ranks of a launcher")
-    try:
-        parsed = OverridesParser.create().parse_overrides(words)
-    except Exception as error:  # the parser raises exceptions of several packages
-        raise ConfigError.of("-m", None, first_line(error)) from error
-    globs = [item for item in parsed if isinstance(item.value(), Glob)]
-    cfg, refused = compose_words([first_value(item) for item in parsed if item not in globs])
-    if refused:
-        raise ConfigError(refused)
-    # The folder of a job is named by the keys that the sweep varies.
-    keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
-    words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
-    words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
-    folder = Path(cfg.hydra.sweep.dir)
-    try:
-        with open_hydra() as hydra:
-            for item in globs:
-                pattern: Any = item.value()
-                if not pattern.filter(hydra.config_loader.get_group_options(item.key_or_group)):
-                    raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
+    with open_hydra(words) as hydra:
+        parsed = OverridesParser.create(hydra.config_loader).parse_overrides(words)
+        cfg = compose("train", [*map(first_value, parsed)], return_hydra_config=True)
+        # The folder of a job is named by the keys that the sweep varies.
+        keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
+        words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
+        words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
+        try:
             hydra.multirun("train", partial(run_job, job, schema, codes, True), words)
-    finally:
-        report_sweep(folder)
+        finally:
+            report_sweep(Path(cfg.hydra.sweep.dir))
 
 
-def check(
-    cfg: DictConfig,
-    schema: type[RunConfig] = RunConfig,
-    refused: Iterable[ConfigIssue] = (),
-    folder: str | None = None,
-) -> RunConfig:
+def first_value(item: Override) -> str:
+    """Return the override that the first job of a sweep gets, such as `lr=1` for `lr=1,2`."""
+    if not item.is_sweep_override():
+        return item.input_line or ""
+    sweep: Any = item.value()
+    values = [sweep.start] if isinstance(sweep, IntervalSweep) else item.sweep_string_iterator()
+    for value in values:
+        return f"{item.get_key_element()}={value}"
+    raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
+
+
+def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """Check a composed config and return the typed config. Warnings are printed.
 
     The run folder and the launcher are checked only for a training or an evaluation, classes and
     devices only if `schema.runs_here` is true.
 
-    Args:
-        cfg: Composed config.
-        schema: Type of the config.
-        refused: Problems that were found while the config was composed.
-        folder: Folder into which the job will write. Defaults to `run_dir`.
-
     Raises:
         ConfigError: If there are errors: all of the first kind of check that finds one. Also if the
             environment variables of a launcher are damaged.
     """
-    problems = list(refused)
-    try:
-        values = plain(cfg)
-        run = typed(values, schema)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    problems += check_rules(run)
+    values = plain(cfg)
+    run = typed(values, schema)
+    problems = [*check_rules(run)]
     if schema is RunConfig:  # a command with a schema of its own makes no run
         problems += check_launcher(run)
         if this_process().rank == 0:  # another rank may see what rank 0 has written
-            problems += check_folder(run, folder or run.run_dir)
+            problems += check_folder(run)
     is_valid = not any(problem.code for problem in problems)
     if is_valid and schema.runs_here:  # torch takes seconds
         problems += [*check_classes(run, values), *check_devices(run)]
@@ -221,32 +198,8 @@ def check(
 
 
 def compose_command(words: list[str]) -> DictConfig:
-    """Compose and return the config of a command line, without Hydra's own node and without checks.
-
-    Args:
-        words: Words of the command line. If one is `from_run=<folder>`, the overrides of that run
-            come first.
-
-    Raises:
-        ConfigError: If the run in `from_run` cannot be read or is not trusted, or if an override
-            does not fit.
-    """
-    cfg, refused = compose_words(expand(words))
-    if refused:
-        raise ConfigError(refused)
-    keys: list[Any] = [key for key in cfg if key != "hydra"]
-    return OmegaConf.masked_copy(cfg, keys)
-
-
-def first_value(override: Override) -> str:
-    """Return the override that the first job of a sweep gets, such as `lr=1` for `lr=1,2`."""
-    line = override.input_line or ""
-    if not override.is_sweep_override():
-        return line
-    sweep: Any = override.value()
-    is_interval = isinstance(sweep, IntervalSweep)
-    first = sweep.start if is_interval else next(override.sweep_string_iterator())
-    return f"{line.partition('=')[0]}={first}"
+    """Compose the config of a command line, which may have `from_run`, without checks."""
+    return compose_words(expand(words))
 
 
 def run_job(
@@ -254,14 +207,14 @@ def run_job(
 ) -> float | None:
     """Run one job and return its objective, or None after an error that was printed.
 
-    In a sweep the config is checked here, and a job that has finished in its folder earlier is not
-    run again: the objective of its result is returned. After an error Hydra's basic sweeper runs
-    its next job. Other sweepers (a search) and launchers (jobs in other processes) need an
-    exception to notice the failure. A job whose config was refused has its row in the table.
+    In a sweep a job that has finished in its folder earlier is not run again. After an error
+    Hydra's basic sweeper runs its next job. Other sweepers (a search) and launchers (jobs in other
+    processes) need an exception to notice the failure.
     """
     node: Any = HydraConfig.get()
     folder = Path(node.runtime.output_dir)
     try:
+        cfg.run_dir = str(folder)  # in a sweep each job has a folder of its own
         if is_sweep:
             begin_command()
             locations.enter()  # the job may run in a process on another machine
@@ -269,8 +222,7 @@ def run_job(
             if finished := find_finished(folder, node.overrides.task):
                 codes.append(errors.DONE)
                 return finished.metrics.get(cfg.objective)
-            check(cfg, schema, folder=str(folder))
-        cfg.run_dir = str(folder)  # in a sweep each job has a folder of its own
+            check(cfg, schema)
         cfg.output_dir = str(locations.expand_home(cfg.output_dir))
         value = job(typed(plain(cfg), schema))
         codes.append(errors.DONE)
@@ -291,19 +243,13 @@ def run_job(
 
 
 def report(error: BaseException, debug: bool) -> int:
-    """Print the error of a command or its job on rank 0, and return its exit code.
-
-    A JobFailedError was printed by the job, and a SystemExit has its own exit code. The message is
-    also passed to `gptrain.fit`, if that started this process.
-    """
+    """Print an exception, also to `gptrain.fit`, and return the exit code of the command."""
     if isinstance(error, JobFailedError):
         return error.code
     if debug:
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else errors.DONE
-    if isinstance(error, REFUSALS) and "hydra" in type(error).__module__ + str(error.__cause__):
-        error = ConfigError.of("", None, " ".join(str(error).split()))
     ending = ending_of(error)
     hint = "; try: debug=true" if ending.trace and not debug else ""
     _print([ending.line + hint])

@@ -3,8 +3,8 @@
 import copy
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -53,10 +53,7 @@ def job_folder(number: int, varied: str) -> str:
 
 
 def plus(left: Any, right: int) -> Any:
-    """Return left + right, or `left` unchanged if it is no integer, so that only its key is wrong.
-
-    Used as `${plus:${seed},1}`.
-    """
+    """Return left + right, or `left` if it is no integer, so that only its key is wrong."""
     return left + right if isinstance(left, int) else left
 
 
@@ -68,10 +65,7 @@ def default_seq_len(model: Any, shortest: int = 1) -> int:
 
 
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
-    """Return the value of one key in each part of a data mixture, by the name of the part.
-
-    Used as `${of_parts:${data.parts},weight}`.
-    """
+    """Return the value of one key in each part of a data mixture, by the name of the part."""
     values = {}
     for name, part in parts.items():
         part = copy.copy(part)
@@ -89,11 +83,11 @@ RESOLVERS = (
 
 
 @contextmanager
-def open_hydra() -> Generator[Any, None, None]:
-    """Initialize Hydra with gptrain's resolvers, and yield Hydra's main object.
+def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
+    """Initialize Hydra with gptrain's resolvers and both conf/ folders, and yield its main object.
 
-    Hydra reads the conf/ of the project and, behind it, that of the library, or only the latter if
-    there is no project. After the block Hydra's earlier state is restored.
+    A refusal of Hydra in the block becomes a ConfigError, which names one of `words`. After the
+    block Hydra's earlier state is restored.
     """
     # The config keeps the first value of run_stamp, so that a job of a sweep that runs in another
     # process has the same time in its folder name.
@@ -105,26 +99,16 @@ def open_hydra() -> Generator[Any, None, None]:
     if not os.path.isdir(conf):  # Hydra's first line would not name the folder
         raise ConfigError.of(locations.VARIABLE, conf, "no such folder")
     with initialize_config_dir(conf, job_name="train", version_base="1.3"):
-        yield GlobalHydra.instance().hydra
+        try:
+            yield GlobalHydra.instance().hydra
+        except REFUSALS as error:
+            raise ConfigError([_explain(error, words)]) from error
 
 
-def compose_words(words: list[str]) -> tuple[DictConfig, list[ConfigIssue]]:
-    """Compose the config from all overrides that Hydra accepts; return a problem of each other."""
-    refusals: list[tuple[str, Exception]] = []
-    with open_hydra():
-        while True:
-            try:
-                cfg = compose("train", words, return_hydra_config=True)
-                break
-            except REFUSALS as error:
-                key = _refused_key(error)
-                refused = [word for word in words if key_of(word) == key]
-                if not refused:
-                    raise ConfigError.of("", None, first_line(error.__cause__ or error)) from error
-                words = [word for word in words if word not in refused]
-                refusals.append((refused[-1], error))
-    known = flatten(OmegaConf.to_container(cfg, resolve=False))
-    return cfg, [_explain(word, error, known) for word, error in refusals]
+def compose_words(words: Sequence[str]) -> DictConfig:
+    """Compose the config of a command line, with Hydra's own node, and without checks."""
+    with open_hydra(words):
+        return compose("train", [*words], return_hydra_config=True)
 
 
 def key_of(word: str) -> str:
@@ -132,24 +116,23 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def _refused_key(error: Exception) -> str:
-    """Return the key of the override that Hydra refused, or an empty string."""
-    if isinstance(error, OverrideParseException):
-        return key_of(error.override)
-    if isinstance(error, MissingConfigException):
-        return (error.missing_cfg_file or "").rpartition("/")[0]
-    match = re.search(r"'([^'=]+)|Multiple values for ([^\s.]+)", str(error))
-    return key_of(match[1] or match[2]) if match else ""
-
-
-def _explain(word: str, error: Exception, known: Iterable[str]) -> ConfigIssue:
-    """Return the problem of an override that Hydra refused. `known` are the keys of the config."""
-    key, value = key_of(word), word.partition("=")[2] or None
+def _explain(error: Exception, words: Sequence[str]) -> ConfigIssue:
+    """Return the problem of the override that Hydra refused, if its error names one."""
     text = " ".join(str(error.__cause__ or error).partition("Config search path")[0].split())
-    if str(error).startswith("Could not override"):
-        text = f"unknown key{_did_you_mean(key, known)}"
-    is_grammar = isinstance(error, OverrideParseException) and value is not None
-    return ConfigIssue(key, value, text, hint=option(key, value) if is_grammar else "")
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return ConfigIssue(key_of(key), value or None, text, hint=value and option(key, value))
+    for word in reversed(words):
+        key, value = key_of(word), word.partition("=")[2] or None
+        if re.search(rf"(?:'|for ){re.escape(key)}(?:['/=\s]|\.\s)", str(error)):
+            if str(error).startswith("Could not override"):
+                known: dict[str, Any] = {}
+                with suppress(*REFUSALS):  # another override is wrong, too
+                    cfg = compose("train", [other for other in words if key_of(other) != key])
+                    known = flatten(OmegaConf.to_container(cfg, resolve=False))
+                text = f"unknown key{_did_you_mean(key, known)}"
+            return ConfigIssue(key, value, text)
+    return ConfigIssue("", None, text)
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
@@ -166,10 +149,6 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
     `model.vocab_size=auto` is replaced by the number that the files of the tokenizers or the model
     give.
-
-    Raises:
-        ConfigError: If a required key is not set, a reference cannot be resolved, or no file gives
-            the size of the vocabulary.
     """
     keys: list[Any] = [key for key in cfg if key != "hydra"]  # a key may be an integer
     cfg = OmegaConf.masked_copy(cfg, keys)
@@ -186,11 +165,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def typed(values: dict[str, Any], schema: type[Config]) -> Config:
-    """Return the typed config.
-
-    Raises:
-        ConfigError: If values are invalid, or keys unknown or missing. It has all of them.
-    """
+    """Return the typed config, or raise a ConfigError with all wrong values and keys."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -199,24 +174,24 @@ def typed(values: dict[str, Any], schema: type[Config]) -> Config:
 
 def _find_problems(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigIssue]:
     """Yield one problem for each key that pydantic refuses."""
-    messages: dict[str, list[str]] = {}  # each member of a union has a message for its key
-    given: dict[str, Any] = {}
+    problems: dict[tuple[str, str | None], list[str]] = {}  # a union has a message per member
     for details in error.errors(include_url=False):
         node: Any = values
-        keys: list[str] = []
-        is_missing = details["type"] == "missing"
+        keys, shown = [], None
         for part in details["loc"]:  # the names of the members of a union are no keys
             if isinstance(node, dict) and part in node:
                 node = node[part]
                 keys.append(str(part))
-        if is_missing:
+        if details["type"] == "missing":
             keys.append(str(details["loc"][-1]))
+            message = "missing, but required"
+        else:
+            shown = show(node)
+            message = details["msg"].removeprefix("Value error, ")
         key = ".".join(keys)
-        message = "missing, but required" if is_missing else details["msg"]
         if details["type"] == "extra_forbidden":
             message = f"unknown key{_did_you_mean(key, flatten(values).keys() - {key})}"
-        message = message.removeprefix("Value error, ").replace("Input should be", "must be")
-        messages.setdefault(key, []).append(message)
-        given[key] = None if is_missing else show(node)
-    for key, found in messages.items():
-        yield ConfigIssue(key, given[key], " or ".join(dict.fromkeys(found)))
+        message = message.replace("Input should be", "must be")
+        problems.setdefault((key, shown), []).append(message)
+    for (key, shown), messages in problems.items():
+        yield ConfigIssue(key, shown, " or ".join(dict.fromkeys(messages)))

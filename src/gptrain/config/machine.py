@@ -18,7 +18,7 @@ from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
 from gptrain.core.schema import LightningTrainerConfig, RunConfig
 from gptrain.core.value_types import check_target
-from gptrain.runtime.process import count_devices, count_nodes, listed_numbers, this_process
+from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
 BASES = {  # base class of the objects of each group
@@ -32,6 +32,8 @@ BASES = {  # base class of the objects of each group
     "logger": "lightning.pytorch.loggers.Logger",
     "profiler": "lightning.pytorch.profilers.Profiler",
 }
+
+STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
 
 def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -49,11 +51,8 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
         yield problem(run, "trainer.num_nodes", message, hint)
 
 
-def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield a problem for a training that does not resume, if its folder holds a finished run.
-
-    Also yields one for a mirror whose protocol is unknown or needs a package.
-    """
+def check_folder(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem if a training would overwrite a finished run, or has no such mirror."""
     if mirror := run.checkpoint.mirror:
         from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
         from fsspec.core import split_protocol
@@ -62,77 +61,69 @@ def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
             get_filesystem_class(split_protocol(mirror)[0])
         except (ValueError, ImportError) as error:  # the message names the package to install
             yield problem(run, "checkpoint.mirror", first_line(error))
-    if run.task == "fit" and not run.ckpt_path and (expand_home(folder) / "result.json").exists():
+    result = expand_home(run.run_dir) / "result.json"
+    if run.task == "fit" and not run.ckpt_path and result.exists():
         message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
-        yield ConfigIssue("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)
+        yield problem(run, "run_dir", message, hint, FOLDER_UNUSABLE)
 
 
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
     """Yield a problem for each `_target_` that cannot be used in its group with its keys.
 
-    Imports the modules of the classes. A function of the user fits every group, because its return
-    type is unknown. Missing arguments are reported when the object is built.
+    A function of the user fits every group, because its return type is unknown. Missing arguments
+    are reported when the object is built.
     """
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    for key, value in items:
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
             yield from check_classes(run, value, f"{place}.{key}".lstrip("."))
-    if not isinstance(node, dict) or (target := node.get("_target_")) is None:
-        return
-    # get_method logs every exception that it raises; the problem below has its message.
+    if isinstance(node, dict) and (target := node.get("_target_")) is not None:
+        try:
+            yield from _check_class(run, node, place)
+        except Exception as error:  # the import of a user's module may raise anything
+            yield ConfigIssue(f"{place}._target_", target, first_line(error))
+
+
+def _check_class(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[ConfigIssue]:
+    """Yield a problem for each value that a class refuses. Raise if the class or a key is wrong."""
+    # get_method logs every exception that it raises; the problem of the caller has its message.
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
-    try:
-        made = get_method(check_target(str(target)))
-    except Exception as error:  # the import of a user's module may raise anything
-        yield ConfigIssue(f"{place}._target_", target, first_line(error))
-        return
+    made: Any = get_method(check_target(str(node["_target_"])))
+    is_library = str(made.__module__).split(".")[0] in LIBRARIES
     group, _, name = place.partition(".")
     is_part = place in BASES or (group in ("callbacks", "logger") and "." not in name)
-    is_library = str(made.__module__).split(".")[0] in LIBRARIES
     if is_part and not (inspect.isfunction(made) and (place == "scheduler" or not is_library)):
         kind = getattr(made, "__self__", made)  # a class method makes an object of its class
         if not inspect.isclass(kind) or not issubclass(kind, get_class(BASES[group])):
-            message = f"not of type {BASES[group]}, which the group needs"
-            yield ConfigIssue(f"{place}._target_", target, message)
-            return
-    has_own_keys = place in ("model", "module", "optimizer", "scheduler", "trainer")
-    computed = set(type(getattr(run, place)).model_fields) if has_own_keys else set()
-    yield from _check_arguments(made, place, node, computed, is_library)
-
-
-def _check_arguments(
-    made: Any, place: str, node: dict[str, Any], computed: set[str], is_library: bool
-) -> Iterator[ConfigIssue]:
-    """Yield a problem for arguments that a class or a function does not take."""
-    arguments = {key: value for key, value in node.items() if not key.startswith("_")}
+            raise TypeError(f"not of type {BASES[group]}, which the group needs")
+    computed: set[str] = set()  # keys that gptrain reads, or passes only if the class takes them
+    if place in ("model", "module", "optimizer", "scheduler", "trainer"):
+        computed = set(type(getattr(run, place)).model_fields)
+    if place == "optimizer" and hasattr(made, "parameter_groups"):
+        computed |= {*inspect.signature(made.parameter_groups).parameters}
     try:
         signature = inspect.signature(made)
     except (ValueError, TypeError):  # written in C
         return
-    if place == "optimizer" and hasattr(made, "parameter_groups"):
-        computed |= {*inspect.signature(made.parameter_groups).parameters}
+    given = {key: value for key, value in node.items() if not key.startswith("_")}
     unused = computed - signature.parameters.keys()
     try:
-        signature.bind_partial(**{k: v for k, v in arguments.items() if k not in unused})
+        signature.bind_partial(**{k: v for k, v in given.items() if k not in unused})
     except TypeError as error:
-        allowed = ", ".join(signature.parameters)
-        yield ConfigIssue(f"{place}._target_", node["_target_"], str(error), allowed)
-        return
+        raise TypeError(f"{error}; allowed: {', '.join(signature.parameters)}") from error
     try:
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
     except Exception:  # an annotation names something that only a type checker imports
         return
-    config = ConfigDict(arbitrary_types_allowed=True, strict=True)
-    for key in () if is_library else types.keys() & arguments.keys() - computed:
-        text = json.dumps(arguments[key], default=str)
+    for key in () if is_library else types.keys() & given.keys() - computed:
+        text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later
-                TypeAdapter(types[key], config=config).validate_json(text)
+                TypeAdapter(types[key], config=STRICT).validate_json(text)
         except PydanticUserError:
             continue  # a type that pydantic does not know, or one with a config of its own
         except ValidationError as error:
             message = error.errors()[0]["msg"].replace("Input should be", "must be")
-            yield ConfigIssue(f"{place}.{key}", show(arguments[key]), message)
+            yield ConfigIssue(f"{place}.{key}", show(given[key]), message)
 
 
 def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -149,10 +140,10 @@ def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
     if find_precision(run.trainer.precision).is_fp16 and kind == "cpu" and is_lightning:
         hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
         yield problem(run, "trainer.precision", "not supported on CPU", hint)
-    highest = max(listed_numbers(devices) or range(count_devices(devices) or 0), default=0)
-    n_visible = device_count() if kind == "cuda" else highest + 1
-    # A launcher may show each rank only its own GPU.
-    if highest >= n_visible and not (this_process().is_rank and n_visible == 1):
+    numbers = devices if isinstance(devices, list) else range(count_devices(devices) or 1)
+    n_visible = device_count()
+    is_own = this_process().is_rank and n_visible == 1  # of a launcher that shows one GPU to a rank
+    if kind == "cuda" and max(numbers) >= n_visible and not is_own:
         variable = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
         message = f"{n_visible} visible (CUDA_VISIBLE_DEVICES {variable})"
         yield problem(run, "trainer.devices", message, f"trainer.devices={n_visible}")

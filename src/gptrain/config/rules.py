@@ -20,15 +20,7 @@ PHASES = ("warmup", "decay", "total")
 def problem(
     run: RunConfig, key: str, message: str, hint: str = "", code: int = BAD_CONFIG
 ) -> ConfigIssue:
-    """Return a problem of a key, with the value that the key has in the config.
-
-    Args:
-        run: Typed config.
-        key: Dotted key. A key without a value is shown as null.
-        message: Reason why the value is wrong.
-        hint: Override or command to type instead.
-        code: Exit code. DONE (0) makes the problem a warning.
-    """
+    """Return a problem of a key, with its value in the config. `code` 0 makes it a warning."""
     return ConfigIssue(key, show(run.value_of(key)), message, hint=hint, code=code)
 
 
@@ -54,14 +46,14 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
             if run.value_of(key):
                 yield problem(run, key, message, "data.train._target_ and data.val._target_")
     for phase in PHASES:
-        length = scheduler.phase(phase)
-        if length.steps is not None and length.tokens:
+        steps, tokens = scheduler.phase(phase)
+        if steps is not None and tokens:
             key = f"scheduler.{phase}_steps"
-            message = f"excludes {key}={show(length.steps)}: both set the same length"
+            message = f"excludes {key}={show(steps)}: both set the same length"
             yield problem(run, f"scheduler.{phase}_tokens", message, f"{key}=null")
     trainer = run.trainer
-    has_steps = trainer.max_steps != -1 or run.max_tokens or trainer.fast_dev_run
-    has_end = has_steps or effective_max_epochs(trainer, None) is not None
+    has_end = trainer.max_steps != -1 or run.max_tokens or trainer.fast_dev_run
+    has_end = has_end or effective_max_epochs(trainer, None) is not None
     needs_end = isinstance(scheduler, DecayConfig) and not any(scheduler.phase("total"))
     if run.task == "fit" and needs_end and not has_end:
         message = "the schedule decays until the last step, which is not known"
@@ -78,12 +70,11 @@ def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if the width of a decoder cannot be divided into heads."""
-    d_head, n_heads, factor = model.d_model / model.n_heads, f"{model.n_heads} heads", 1
-    if isinstance(model, LlamaConfig):
-        d_head, factor = model.d_head or d_head, 2  # RoPE rotates pairs of features
-        if model.n_heads % model.n_kv_heads:
-            yield problem(run, "model.n_kv_heads", f"does not divide {n_heads}")
-    if d_head % factor:
-        key = "model.d_head" if getattr(model, "d_head", None) else "model.d_model"
-        of_pairs = ", each of pairs of features" if factor == 2 else ""
-        yield problem(run, key, f"not divisible into {n_heads}{of_pairs}")
+    n_heads, has_pairs = model.n_heads, isinstance(model, LlamaConfig)
+    if isinstance(model, LlamaConfig) and n_heads % model.n_kv_heads:
+        yield problem(run, "model.n_kv_heads", f"does not divide {n_heads} heads")
+    key = "model.d_head" if getattr(model, "d_head", None) else "model.d_model"
+    d_head = getattr(model, "d_head", None) or model.d_model / n_heads
+    if d_head % (2 if has_pairs else 1):
+        of_pairs = ", each of pairs of features" if has_pairs else ""  # RoPE rotates pairs
+        yield problem(run, key, f"not divisible into {n_heads} heads{of_pairs}")

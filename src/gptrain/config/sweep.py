@@ -16,8 +16,7 @@ from gptrain.runs import table as runs
 def find_finished(folder: Path, words: Sequence[str]) -> runs.RunRecord | None:
     """Return the finished run in the folder of a job, or None if the job has to run.
 
-    A finished run has the overrides of the job, except those that `from_run` leaves out. That its
-    job is skipped is printed.
+    Its overrides are those of the job, except those that `from_run` leaves out.
     """
     try:
         run = runs.read_run(folder)
@@ -38,10 +37,7 @@ def record_refusal(folder: Path, words: Sequence[str], code: int, message: str) 
 
 
 def report_sweep(folder: Path) -> None:
-    """Print the table of all jobs, the best first, and write it to results.csv.
-
-    The last line is a command that evaluates the best job. Does nothing if the folder has no runs.
-    """
+    """Print the table of all jobs, if there are any, and write it to results.csv."""
     if records := runs.read_runs([folder]):
         metric, records = runs.rank_runs(records)
         print(f"\n{runs.text_table(records, metric)}")

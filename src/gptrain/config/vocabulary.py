@@ -13,28 +13,27 @@ KEY = "model.vocab_size"
 def vocabulary_size(values: dict[str, Any]) -> int:
     """Return the number by which `model.vocab_size=auto` is replaced.
 
-    The size is that in the config.json of `model.path`, or else that of the largest tokenizer in
-    the data group, rounded up to a multiple of `model.vocab_multiple`. Tokenizers inside a node
-    `train` or `val` repeat that of their group.
+    It is that in the config.json of `model.path`, or else that of the largest tokenizer in the data
+    group, rounded up to a multiple of `model.vocab_multiple`.
     """
-    model, sizes = values["model"], []
+    model, size = values["model"], 0
     if path := model.get("path"):
         facts = read_facts(expand_home(path) / "config.json")
-        facts = facts.get("text_config") or facts  # models that also read images have it
-        if not isinstance(size := facts.get("vocab_size"), int):
+        # A model that also reads images has a config of its text.
+        size = (facts.get("text_config") or facts).get("vocab_size")
+        if not isinstance(size, int):
             message = "no config.json with a vocab_size"
             raise ConfigError.of("model.path", path, message, code=INPUT_NOT_FOUND)
-        sizes.append(size)
     else:
         for key, name in flatten(values.get("data"), "data").items():
             is_of_part = ".train." in key or ".val." in key
             if key.endswith(".tokenizer") and name and not is_of_part:
-                sizes.append(_count_tokens(key, name))
-    if not sizes:
+                size = max(size, _count_tokens(key, name))
+    if not size:
         message = "neither data.tokenizer nor model.path has a vocabulary"
         raise ConfigError.of(KEY, AUTO, message, hint=f"{KEY}=50304")
     multiple = model.get("vocab_multiple") or 1
-    return -(-max(sizes) // multiple) * multiple
+    return -(-size // multiple) * multiple
 
 
 def _count_tokens(key: str, name: str) -> int:
