@@ -34,6 +34,7 @@ class DataConfig(OpenSection):
     train: TargetConfig
     val: TargetConfig
     test: TargetConfig | None = None
+    weight: types.Positive = 1  # of a part of a mixture
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -65,6 +66,7 @@ class DataModuleConfig(DataConfig):
     train: Any = None
     val: Any = None
     test: Any = None
+    weight: Any = None
 
 
 class DummyTextConfig(DataConfig):
@@ -103,33 +105,18 @@ class TokensConfig(DataConfig):
 
 
 class PartConfig(OpenSection):
-    """One part of `data.parts` in `data=mixture`.
-
-    A part may have all keys of another data group, or only its two datasets.
-    """
+    """Part of a mixture with datasets of the user. A part that ships has all keys of its group."""
 
     weight: types.Positive = 1
     train: TargetConfig
     val: TargetConfig
 
 
-class DummyPart(PartConfig, DummyTextConfig):
-    """Part with the keys of `data=dummy_text`."""
-
-
-class TextPart(PartConfig, TextConfig):
-    """Part with the keys of `data=text`."""
-
-
-class TokensPart(PartConfig, TokensConfig):
-    """Part with the keys of `data=tokens`."""
-
-
-# Type of a part by the `_target_` of its `train`.
-PARTS: dict[str, type[PartConfig]] = {
-    "gptrain.data.DummyTextDataset": DummyPart,
-    "gptrain.data.TextDataset": TextPart,
-    "gptrain.data.TokenDataset": TokensPart,
+# Type of a data group that ships, by the `_target_` of its `train`, and of a LightningDataModule.
+DATA: dict[str, type[DataConfig]] = {
+    "gptrain.data.DummyTextDataset": DummyTextConfig,
+    "gptrain.data.TextDataset": TextConfig,
+    "gptrain.data.TokenDataset": TokensConfig,
 }
 
 
@@ -137,7 +124,7 @@ class MixtureConfig(DataConfig):
     """Keys of `data=mixture`, which draws samples from several datasets."""
 
     seq_len: Count
-    parts: dict[str, Annotated[PartConfig, chosen(PARTS, find_data_kind)]]
+    parts: dict[str, Annotated[PartConfig, chosen(dict(DATA), find_data_kind)]]
 
     @property
     def masks_documents(self) -> bool:
@@ -146,11 +133,4 @@ class MixtureConfig(DataConfig):
         return any(part.get("documents") == "masked" for part in parts)
 
 
-# Type of a data group that ships, by the `_target_` of its `train`, and of a LightningDataModule.
-DATA: dict[str, type[DataConfig]] = {
-    "LightningDataModule": DataModuleConfig,
-    "gptrain.data.DummyTextDataset": DummyTextConfig,
-    "gptrain.data.TextDataset": TextConfig,
-    "gptrain.data.TokenDataset": TokensConfig,
-    "gptrain.data.Mixture": MixtureConfig,
-}
+DATA |= {"gptrain.data.Mixture": MixtureConfig, "LightningDataModule": DataModuleConfig}

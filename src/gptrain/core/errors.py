@@ -153,6 +153,7 @@ class ConfigError(RunError):
     Attributes:
         problems: All problems, in the order in which they were found. Warnings may be among them,
             but at least one is an error.
+        lines: Printed lines: one for each problem, without duplicates.
         code: Exit code: 2 if one of the problems has it, else that of the first error.
     """
 
@@ -160,14 +161,10 @@ class ConfigError(RunError):
 
     def __init__(self, problems: list[ConfigIssue]):
         self.problems = problems
+        self.lines = [*dict.fromkeys(problem.line for problem in problems)]
         super().__init__("\n".join(self.lines))
         codes = [problem.code for problem in problems if problem.code != DONE]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
-
-    @property
-    def lines(self) -> list[str]:
-        """Printed lines: one for each problem, without duplicates."""
-        return list(dict.fromkeys(problem.line for problem in self.problems))
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:

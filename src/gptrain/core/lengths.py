@@ -161,10 +161,7 @@ def plan_lengths(
 def _find_end(
     cfg: RunConfig, epoch_steps: int, step_tokens: int
 ) -> tuple[int | None, str, LimitKind]:
-    """Return the number of steps of the run, the option that limits it, and the option's unit.
-
-    The number is None, and the option is empty, if only a time limit or nothing ends the run.
-    """
+    """Return the steps of the run, or None, the option that limits it, and its unit."""
     trainer = cfg.trainer
     if trainer.fast_dev_run:
         return int(trainer.fast_dev_run), "trainer.fast_dev_run=true", "steps"

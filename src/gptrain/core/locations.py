@@ -49,12 +49,7 @@ def find_conf() -> Path | None:
 
 
 def find_project() -> Path | None:
-    """Return the folder of the project, which holds conf/, or None without a project.
-
-    This is the parent of the path in the environment variable GPTRAIN_CONF, which need not exist.
-    If the variable is not set, it is the nearest folder, from the working directory upwards, that
-    has both a train.py and a conf/.
-    """
+    """Return the folder of the project, which holds conf/, or None without a project."""
     conf = find_conf()
     return conf.parent if conf else None
 
@@ -100,10 +95,8 @@ def report_to_fit(**facts: object) -> None:
 def train_script() -> str:
     """Return the path of the training script, for commands that are printed for the user.
 
-    The path is `sys.argv[0]` if the user started a script. A command of the library
-    (`python -m gptrain.X`) and a job that submitit started have no script of the user: then the
-    path is that of train.py in the project, relative to the working directory if that is shorter,
-    or "train.py" if there is no such file.
+    A command of the library and a job that submitit started have no script of the user: then it is
+    the train.py of the project.
     """
     script = Path(sys.argv[0])
     project = find_project()

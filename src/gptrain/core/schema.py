@@ -7,7 +7,7 @@ to a yaml file in `conf/` and its line here.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 from typing_extensions import Self
@@ -84,16 +84,6 @@ class ModuleConfig(TargetConfig):
     loss: Any = None
     metrics: Any = None
 
-    @property
-    def loss_options(self) -> dict[str, float]:
-        """Keyword arguments of `gptrain.loss.LossOptions`, empty if none is given."""
-        return self.plain().get("loss") or {}
-
-    @property
-    def metric_nodes(self) -> dict[str, dict[str, Any]]:
-        """Node with the `_target_` of each metric, by the metric's name. Empty without metrics."""
-        return self.plain().get("metrics") or {}
-
 
 class LanguageModelConfig(ModuleConfig, extra="forbid"):
     """Keys of `gptrain.lit.LanguageModel`."""
@@ -130,20 +120,6 @@ class MuonConfig(AdamWConfig):
     vector_lr: types.PositiveNumber | None = None
 
 
-class PhaseLength(NamedTuple):
-    """Length of a phase of the schedule, such as the warm-up, as the config gives it.
-
-    At least one of the two units is None. If both are, the length has a default.
-
-    Attributes:
-        steps: Optimizer steps, or a fraction of the run below 1.
-        tokens: Number of tokens, over all ranks.
-    """
-
-    steps: float | None
-    tokens: float | None
-
-
 class SchedulerConfig(TargetConfig):
     """Keys of any scheduler group. A schedule gets the keys that are in its signature.
 
@@ -157,15 +133,17 @@ class SchedulerConfig(TargetConfig):
     start_factor: types.Fraction
     min_factor: types.Fraction
 
-    def phase(self, name: str) -> PhaseLength:
-        """Return the configured length of a phase.
+    def phase(self, name: str) -> tuple[float | None, float | None]:
+        """Return the length of a phase in optimizer steps and in tokens, as the config gives it.
+
+        A number of steps below 1 is a fraction of the run. If both are None, the length has a
+        default.
 
         Args:
-            name: `warmup`, `decay` or `total`. A phase that the group does not have gives two
-                Nones.
+            name: `warmup`, `decay` or `total`.
         """
         keys = self.arguments
-        return PhaseLength(keys.get(f"{name}_steps"), keys.get(f"{name}_tokens"))
+        return keys.get(f"{name}_steps"), keys.get(f"{name}_tokens")
 
 
 class WarmupConfig(SchedulerConfig, extra="forbid"):
@@ -207,14 +185,14 @@ class TrainerConfig(TargetConfig):
     max_epochs: Literal[-1] | Count | None
     max_steps: Literal[-1] | Annotated[int, between(1, 2**40)]
     min_steps: Annotated[int, between(0)] | None
-    max_time: types.Duration
+    max_time: types.Duration | None
     accumulate_grad_batches: Count
     gradient_clip_val: types.NonNegative | None
     fast_dev_run: types.Batches
-    overfit_batches: Annotated[int, between(0)] | types.Fraction
+    overfit_batches: types.Share
     limit_train_batches: types.Interval | None
-    limit_val_batches: types.Limit
-    limit_test_batches: types.Limit
+    limit_val_batches: types.Share | None
+    limit_test_batches: types.Share | None
     val_check_interval: types.Interval
     check_val_every_n_epoch: Count | None
     num_sanity_val_steps: Annotated[int, between(-1)] | None
@@ -237,7 +215,7 @@ class LightningTrainerConfig(TrainerConfig, extra="forbid"):
 
     min_epochs: Annotated[int, between(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    limit_predict_batches: types.Limit = None
+    limit_predict_batches: types.Share | None = None
     reload_dataloaders_every_n_epochs: Annotated[int, between(0)] = 0
     sync_batchnorm: bool = False
 

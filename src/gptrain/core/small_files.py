@@ -59,11 +59,7 @@ def read_json(path: str | Path) -> Any:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not JSON, or the path is not a regular file.
     """
-    content = read_bytes(path)
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:  # also if not UTF-8
-        raise UnreadableFileError(path, f"not JSON ({first_line(error)})") from None
+    return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -73,11 +69,15 @@ def read_yaml(path: str | Path) -> Any:
         OSError: If the file does not exist or cannot be read.
         UnreadableFileError: If the content is not such YAML, or the path is not a regular file.
     """
+    return _read(path, "YAML", yaml.safe_load)
+
+
+def _read(path: str | Path, kind: str, parse: Callable[[bytes], Any]) -> Any:
     content = read_bytes(path)
     try:
-        return yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UnreadableFileError(path, f"not YAML ({first_line(error)})") from None
+        return parse(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also if not UTF-8
+        raise UnreadableFileError(path, f"not {kind} ({first_line(error)})") from None
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:

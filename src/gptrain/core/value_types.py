@@ -8,13 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    WrapValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WrapValidator
 
 from gptrain.core.precision import PRECISIONS, SHORT_NAMES
 
@@ -59,20 +53,19 @@ def _steps(value: float) -> float:
 
 
 def _devices(value: Any) -> Any:
-    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it."""
-    devices = value
+    """Return a value of `trainer.devices` as a number, a list of device numbers or "auto"."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
-        devices = [int(part) for part in value.split(",") if part] if "," in value else int(value)
-    if isinstance(devices, list):
-        if not devices or not all(type(index) is int and index >= 0 for index in devices):
+        value = [int(part) for part in value.split(",") if part] if "," in value else int(value)
+    if isinstance(value, list):
+        if not value or not all(type(index) is int and index >= 0 for index in value):
             raise ValueError("a list must contain device indices, 0 or higher")
-        if len(set(devices)) < len(devices):
+        if len(set(value)) < len(value):
             raise ValueError("the list contains a device twice")
-    elif devices != "auto" and type(devices) is not int:
+    elif value != "auto" and type(value) is not int:
         raise ValueError('not a number, list or "auto"')
-    elif devices not in ("auto", -1) and not 1 <= devices <= MOST_RANKS:
-        raise ValueError("need at least 1" if devices < 1 else f"too large (max {MOST_RANKS})")
-    return value
+    elif value not in ("auto", -1) and not 1 <= value <= MOST_RANKS:
+        raise ValueError("need at least 1" if value < 1 else f"too large (max {MOST_RANKS})")
+    return "auto" if value == -1 else value
 
 
 def check_target(name: str) -> str:
@@ -109,29 +102,16 @@ LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
 Devices = Annotated[Any, BeforeValidator(_devices)]
 PRECISION_NAMES = ("auto", *PRECISIONS, *SHORT_NAMES, 16, 32, 64)
 PrecisionName = Literal[PRECISION_NAMES]  # ty: ignore[invalid-type-form]
-Betas = Annotated[
-    Annotated[list[BelowOne], Field(min_length=2, max_length=2)],
-    Field(description="two numbers in [0, 1)"),
-]
-Duration = Annotated[
+Betas = Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
+Duration = (  # DD:HH:MM:SS or {hours:2,minutes:30}
     Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
     | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegative]
-    | None,
-    Field(description="a time DD:HH:MM:SS or {hours:2,minutes:30}, or null"),
-]
-Batches = Annotated[
-    bool | Annotated[int, between(0)], Field(description="true, false, or an integer >= 0")
-]
-Limit = Annotated[
-    Annotated[int, between(0)] | Fraction | None,
-    Field(description="a fraction in [0, 1], an integer >= 0, or null"),
-]
-Interval = Annotated[
-    Count | Annotated[float, Field(gt=0, le=1)],
-    Field(description="a fraction of an epoch in (0, 1], or optimizer steps >= 1"),
-]
-TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
+)
+Batches = bool | Annotated[int, between(0)]
+Share = Annotated[int, between(0)] | Fraction  # a number of steps or batches, or a part of all
+Interval = Count | Annotated[float, Field(gt=0, le=1)]  # optimizer steps, or a part of an epoch
 Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_GIVEN]
+TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
 
 
 class KeepsResult:

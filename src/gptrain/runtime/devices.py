@@ -11,7 +11,6 @@ from gptrain.runtime.process import (
     count_cores,
     count_devices,
     count_nodes,
-    listed_numbers,
     this_process,
 )
 
@@ -60,32 +59,21 @@ def find_devices(cfg: RunConfig) -> RunDevices:
     """Return the devices of a run, resolved from the trainer group as Lightning does.
 
     An accelerator that this machine does not have becomes "cpu".
-
-    Raises:
-        ConfigError: If the launcher's environment variables are wrong (see `this_process`).
     """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, process = cfg.trainer.devices, this_process()
     n_local = count_devices(devices)
-    if n_local is None:  # "auto" or -1: those of the launcher, or else all GPUs
+    if n_local is None:  # those of the launcher, or else all GPUs
         n_visible = torch.cuda.device_count() if accelerator == "cuda" else 1
         n_local = process.world_size // process.n_nodes if process.is_rank else n_visible
-    n_nodes = count_nodes(cfg.trainer.num_nodes)
-    return RunDevices(accelerator, n_local, n_nodes, listed_numbers(devices))
+    numbers = tuple(devices) if isinstance(devices, list) else ()
+    return RunDevices(accelerator, n_local, count_nodes(cfg.trainer.num_nodes), numbers)
 
 
 def accelerator_of(name: str) -> str | None:
-    """Return the accelerator that trainer.accelerator stands for on this machine.
+    """Return the accelerator that trainer.accelerator stands for on this machine, or None.
 
-    Args:
-        name: Value of the key: auto, gpu, cpu, cuda, mps or tpu. `auto` takes CUDA, MPS or the CPU,
-            the first that this machine has, and `gpu` takes CUDA or MPS.
-
-    Returns:
-        "cpu", "cuda", "mps" or "tpu", or None if this machine does not have it.
-
-    Raises:
-        KeyError: If the name is none of these.
+    `auto` takes CUDA, MPS or the CPU, the first that this machine has, and `gpu` CUDA or MPS.
     """
     is_available = {
         "cuda": torch.cuda.is_available,

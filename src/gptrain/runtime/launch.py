@@ -8,7 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -21,10 +21,9 @@ from gptrain.checkpoints.status import RESULT_NAME, PreemptedError, read_status
 from gptrain.core import errors
 from gptrain.core.errors import DONE, FAILED, PREEMPTED, Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
-from gptrain.core.shell import override
 from gptrain.core.small_files import read_facts
 from gptrain.runtime.process import CHECKED
-from gptrain.runtime.rank import newest_checkpoint, report_ending
+from gptrain.runtime.rank import report_ending, typed_words
 from gptrain.runtime.signals import StopFlag
 
 SAVING_S = "3600"  # time for the ranks to save, from torch 2.12 on; torch 2.11 gives them 30 s
@@ -56,21 +55,16 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
     elastic.propagate = False  # a failed rank has printed its own error
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVING_S)
     script = min(os.path.relpath(script), script, key=len)  # it is part of printed commands
-    node: Any = HydraConfig.get()
-    typed = node.overrides
-    words = [word for word in typed.hydra if word.startswith(KEPT_WORDS)]
-    if not OmegaConf.is_missing(node.job, "num"):  # a job of a sweep
-        words.append(f"hydra.job.num={node.job.num}")
-    words += [word for word in typed.task if not word.lstrip("+").startswith("run_dir=")]
-    words.append(override("run_dir", cfg.run_dir))
-    for left in reversed(range(cfg.launcher.max_restarts + 1)):
+    words, job = typed_words(KEPT_WORDS, run_dir=cfg.run_dir), cast(Any, HydraConfig.get().job)
+    if not OmegaConf.is_missing(job, "num"):  # a job of a sweep
+        words.append(f"hydra.job.num={job.num}")
+    for n_restarts in range(cfg.launcher.max_restarts + 1):
+        os.environ[CHECKED] = str(n_restarts)
         code = start_ranks([script, *words], cfg, n_ranks, stop)
-        if not (code in errors.RESTARTED and left) or stop:
+        n_left = cfg.launcher.max_restarts - n_restarts
+        if code not in errors.RESTARTED or stop or not n_left:
             break
-        print(f"warning: started again, {left - 1} more times at most", file=sys.stderr)
-        if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
-            words = [word for word in words if not word.lstrip("+").startswith("ckpt_path=")]
-            words.append("ckpt_path=last")
+        print(f"warning: started again, {n_left - 1} more times at most", file=sys.stderr)
     if code != DONE:
         raise JobFailedError(code, (read_status(cfg.run_dir) or {}).get("message") or "")
     return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})
@@ -79,9 +73,8 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
 def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag) -> int:
     """Run a Python command once per rank until all ranks have ended, and return their exit code.
 
-    When a rank fails, the others get SIGTERM, and half a minute later SIGKILL. The first rank that
-    fails has written its code to status.json. This process reports a rank that was killed, and
-    ranks that were stopped before they could report anything.
+    When a rank fails, the others get SIGTERM. A rank that fails writes its code to status.json.
+    This process reports a rank that was killed, and ranks that could not report anything.
     """
     # torch itself would listen on all interfaces. It finds this server, which has the same port.
     listener = socket.create_server(("127.0.0.1", 0))
@@ -108,7 +101,6 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
     )
     before = read_status(cfg.run_dir)
     rank, failed = 0, 0
-    os.environ[CHECKED] = "1"
     stop.error = lambda number: SignalException(f"got {number.name}", number)
     try:
         with TemporaryDirectory() as logs:  # torch would leave its own behind
@@ -124,19 +116,19 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
         stop.error = None
         del served, os.environ[CHECKED]
     status = read_status(cfg.run_dir)
-    if failed < 0 and not stop:
+    is_killed = failed < 0 and not stop
+    if is_killed:
         reason = f"killed by signal {-failed}"
         reason += ", possibly because memory ran out" if -failed == signal.SIGKILL else ""
         line = f"error: rank {rank} (process {failure.pid}) was {reason}"
-        report_ending(cfg, Ending(FAILED, "killed", line), rank, replace=True)
-        return FAILED
-    if status is not None and status != before and (status["exit_code"] or stop or not failed):
+        ending = Ending(FAILED, "killed", line)
+    elif status and status != before and (status["exit_code"] or stop or not failed):
         return status["exit_code"]
-    if failed == PREEMPTED or stop:
-        report_ending(cfg, ending_of(PreemptedError()), 0)
-        return PREEMPTED
-    if failed in (1, FAILED):  # 1 is Python's code of an exception, which it has printed
-        line = f"error: rank {rank} ended with exit code {failed}"
-        report_ending(cfg, Ending(FAILED, "error", line), rank)
-        return FAILED
-    return failed  # the rank has refused the config or the folder
+    elif failed == PREEMPTED or stop:
+        ending = ending_of(PreemptedError())
+    elif failed in (1, FAILED):  # 1 is Python's code of an exception, which it has printed
+        ending = Ending(FAILED, "error", f"error: rank {rank} ended with exit code {failed}")
+    else:
+        return failed  # the rank has refused the config or the folder
+    report_ending(cfg, ending, rank, replace=is_killed)
+    return ending.code

@@ -11,10 +11,9 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gptrain.core.errors import ConfigError
 
@@ -32,7 +31,8 @@ OTHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 JOB_NAME = "GPTRAIN_JOB"  # name of the run folder of a job of SLURM
-# Set in ranks whose parent has checked the config, expanded `from_run` and printed warnings.
+# Number of restarts, in ranks whose parent has checked the config, expanded `from_run` and printed
+# warnings.
 CHECKED = "GPTRAIN_CHECKED"
 _START_S = time.time()  # approximate start of this process
 
@@ -120,17 +120,16 @@ def _read_number(name: str, default: int = 0, below: int = sys.maxsize) -> int:
 
 
 def is_restart() -> bool:
-    """Return whether torchrun or SLURM has restarted this job, by their environment variables."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    """Return whether this job was restarted, by our parent process, torchrun or SLURM."""
+    counts = (CHECKED, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 @cache
 def job_store() -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, through which the ranks find each other.
+    """Return the store through which the ranks find each other. Every rank must call it.
 
-    torchrun serves it, or else rank 0. Every rank must call this function, and gets the same store
-    in each call.
+    torchrun serves it, or else rank 0, at MASTER_ADDR and MASTER_PORT.
     """
     from torch.distributed import rendezvous
 
@@ -143,10 +142,7 @@ def start_store() -> Store:
 
     torchrun keeps its store when it restarts the ranks of one node. On several nodes each agent
     counts its own restarts only; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new
-    store (pytorch#135712). The only rank of a job gets a store of its own.
-
-    Raises:
-        ValueError, DistNetworkError: As in `job_store`.
+    store (pytorch#135712).
     """
     from torch.distributed import HashStore, PrefixStore
 
@@ -160,15 +156,9 @@ def start_store() -> Store:
 def run_stamp() -> str:
     """Return the name of this run's folder, which is equal on all ranks of a job.
 
-    The name is the time at which a rank started, such as `2026-01-31_12-00-00-123`: the first rank
-    that asks writes its own into the store of the job, so that it stays the same when torchrun
-    restarts the ranks. Under srun it is `slurm-<job>`, or `slurm-<array job>_<task>` in an array,
-    followed by `.<step>` after the first srun of the job. This name does not change when the job is
-    requeued. The resolver of `${run_stamp:}` in the default `run_dir` calls this function.
-
-    Raises:
-        ConfigError: If the launcher's variables are wrong (see `this_process`).
-        ValueError, DistNetworkError: As in `job_store`.
+    It is the time at which the first rank that asks has started, such as `2026-01-31_12-00-00-123`.
+    Under srun it is `slurm-<job>`, or `slurm-<array job>_<task>` in an array, followed by `.<step>`
+    after the first srun of the job, and the same when the job is requeued.
     """
     if name := os.environ.get(JOB_NAME):
         return name
@@ -179,57 +169,26 @@ def run_stamp() -> str:
     return job_store().compare_set("name of the run folder", "", name).decode()
 
 
-def listed_numbers(devices: object) -> tuple[int, ...]:
-    """Return the device numbers that trainer.devices lists, or () if it is a count or "auto".
-
-    [1, 3] and "1,3" give (1, 3), and "3," gives (3,).
-
-    Raises:
-        ValueError: If an entry of a list is not a number.
-    """
-    if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else ()
-    return tuple(map(int, devices)) if isinstance(devices, Sequence) else ()
-
-
 def count_cores() -> int:
     """Return the number of logical CPUs on which this process may run.
 
-    macOS and Windows report only the number of the machine. A container's quota of CPU time does
-    not count.
+    macOS reports only the number of the machine. A container's quota of CPU time does not count.
     """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def count_devices(devices: Any) -> int | None:
-    """Return the number of ranks per node that trainer.devices asks for.
+def count_devices(devices: int | str | list[int]) -> int | None:
+    """Return the number of ranks per node that trainer.devices asks for, or None for "auto".
 
-    Args:
-        devices: Value of trainer.devices: an integer, a text such as "2", "1,3", "auto" or "-1", or
-            a list of device numbers, of which the length counts.
-
-    Returns:
-        The number, or None for "auto" and -1, which leave it to the launcher or the machine.
-
-    Raises:
-        ValueError: If a text is none of these.
+    "auto" leaves it to the launcher or the machine. Of a list of device numbers the length counts.
     """
-    numbers = listed_numbers(devices)
-    if numbers:
-        return len(numbers)
-    return None if devices in (None, "auto", -1, "-1") else int(devices)
+    if devices == "auto":
+        return None
+    return len(devices) if isinstance(devices, list) else int(devices)
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes that trainer.num_nodes asks for.
-
-    Args:
-        num_nodes: Value of the key. "auto" stands for the nodes on which the launcher has started
-            ranks, 1 without a launcher.
-
-    Raises:
-        ConfigError: If it is "auto" and the launcher's variables are wrong (see `this_process`).
-    """
+    """Return the number of nodes of trainer.num_nodes, of which "auto" takes the launcher's."""
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)

@@ -78,10 +78,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when the process of `gptrain.fit` ends.
-
-    The run then saves and stops. Does nothing on other systems than Linux.
-    """
+    """Make the kernel send SIGTERM to this process when that of `gptrain.fit` ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 
@@ -91,25 +88,8 @@ def run_rank(
 ) -> dict[str, float]:
     """Run the training function in this process under a watchdog, and report how the run ended.
 
-    Every rank calls this function. Rank 0 holds the lock of the run folder meanwhile, and finds the
-    checkpoint. The first rank that fails writes the failure to status.json and prints it. Rank 0
-    writes a success.
-
-    Args:
-        train: Function (cfg, guard) -> metrics.
-        cfg: Configuration of the run.
-        find_checkpoint: Function (cfg, lock, world_size) -> folder of a verified checkpoint, or
-            None.
-        world_size: Number of ranks of the job.
-        stop: Flag that is true once the run was asked to stop.
-
-    Returns:
-        The metrics of the run.
-
-    Raises:
-        JobFailedError: If the rank fails. It has the exit code. A process that a launcher started
-            ends with this code instead.
-        ConfigError, OSError: As in `prepare_start`, or if another run holds the folder.
+    Every rank calls this function. Rank 0 holds the lock of the run folder meanwhile. The first
+    rank that fails writes the failure to status.json and prints it. Rank 0 writes a success.
     """
     process = this_process()
     if process.rank > 0:  # rank 0 warns for all
@@ -160,10 +140,8 @@ def prepare_start(
 ) -> RunConfig:
     """Find the checkpoint, and record the start and the config of the run in its folder.
 
-    From now on the log is written. A training that torchrun or SLURM has restarted resumes from its
-    newest checkpoint, if it has one, whatever `ckpt_path` was typed. The start of a training is
-    recorded in timeline.jsonl, except under fast_dev_run. The status.json of an earlier start is
-    removed, and the folder is reported to `gptrain.fit`.
+    A training that was restarted resumes from its newest checkpoint, if it has one, whatever
+    `ckpt_path` was typed.
     """
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
@@ -181,10 +159,8 @@ def prepare_start(
 def keep_config(cfg: RunConfig) -> None:
     """Write Hydra's record of a run to .hydra/ in its folder, and sign the record.
 
-    The record has the config, Hydra's own config and the typed overrides. Hydra itself would write
-    it before the folder is locked, and a start that is refused would overwrite the record of the
-    run in that folder. The signature proves later that this user has started the run. Call it under
-    the run lock.
+    Hydra would write it before the folder is locked: a start that is refused would overwrite the
+    record of the run in that folder.
     """
     folder = Path(cfg.run_dir) / ".hydra"
     folder.mkdir(exist_ok=True)
@@ -198,8 +174,7 @@ def keep_config(cfg: RunConfig) -> None:
 def start_log() -> None:
     """Write the buffered log records to the log file, and from now on each record at once.
 
-    The log file is created when the first record is written. So call it on rank 0 only, while the
-    job holds the run lock. Until then the handlers of the log buffer all records.
+    The first record creates the file: only the holder of the run lock may call this function.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
@@ -210,8 +185,7 @@ def start_log() -> None:
 def exit_rank(code: int) -> NoReturn:
     """End this process at once, after the logs and streams are flushed.
 
-    os._exit is used instead of sys.exit, after which the destructor of a process group would wait
-    for lost ranks.
+    After sys.exit the destructor of a process group would wait for lost ranks.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -222,12 +196,10 @@ def exit_rank(code: int) -> NoReturn:
 def report_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
 ) -> None:
-    """Write to status.json how the run ended, and print it.
+    """Write to status.json how the run ended, and print it, if it is the first report of the run.
 
-    Only the first report of a run is written and printed. `replace`, and a failure after a run that
-    is done, replace an earlier report and are printed, too. With debug=true every report is
-    printed. An error is printed on stderr, after its traceback if there is one. The stop of a run
-    that was asked to stop is logged, with the command that resumes it. A success is only written.
+    `replace`, and a failure after a run that is done, replace an earlier report and are printed,
+    too. With debug=true every report is printed.
     """
     facts: dict[str, object] = {}
     try:
@@ -256,35 +228,32 @@ def report_ending(
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Return the folder of a run's newest checkpoint, or None if there is none.
-
-    The checkpoint is not verified. Use the result for messages only.
-    """
+    """Return the folder of a run's newest checkpoint, which is not verified, or None."""
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the entries of status.json from which the user learns how to resume the run.
-
-    They are `checkpoint`, the folder of the newest checkpoint or None, and `resume`, the command.
-    The checkpoint is not verified.
-    """
+    """Return the entries of status.json that say how to resume the run."""
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
 def resume_command(cfg: RunConfig) -> str:
     """Return the shell command that resumes this run from its newest checkpoint, or repeats it.
 
-    The command has the typed overrides and the folder of this run. If a training has saved a
-    checkpoint, `ckpt_path=last` is added. Otherwise `ckpt_path` has the value of this run, if any.
     `from_run` is left out, because by now its overrides are among those of this run.
     """
-    typed = HydraConfig.get().overrides
-    added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
-    removed = ("run_dir=", "ckpt_path=", "from_run=")
-    if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
-        added["ckpt_path"] = "last"
-    words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
-    words += [word for word in typed.task if not word.lstrip("+").startswith(removed)]
-    words += [shell.override(key, value) for key, value in added.items() if value is not None]
-    return shell.train_command(*words)
+    has_saved = cfg.task == "fit" and newest_checkpoint(cfg.run_dir)
+    ckpt_path = "last" if has_saved else cfg.ckpt_path
+    values = {"run_dir": cfg.run_dir, "ckpt_path": ckpt_path, "from_run": None}
+    return shell.train_command(*typed_words(("hydra.searchpath=",), **values))
+
+
+def typed_words(kept: tuple[str, ...], **values: object) -> list[str]:
+    """Return the typed overrides of this run, in which some keys have other values.
+
+    `kept` are the beginnings of the words for Hydra itself that are kept. None leaves a key out.
+    """
+    typed, changed = HydraConfig.get().overrides, tuple(f"{key}=" for key in values)
+    words = [word for word in typed.hydra if word.startswith(kept)]
+    words += [word for word in typed.task if not word.lstrip("+").startswith(changed)]
+    return words + [shell.override(key, v) for key, v in values.items() if v is not None]

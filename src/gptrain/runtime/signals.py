@@ -74,10 +74,7 @@ class StopFlag:
 
 
 def leave_closed_terminal() -> None:
-    """Connect stdout and stderr with /dev/null, if they were a terminal that is closed.
-
-    Otherwise each write would raise an OSError, at last that of Python's end, with exit code 120.
-    """
+    """Connect a closed terminal with /dev/null: Python's end would fail to write to it."""
     null = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
         with suppress(OSError):  # the stream is closed
@@ -88,10 +85,7 @@ def leave_closed_terminal() -> None:
 
 @contextmanager
 def block_stop_signals() -> Generator[None, None, None]:
-    """Block the stop signals in this thread and in the processes that it starts within the block.
-
-    The stop signals are SIGNALS. A blocked signal waits.
-    """
+    """Let the stop signals wait, in this thread and in the processes that the block starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -100,10 +94,7 @@ def block_stop_signals() -> Generator[None, None, None]:
 
 
 def ignore_in_worker(_worker_id: int = 0) -> None:
-    """Make a data worker ignore the stop signals: its rank ends its workers after it has saved.
-
-    Call it in the worker, as DataLoader's `worker_init_fn`.
-    """
+    """Make a data worker ignore the stop signals: its rank ends its workers after it has saved."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -90,23 +90,15 @@ class Guard:
         self._silent_s = 0.0
 
     def leave_if_asked(self) -> None:
-        """End the run by an error if this rank was asked to stop while there is nothing to save.
-
-        Raises:
-            PreemptedError: If this rank was asked to stop.
-        """
+        """Raise a PreemptedError if this rank was asked to stop while there is nothing to save."""
         if self.stop:
             raise PreemptedError
 
     @contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """End the block at once when this rank is asked to stop, because there is nothing to save.
+        """End the block at once, by a PreemptedError, when this rank is asked to stop.
 
-        The signal handler raises the error at any place in the block, for example while a corpus is
-        tokenized.
-
-        Raises:
-            PreemptedError: If this rank was asked to stop before the block, or is asked within it.
+        The signal handler raises it at any place, for example while a corpus is tokenized.
         """
         # Before the check: a signal may come just after it.
         self.stop.error = lambda _: PreemptedError()
