@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.module import module_class
 from gptrain.core.data_schema import DataModuleConfig
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.labels import count_text
@@ -41,9 +40,7 @@ PAIR = (
 def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
     """Build a user's LightningDataModule, and set it up, to know the number of its batches.
 
-    `prepare_data` is called on the first rank of each node, `setup` on every rank. Lightning calls
-    both again when the run begins. Until then the attribute `trainer` of the module is a Trainer
-    that only knows the ranks.
+    Lightning calls `prepare_data` and `setup` again when the run begins.
     """
     key = "data._target_"
     module: pl.LightningDataModule = build_target(section.plain(), key)
@@ -89,10 +86,7 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
 
 
 def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
-    """Check that a training ends although the length of its data may not be known.
-
-    Does nothing for an evaluation.
-    """
+    """Check that a training ends although the length of its data may not be known."""
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
     if cfg.task == "fit" and len_of(dataset) >= UNKNOWN_LENGTH and not has_end:
@@ -105,12 +99,12 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     if isinstance(cfg.data, DataModuleConfig):
         data = build_user_data(cfg, cfg.data)
         return data, data, None
-    train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
-    if cfg.data.test is None:
-        return train, val, None
-    if not reads_test_set(cfg):  # the run does not read its samples
-        return train, val, build_target(cfg.data.test.node(), "data.test")
-    return train, val, build_dataset(cfg, "test")
+    train, val, test = build_dataset(cfg, "train"), build_dataset(cfg, "val"), None
+    if cfg.data.test is not None and reads_test_set(cfg):
+        test = build_dataset(cfg, "test")
+    elif cfg.data.test is not None:  # the run does not read its samples
+        test = build_target(cfg.data.test.node(), "data.test")
+    return train, val, test
 
 
 def reads_test_set(cfg: RunConfig) -> bool:
@@ -123,22 +117,23 @@ def check_samples(
 ) -> None:
     """Check the first sample of each dataset that this run reads, and that no rank lacks a batch.
 
-    Only samples that the steps of LanguageModel itself read are checked: steps that a user wrote
-    may read samples of any form.
+    Steps that a user wrote may read samples of any form, which are not checked.
     """
-    train, val, test = datasets
-    test = val if test is None else test
-    read = {
-        "train": (cfg.task == "fit", train),
-        "val": (cfg.task in ("fit", "validate"), val),
-        "test": (reads_test_set(cfg), test),
-    }
-    for name, (is_read, dataset) in read.items():
-        limit, reads_pairs = getattr(cfg.trainer, f"limit_{name}_batches"), read_as_pairs(module)
-        if not is_read or limit == 0:
+    (train, val, test), pairs = datasets, read_as_pairs(module)
+    read = {"train": train} if cfg.task == "fit" else {}
+    if cfg.task != "test":
+        read["val"] = val
+    if reads_test_set(cfg):
+        read["test"] = val if test is None else test
+    for name, dataset in read.items():
+        limit, is_pair = (
+            getattr(cfg.trainer, f"limit_{name}_batches"),
+            name in read_as_pairs(module),
+        )
+        if limit == 0:
             continue
         n_samples, n_needed = len_of(dataset), 1
-        if name not in reads_pairs and not isinstance(dataset, UserData):
+        if not is_pair and not isinstance(dataset, UserData):
             # LanguageModel evaluates a batch without targets on a rank that has no sample. A step
             # that a user wrote cannot be given such a batch.
             parts = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
@@ -147,29 +142,24 @@ def check_samples(
         if name != "train" and n_samples < n_needed:
             message = f"{count_text(n_samples, 'sample')} for {n_needed} ranks"
             raise ConfigError.of(f"data.{name}", None, message, code=BAD_DATA)
-        if name in reads_pairs and len_of(dataset):
+        if name in pairs and len_of(dataset):
             check_pair(f"data.{name}", dataset)
 
 
 def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
-    """Return for which of "train", "val" and "test" the module inherits LanguageModel's step.
+    """Return which of "train", "val" and "test" are read by a step that LanguageModel defines.
 
-    Such a step reads pairs (tokens, targets). A step that a user wrote may read batches of any
-    form.
+    Such a step reads pairs (tokens, targets), a step that a user wrote batches of any form.
     """
-    return {
-        name
-        for name, step in STEPS.items()
-        if getattr(module, step, None) is getattr(LanguageModel, step)
-    }
+    steps = STEPS.items()
+    return {n for n, s in steps if getattr(module, s, None) is getattr(LanguageModel, s)}
 
 
 def check_pair(key: str, dataset: Dataset) -> None:
     """Check that the first sample is a pair (tokens, targets) that LanguageModel can train on."""
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
-    items = batch[:2] if is_pair else ()
-    tensors = [item for item in items if isinstance(item, Tensor)]  # tokens, targets
+    tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
     if len(tensors) == 2:
         tokens, targets = tensors
         is_integer = targets.dtype == torch.int64 and not tokens.dtype.is_floating_point
@@ -180,41 +170,25 @@ def check_pair(key: str, dataset: Dataset) -> None:
     raise ConfigError.of(key, None, f"sample 0 is {of}", hint=hint, code=BAD_DATA)
 
 
-def check_sample(cfg: RunConfig, sample: Any) -> int | None:
-    """Check the token ids of a sample against the size of the net's embedding.
+def find_tokens(cfg: RunConfig, sample: Any) -> Tensor | None:
+    """Return the tokens (T,) of a sample, if its first tensor with a dimension holds integers (T,).
 
-    On a GPU the first step would otherwise end in a device-side assertion without a message. A
-    sample is a sequence of tokens if its first tensor with a dimension holds integers (T,).
+    Token ids above the vocabulary are refused: on a GPU the first step would end in a device-side
+    assertion without a message.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-    tensors = [tensor for tensor in map(torch.as_tensor, arrays) if tensor.ndim]
-    if not tensors or not _is_sequence(tensors[0]):
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
+    tensors = [*map(torch.as_tensor, arrays)]
+    sequences = [t for t in tensors if t.ndim == 1 and not t.dtype.is_floating_point]
+    if not sequences or sequences[0] is not tensors[0]:
         return None
-    sequences = [tensor for tensor in tensors if _is_sequence(tensor)]
     vocab_size = cfg.model.arguments.get("vocab_size")
     highest = int(max(sequence.max() for sequence in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         message = f"data.train has token {highest} in its first sample"
         hint = f"model.vocab_size={highest + 1} or above"
         raise ConfigError.of("model.vocab_size", vocab_size, message, hint=hint, code=BAD_DATA)
-    return len(sequences[0])
-
-
-def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:
-    """Return the tokens (T,) of a sample, on which the strategy is tried before the training.
-
-    `build_strategy` runs a user's net on these tokens, plain and partitioned, and compares them.
-    """
-    if not issubclass(module_class(cfg, strategy), LanguageModel):
-        return None
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return next((tensor for tensor in tensors if _is_sequence(tensor) and len(tensor)), None)
-
-
-def _is_sequence(tensor: Tensor) -> bool:
-    """Return whether a tensor can be a sequence of tokens: it has one dimension and no floats."""
-    return tensor.ndim == 1 and not tensor.dtype.is_floating_point
+    return sequences[0]
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:

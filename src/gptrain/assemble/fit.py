@@ -130,33 +130,26 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
 
 
 def _run(command: list[str], report_path: Path) -> int:
-    """Run a command to its end and return its exit code.
-
-    For each Ctrl-C in this process the command gets SIGINT, and this process keeps waiting for its
-    end.
+    """Run a command to its end and return its exit code. Each Ctrl-C is sent to it as SIGINT.
 
     Raises:
         KeyboardInterrupt: If Ctrl-C came, after the command has ended.
     """
-    search_path = (entry or os.getcwd() for entry in sys.path)  # "" is a notebook's own folder
-    variables = {
-        locations.REPORT_VARIABLE: str(report_path),
-        "PYTHONPATH": os.pathsep.join(search_path),
-    }
+    # "" is a notebook's own folder.
+    search_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     process = subprocess.Popen(
         command,
-        env=os.environ | variables,
+        env=os.environ | {locations.REPORT_VARIABLE: str(report_path), "PYTHONPATH": search_path},
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
     )
-    is_interrupted = False
-    while True:
+    interrupt = None
+    while process.returncode is None:
         try:
-            code = process.wait()
-            break
-        except KeyboardInterrupt:
-            is_interrupted = True
+            process.wait()
+        except KeyboardInterrupt as error:
+            interrupt = error
             process.send_signal(signal.SIGINT)
-    if is_interrupted:
-        raise KeyboardInterrupt
-    return code
+    if interrupt:
+        raise interrupt
+    return process.returncode

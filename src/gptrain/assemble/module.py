@@ -57,21 +57,11 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
     """Check that no metric replaces a value that LanguageModel logs itself."""
-    nodes = cfg.module.metric_nodes if issubclass(module_type, LanguageModel) else {}
-    for name in set(LOGGED) & nodes.keys():
+    nodes = cfg.module.plain().get("metrics") or {}
+    for name in set(LOGGED) & nodes.keys() if issubclass(module_type, LanguageModel) else ():
         key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
         hint = f"module.metrics.my_{name}"
         raise ConfigError.of(key, nodes[name]["_target_"], message, hint=hint)
-
-
-def takes_net(module_type: type[pl.LightningModule]) -> bool:
-    """Return whether a module is built with the net of the model group.
-
-    A class whose arguments do not include `net` makes its own layers. A LanguageModel always gets
-    the net.
-    """
-    is_ours = issubclass(module_type, LanguageModel)
-    return is_ours or "net" in inspect.signature(module_type).parameters
 
 
 def build_module(
@@ -79,38 +69,29 @@ def build_module(
 ) -> pl.LightningModule:
     """Build the module around the net.
 
-    A LanguageModel gets the net, the factories of optimizer and schedule, the loss options and the
-    metrics. A plain LightningModule gets the net if its signature names it. Both get the other keys
-    of the module group.
+    A plain LightningModule gets the net if its signature names it; otherwise it makes its own.
     """
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     options: dict[str, Any] = cfg.module.arguments
     if issubclass(module_type, LanguageModel):
-        token_bytes = getattr(val, "token_bytes", None)
+        own, metrics, token_bytes = cfg.module.plain(), {}, getattr(val, "token_bytes", None)
+        for name, node in (own.get("metrics") or {}).items():
+            with as_config_errors(cfg, key := f"module.metrics.{name}"):
+                metrics[name] = build_target(node, key)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
-            "loss": LossOptions(**cfg.module.loss_options),
-            "metrics": _build_metrics(cfg),
+            "loss": LossOptions(**(own.get("loss") or {})),
+            "metrics": metrics,
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
-    elif takes_net(module_type):
+    elif "net" in inspect.signature(module_type).parameters:
         options["net"] = net
     with as_config_errors(cfg, "module._target_"):
         module = module_type(**options)
     check_optimization(module)
     return module
-
-
-def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
-    """Build the metrics of the module group, and return them by their names."""
-    metrics = {}
-    for name, node in cfg.module.metric_nodes.items():
-        key = f"module.metrics.{name}"
-        with as_config_errors(cfg, key):
-            metrics[name] = build_target(node, key)
-    return metrics
 
 
 # Optimizer and schedule
@@ -120,9 +101,7 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     """Build the optimizer for all trainable parameters, with the peak learning rate.
 
     A key that is null is left to the class. Weight decay is applied to matrices alone, unless the
-    class makes its own parameter groups: then it has a class method `parameter_groups(net,
-    parameters, names, **options)`, as `gptrain.optim.Muon`. This method gets the options that are
-    in its signature. Those that end in `_lr` are scaled to the batch, like `optimizer.lr`.
+    class makes its own groups by a class method `parameter_groups`, as `gptrain.optim.Muon`.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
@@ -181,9 +160,8 @@ def build_schedule(
 ) -> dict[str, Any]:
     """Build the learning-rate schedule, as the entry `lr_scheduler` of configure_optimizers.
 
-    The target is a function of the step, or a scheduler class. It gets its own keys and those of
-    warmup_steps, decay_steps, total_steps, start_factor and min_factor that are in its signature. A
-    ReduceLROnPlateau watches `checkpoint.monitor` and is stepped after each validation.
+    The target is a function of the step, or a scheduler class. It gets its own keys, and those of
+    SCHEDULE_KEYS that are in its signature.
     """
     options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
     parameters = inspect.signature(schedule).parameters

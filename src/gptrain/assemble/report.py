@@ -83,14 +83,15 @@ class Report:
     def _start_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the text of each line that is printed at the start."""
         cfg, lengths, batch = self.cfg, self.lengths, self.lengths.batch
-        info, arguments = strategy_of(self.trainer).info, cfg.model.arguments
-        if isinstance(getattr(self.module, "net", None), torch.nn.Module):
-            model = [info.net_name, parameters_text(info.n_parameters, info.n_trained)]
-            model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
-        else:
-            n_parameters = sum(parameter.numel() for parameter in self.module.parameters())
-            n_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-            model = [type(self.module).__name__, parameters_text(n_parameters, n_trained)]
+        info, sizes = strategy_of(self.trainer).info, cfg.model.arguments
+        name, n_all, n_trained = info.net_name, info.n_parameters, info.n_trained
+        if not isinstance(getattr(self.module, "net", None), torch.nn.Module):  # its own layers
+            name, sizes, parameters = type(self.module).__name__, {}, [*self.module.parameters()]
+            n_all = sum(parameter.numel() for parameter in parameters)
+            n_trained = sum(p.numel() for p in parameters if p.requires_grad)
+        some = f"{n_trained:,} of {n_all:,} parameters are trained"
+        model = [name, some if n_trained < n_all else f"{n_all:,} parameters"]
+        model += [f"{key} {sizes[key]}" for key in SIZES if key in sizes]
         yield "model", " · ".join(model)
         device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
         strategy = [info.name, device_text, f"precision {self.trainer.precision}"]
@@ -176,10 +177,7 @@ class Report:
         return metrics
 
     def _next_command(self, has_checkpoint: bool) -> str:
-        """Return the commands for the line `next`: evaluate the best checkpoint, show the curves.
-
-        A run without a checkpoint, a step or a loader for an evaluation shows the curves only.
-        """
+        """Return the commands that evaluate the best checkpoint and show the curves."""
         if self.cfg.trainer.fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
         tensorboard = shell.command("tensorboard", f"--logdir={self.cfg.run_dir}")
@@ -193,9 +191,7 @@ class Report:
     def _why_ended(self, first_step: int | None) -> dict[str, str]:
         """Return `reason` and `detail` of the end of a run without an error.
 
-        The detail is the option that set the length of the run, or else the last step, with the
-        metric that stopped the run or a hint. `first_step` is the number of steps done when
-        training started, None if it did not start.
+        `first_step` is the number of steps done when training started, None if it did not start.
         """
         trainer, lengths = self.trainer, self.lengths
         step = trainer.global_step
@@ -223,18 +219,10 @@ class Report:
         return {"reason": reason, "detail": detail}
 
 
-def parameters_text(n_parameters: int, n_trained: int) -> str:
-    """Return a number of parameters as text, with the number of those that are not frozen."""
-    if n_trained < n_parameters:
-        return f"{n_trained:,} of {n_parameters:,} parameters are trained"
-    return f"{n_parameters:,} parameters"
-
-
 def typed_options(cfg: RunConfig) -> dict[str, Any]:
     """Return the typed overrides that distinguish this run from others, by key.
 
-    Output paths are left out, and in a sweep the overrides that all jobs share. The value of a
-    group is its choice.
+    Output paths are left out, and in a sweep the overrides that all jobs share.
     """
     typed: dict[str, Any] = {}
     shared = HydraConfig.get().job.config.override_dirname.exclude_keys if typed_keys() else ()
@@ -264,10 +252,7 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
 
 @functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
-    """Return the commit of the repository around a folder, and whether files differ from it.
-
-    The result is None if git or a repository is missing, or if git is slow.
-    """
+    """Return the commit around a folder and whether files differ from it, or None without git."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # do not write the index
     try:

@@ -22,17 +22,16 @@ from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_tok
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     build_datasets,
-    check_sample,
     check_samples,
+    find_tokens,
     first_batches,
     read_as_pairs,
-    tokens_to_compare,
 )
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
 from gptrain.assemble.report import Report
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
-from gptrain.assemble.trainer import build_trainer, resolve_precision
+from gptrain.assemble.trainer import build_trainer
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.store import read_manifest
@@ -40,6 +39,7 @@ from gptrain.core.data_schema import DummyTextConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_lengths
 from gptrain.core.locations import expand_home
+from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
@@ -57,7 +57,7 @@ from gptrain.parallel.requirements import (
     check_fit,
     check_layout,
 )
-from gptrain.runtime.devices import RunDevices, find_devices, set_threads
+from gptrain.runtime.devices import RunDevices, find_devices, native_precision, set_threads
 from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
 
@@ -170,9 +170,8 @@ def check(cfg: RunConfig) -> None:
 def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
     """Return what torch.compile compiles: `model.compile`, or "none" if it would not help.
 
-    `trainer=gpu` and some experiments set `model.compile=blocks`, which pays on a GPU. A value that
-    the user typed is always used. One from a yaml file becomes "none" on a CPU, and for a net that
-    has no `blocks`.
+    A value that the user typed is always used. One from a yaml file, as in `trainer=gpu`, becomes
+    "none" on a CPU and for a net without `blocks`.
     """
     mode = cfg.model.compile
     if mode == "none" or "model.compile" in typed_keys():
@@ -222,11 +221,12 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     check_samples(cfg, module_type, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.batch_plan(dims.data))
-    sample = train[0]
-    sized = cfg
+    sample, sized = train[0], cfg
+    tokens = find_tokens(cfg, sample)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         sized = cfg.changed({"data.batch_size": train.batch_size})
-    lengths = plan_lengths(sized, len_of(train), check_sample(cfg, sample), dims.data)
+    sample_tokens = None if tokens is None else len(tokens)
+    lengths = plan_lengths(sized, len_of(train), sample_tokens, dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
@@ -236,7 +236,8 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         lengths = keep_warmup(cfg, lengths, saved)
         cfg = keep_precision(cfg, saved)
     # Checkpoints record the resolved precision: "auto" is another one on another device.
-    precision = resolve_precision(cfg, devices)
+    precision = full_name(cfg.trainer.precision)
+    precision = native_precision(devices) if precision == "auto" else precision
     compile = choose_compile(cfg, devices)
     cfg = cfg.changed({"trainer.precision": precision, "model.compile": compile})
 
@@ -250,7 +251,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=precision,
-            sample=tokens_to_compare(cfg, name, sample),
+            sample=tokens if issubclass(module_type, LanguageModel) else None,
         )
         if "train" in read_as_pairs(module_type) and has_documents(sample):
             check_layout(net, len(sample[0]))
@@ -291,10 +292,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
 
 
 def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
-    """Write the tokenizer and its companion files to the run folder.
-
-    A run that was moved can then generate text without its data.
-    """
+    """Write the tokenizer to the run folder, so that a run can be moved without its data."""
     run_dir = Path(cfg.run_dir)
     if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
         tokenizer.save(run_dir)
@@ -307,14 +305,7 @@ def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:
 def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
     """Prepare torch and Lightning in this process, and join the process group.
 
-    Sets the number of threads (on a CPU, or if several ranks share the machine), allows TF32 on a
-    GPU, seeds all random generators and silences Lightning's hints. All ranks must call it. No
-    process group is made for the strategy `single`.
-
-    Args:
-        cfg: Configuration of the run.
-        process: Rank and world size of this process.
-        devices: Devices of the run.
+    All ranks must call it. No process group is made for the strategy `single`.
 
     Raises:
         TimeoutError: If not all ranks start in time. For other errors see `start_store`.
@@ -340,11 +331,9 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 
 
 def check_shared(run_dir: str, rank: int) -> None:
-    """Check that all ranks see the run folder of rank 0, as ranks on several nodes must.
+    """Check that all ranks see the record of the lock that rank 0 holds. All ranks must call it.
 
-    All ranks must call it after rank 0 has locked the folder, because the ranks compare the records
-    of the lock that they see. Without a record on rank 0 the check passes on ranks that do not see
-    the folder. Waits up to ten seconds, because a network file system shows new files late.
+    Waits up to ten seconds, because a network file system shows new files late.
     """
     run_id = from_rank_0(read_run_id(run_dir))
     deadline_s = time.monotonic() + SHARED_S

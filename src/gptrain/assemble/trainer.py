@@ -18,7 +18,6 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.lengths import RunLengths, phase_steps
-from gptrain.core.precision import full_name
 from gptrain.core.schema import RunConfig
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
@@ -31,7 +30,7 @@ from gptrain.lit.lightning import RankEnvironment, disable_signals_and_autoresum
 from gptrain.lit.loggers import JsonLinesLogger
 from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.user_data import UserData
-from gptrain.runtime.devices import RunDevices, native_precision
+from gptrain.runtime.devices import RunDevices
 from gptrain.runtime.process import this_process
 from gptrain.runtime.watchdog import Guard
 
@@ -85,8 +84,7 @@ def build_trainer(
 def build_loggers(cfg: RunConfig) -> list[Logger]:
     """Build the loggers of the `logger` group, and the one that writes metrics.jsonl in every run.
 
-    Under fast_dev_run a DummyLogger, which keeps nothing, replaces all of them: callbacks that log,
-    such as LearningRateMonitor, refuse a Trainer without a logger.
+    Callbacks that log refuse a Trainer without a logger: fast_dev_run has one that keeps nothing.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()]
@@ -97,24 +95,14 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
 def assign_devices(strategy: Strategy, devices: RunDevices) -> int:
     """Assign the GPUs of this node to a strategy, and return the value of the Trainer's `devices`.
 
-    On GPUs that value is 1. Lightning would compare it with the number of GPUs that this process
-    sees, which differs from the number of ranks of the node under some launchers. On any other
-    accelerator it is the number of ranks of the node, and the strategy is not changed.
+    On GPUs that value is 1: Lightning would compare it with the GPUs that this process sees, which
+    under some launchers are not those of all ranks of the node.
     """
     if devices.accelerator != "cuda":
         return devices.n_local
     if isinstance(strategy, ParallelStrategy):
         strategy.parallel_devices = [devices.device(i) for i in range(devices.n_local)]
     return 1
-
-
-def resolve_precision(cfg: RunConfig, devices: RunDevices) -> str:
-    """Return the precision by its full name in Lightning, such as `bf16-mixed` for `bf16`.
-
-    `auto` becomes the precision that the devices compute natively.
-    """
-    precision = cfg.trainer.precision
-    return native_precision(devices) if precision == "auto" else full_name(precision)
 
 
 # Callbacks
@@ -125,24 +113,19 @@ def build_callbacks(
 ) -> list[pl.Callback]:
     """Build the callbacks of the `callbacks` group and those that every run has.
 
-    TrainingMonitor comes first: it computes the values of a step that the other callbacks read, and
-    checks the step before they see it. Checkpoints comes last, because it saves the state of all
-    other callbacks. For a training, rank 0 adds the first line of this start to timeline.jsonl in
-    the run folder.
+    TrainingMonitor comes first: it checks the step before the others see it. Checkpoints comes
+    last, because it saves the state of all others.
     """
-    own = [
-        build_target(node.node(), f"callbacks.{name}")
-        for name, node in cfg.callbacks.items()
-        if node is not None
-    ]
+    nodes = {f"callbacks.{name}": node for name, node in cfg.callbacks.items() if node is not None}
+    own = [build_target(node.node(), key) for key, node in nodes.items()]
     has_bar = any(isinstance(callback, LightningBar) for callback in own)
     if cfg.trainer.enable_progress_bar and not has_bar:
         own.insert(0, ProgressBar())  # the end of the bar comes before what other callbacks print
     is_fit = cfg.task == "fit" and not cfg.trainer.fast_dev_run
-    keeps = is_fit and cfg.checkpoint.name != "none"
-    is_recorded = is_fit and this_process().rank == 0
-    timeline = Timeline(Path(cfg.run_dir) if is_recorded else None)
-    checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline) if keeps else None
+    timeline = Timeline(Path(cfg.run_dir) if is_fit and this_process().rank == 0 else None)
+    checkpoints = None
+    if is_fit and cfg.checkpoint.name != "none":
+        checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
@@ -161,11 +144,7 @@ def build_callbacks(
 def build_checkpoints(
     cfg: RunConfig, lengths: RunLengths, guard: Guard, train: Dataset, timeline: Timeline
 ) -> Checkpoints:
-    """Build the callback that saves checkpoints.
-
-    The run folder must have been locked: the identity of the run is read from the record of its
-    lock.
-    """
+    """Build the callback that saves checkpoints. The run folder must have been locked."""
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, read_run_id(cfg.run_dir) or None)
     facts = identity(cfg, cfg.batch_plan(lengths.batch.data_parallel_size).global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
