@@ -50,10 +50,9 @@ def main(
 ) -> NoReturn:
     """Run a job with the command line `sys.argv`, and exit with its exit code.
 
-    The job runs once, or once per job of a sweep, under Hydra. A command whose schema has
-    `runs_here=False` runs without Hydra's folder. The config is composed and checked before Hydra
-    creates a folder. Only rank 0 prints errors and warnings, and only rank 0 writes Hydra's files
-    and its log. After an error of the config, the other ranks exit LINGER_S seconds later.
+    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
+    before Hydra creates a folder. Only rank 0 prints errors and warnings. After an error of the
+    config, the other ranks exit LINGER_S seconds later.
 
     Args:
         job: Function that gets the typed config. In a sweep it returns the value of `objective`.

@@ -82,9 +82,9 @@ class ConfigIssue:
 
 
 def show(value: object) -> str:
-    """Return a value in the notation of a Hydra override, for an error message.
+    """Return a value in the notation of a Hydra override, without quotes, for an error message.
 
-    Strings are not quoted. A text longer than LONGEST_VALUE characters is cut and ends with "...".
+    A text longer than LONGEST_VALUE characters is cut and ends with "...".
     """
     if value is None:
         text = "null"
@@ -100,19 +100,15 @@ def show(value: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Return a text on one line, with the escape sequence of each character that is not printable.
-
-    These are all characters for which `str.isprintable` is False: control characters such as line
-    feeds, but also spaces other than " ", such as a no-break space.
-    """
+    """Return a text on one line, and characters that are not printable as escape sequences."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def code_of(error: OSError) -> int:
     """Return the exit code for an error of the operating system.
 
-    The code is FOLDER_UNUSABLE (73) for missing permissions, a read-only file system or a path that
-    is no folder, FAILED (70) for an OSError without an error number, and otherwise IO_ERROR (74).
+    It is 73 for missing permissions, a read-only file system or a path that is no folder, 70
+    without an error number, and otherwise 74.
     """
     if error.errno is None:
         return FAILED
@@ -122,9 +118,8 @@ def code_of(error: OSError) -> int:
 def first_line(error: object) -> str:
     """Return the first line of an exception's message, or the name of its type without a message.
 
-    If the first line ends with a colon, the second line is added. The values of tensors are left
-    out. An error that torch raises again for a DataLoader worker has the traceback of the worker as
-    its message: the result is then the last line, the message of the original error.
+    If it ends with a colon, the second line is added. The values of tensors are left out. Of an
+    error that torch raises again for a DataLoader worker it is the original message.
     """
     text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -168,14 +163,7 @@ class ConfigError(RunError):
 
     @classmethod
     def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
-        """Return a ConfigError with a single problem.
-
-        Args:
-            key: Dotted key, or an empty string.
-            value: Given value, or None.
-            message: Reason why the value is wrong.
-            more: Other attributes of ConfigIssue: `allowed`, `hint`, `code`.
-        """
+        """Return a ConfigError with one problem. `more` are other attributes of ConfigIssue."""
         return cls([ConfigIssue(key, value, message, **more)])
 
 
@@ -187,11 +175,9 @@ class DataError(RunError, ValueError):
 
 
 class JobFailedError(RunError):
-    """Raised after a job failed and its error was printed. A job is a run, or one run of a sweep.
+    """Raised with the exit code of a job after its error was printed.
 
-    Attributes:
-        code: Exit code of the job.
-        message: Error message of the job.
+    A job is a run, or one run of a sweep.
     """
 
     def __init__(self, code: int, message: str):
@@ -224,10 +210,8 @@ class Ending:
 def ending_of(error: BaseException, doing: str = "") -> Ending:
     """Return how a command or a rank ends after an exception: exit code, cause and message.
 
-    A RunError has code and cause. Otherwise the type and the text of the exception decide: an
-    OSError of the disk, a missing package, an interrupt, an error of a collective, or memory that
-    ran out. Any other exception ends with code FAILED (70), and its traceback is part of the
-    result.
+    A RunError has code and cause. Otherwise the type and the text of the exception decide. Any
+    other exception ends with code FAILED (70), and its traceback is part of the result.
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)

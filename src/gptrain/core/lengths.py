@@ -23,9 +23,8 @@ DEFAULT_MAX_EPOCHS = 3
 def loss_rows(device_type: str) -> int:
     """Return the number of positions whose logits the chunked loss holds in memory at a time.
 
-    It is 256 on a CPU: 128 positions read the weights of the head twice as often, and 512 positions
-    need 50 MB more. It is 4096 on any other device, enough to fill the kernels. Smaller chunks
-    would cost time, because each chunk adds to the gradient of the whole head.
+    On a CPU, 128 positions would read the weights of the head twice as often, and 512 positions
+    need 50 MB more. Other devices need 4096 to fill the kernels.
     """
     return 256 if device_type == "cpu" else 4096
 
@@ -52,8 +51,7 @@ class BatchPlan:
     def steps_per_epoch(self, n_samples: int) -> int:
         """Return the number of complete optimizer steps in one pass over the data. It may be 0.
 
-        The samples that do not fill a step are left out of the epoch. The next epoch has another
-        order, so it leaves out other samples.
+        The samples that do not fill a step are left out, other ones in each epoch.
         """
         return n_samples // self.global_batch_size
 
@@ -122,7 +120,7 @@ def plan_lengths(
 ) -> RunLengths:
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
-    An epoch has at least one step, also if the data or trainer.limit_train_batches give less.
+    An epoch has at least one step.
 
     Args:
         cfg: Configuration of the run.
@@ -179,8 +177,7 @@ def _find_end(
 def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> int | None:
     """Return the number of epochs of the run, or None for no limit.
 
-    The default of 3 epochs holds only if no other limit is given: neither steps, nor time, nor
-    tokens.
+    The default of 3 epochs holds only if neither steps, nor time, nor tokens limit the run.
     """
     if trainer.max_epochs is not None:
         return None if trainer.max_epochs == -1 else trainer.max_epochs
@@ -200,16 +197,8 @@ def phase_steps(
 ) -> int | None:
     """Return the number of steps of a phase of the schedule. A fraction is rounded to a step.
 
-    A phase without a length in the config has its default: a warm-up of 100 steps or a tenth of the
-    schedule, whichever is less; a decay of a fifth of the schedule; in total the length of the run.
-
-    Args:
-        cfg: Configuration of the run.
-        phase: Name of the phase.
-        lengths: Lengths of the run, with the warm-up of the first start if the run was resumed.
-
-    Returns:
-        The number. None for the total of a run whose length in steps is not known.
+    The default is a warm-up of 100 steps or a tenth of the schedule, whichever is less; a decay of
+    a fifth of the schedule; in total the length of the run, or None if it is not known.
 
     Raises:
         ConfigError: If the phase is shorter than one step, or a fraction of an unknown length.

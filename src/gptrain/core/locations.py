@@ -19,13 +19,11 @@ LIBRARY = Path(__file__).parents[1]  # folder of the installed package gptrain
 def enter(conf: str | Path | None = None) -> None:
     """Select the project of this process and of the processes that it starts.
 
-    Sets GPTRAIN_CONF, if `conf` is given, and appends src/ of the project to `sys.path`, so that
-    classes of the project can be imported even if the project is not installed. Without a project
-    `sys.path` stays as it is.
+    src/ of the project is appended to `sys.path`, so that its classes can be imported even if the
+    project is not installed.
 
     Args:
-        conf: Path of the conf/ folder of the project. None keeps the project that `find_conf`
-            finds.
+        conf: Path of the conf/ folder of the project. None keeps the one that `find_conf` finds.
     """
     if conf is not None:
         os.environ[VARIABLE] = os.path.abspath(conf)
@@ -37,9 +35,7 @@ def enter(conf: str | Path | None = None) -> None:
 def find_conf() -> Path | None:
     """Return the absolute path of the conf/ folder of the project, or None without a project.
 
-    This is the path in the environment variable GPTRAIN_CONF, without a check that the folder
-    exists. If the variable is not set, it is the conf/ of the nearest folder, from the working
-    directory upwards, that has both a train.py and a conf/.
+    Whether the path in GPTRAIN_CONF exists is not checked.
     """
     if named := os.environ.get(VARIABLE):
         return Path(named).absolute()
@@ -57,36 +53,27 @@ def find_project() -> Path | None:
 def expand_home(path: str | os.PathLike) -> Path:
     """Return a path whose `~` at the beginning is replaced by the home folder.
 
-    The name of an unknown user stays as it is, where `Path.expanduser` raises a RuntimeError. A
-    path in front of which "./" was typed, such as `./~old`, becomes absolute: a second expansion
-    then does not change it.
+    Unlike for `Path.expanduser`, an unknown user is no error. `./~old` becomes absolute, so that a
+    second expansion does not change it.
     """
     expanded = Path(os.path.expanduser(path))
     return expanded.absolute() if str(expanded).startswith("~") else expanded
 
 
 def default_output_dir() -> str:
-    """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, else outputs/ of the project.
-
-    Without a project it is outputs/ of the working directory. The folder is not created.
-    """
+    """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, or outputs/ of the project or here."""
     project = find_project() or Path.cwd()
     return str(expand_home(os.environ.get("GPTRAIN_OUTPUT_DIR") or project / "outputs"))
 
 
 def report_to_fit(**facts: object) -> None:
-    """Write the facts as JSON to the file that `gptrain.fit` reads.
+    """Write the facts as JSON to the file that `gptrain.fit` reads, if that started this process.
 
-    The path of the file is in the environment variable GPTRAIN_REPORT, which is removed here. Does
-    nothing if the variable is not set: in a process that `gptrain.fit` did not start, and on a
-    second call.
+    A second call does nothing.
 
     Args:
         facts: Either `folder`, the run folder of a run that starts, or `lines`, the error messages
             of a run that is refused.
-
-    Raises:
-        OSError: If the file cannot be written.
     """
     if path := os.environ.pop(REPORT_VARIABLE, None):
         Path(path).write_text(json.dumps(facts))

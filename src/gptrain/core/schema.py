@@ -323,24 +323,17 @@ class RunConfig(Section):
     launcher: LauncherConfig
 
     def batch_plan(self, data_parallel_size: int) -> BatchPlan:
-        """Return the numbers whose product is the global batch size of the run.
-
-        Raises:
-            ValueError: If `data.global_batch_size` cannot be divided by the samples of a
-                micro-step, or if gradient accumulation is set in addition to it.
-        """
+        """Return the numbers whose product is the global batch size, or raise as `plan_batch`."""
         data, accumulate = self.data, self.trainer.accumulate_grad_batches
         return plan_batch(data.batch_size, data.global_batch_size, accumulate, data_parallel_size)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which some keys have other values. The values are not validated.
+        """Return a copy in which some keys have other values, which are not validated.
 
-        Other keys keep their values, also those whose yaml line refers to a changed key. The
-        original config does not change.
+        Other keys keep their values, also those whose yaml line refers to a changed key.
 
         Args:
-            values: New value of each key. A key has at most one dot, such as `run_dir` or
-                `data.batch_size`.
+            values: New value of each key. A key has at most one dot, as `data.batch_size`.
         """
         copy = self.model_copy()
         for key, value in values.items():

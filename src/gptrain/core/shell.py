@@ -19,15 +19,10 @@ CONSTANTS = {"null", "true", "false", "nan", "inf"}  # words that Hydra does not
 
 
 def override(key: str, value: object) -> str:
-    """Return `key=value` in the grammar of Hydra's overrides.
+    """Return `key=value` in the grammar of Hydra's overrides, one word, not quoted for the shell.
 
-    Hydra parses a string or a path back to exactly the same string, also if it looks like a number
-    or a reference. The result is one word of a command line, not yet quoted for the shell.
-
-    Args:
-        key: Dotted key.
-        value: String, path, number, bool or None. Lists and dicts are written by `errors.show`,
-            which neither quotes the strings in them nor keeps long ones complete.
+    Hydra parses a string or a path back to exactly the same string. Lists and dicts are written by
+    `errors.show`, which neither quotes the strings in them nor keeps long ones complete.
     """
     if not isinstance(value, str | os.PathLike):
         return f"{key}={show(value)}"
@@ -37,20 +32,16 @@ def override(key: str, value: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, so that Hydra parses it as exactly this string.
-
-    A text that looks like a reference, a list or a number stays a string.
-    """
+    """Return a text in quotes, so that Hydra parses it as exactly this string."""
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # escape "${", which OmegaConf would resolve
     # Hydra unescapes backslashes in front of a quote only, so only those are doubled.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the value of each override by its key, without the `+` of a new key.
+    """Return the last value of each override by its key, without the `+` of a new key.
 
-    The last override of a key counts. `~key`, like any word without `=`, gets "" as its value, and
-    its key keeps the `~`.
+    A word without `=`, such as `~key`, gets "" as its value, and keeps the `~`.
     """
     pairs = (word.partition("=") for word in overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}

@@ -27,12 +27,7 @@ class UnreadableFileError(DataError):
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
-    """Return the content of a regular file. Symbolic links are followed.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the path is a pipe, a device or a folder.
-    """
+    """Return the content of a regular file, with the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
@@ -53,22 +48,12 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value of a JSON file.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the content is not JSON, or the path is not a regular file.
-    """
+    """Return the value of a JSON file, with the errors of `open_regular`, also if it is damaged."""
     return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the value of a YAML file. Tags that would create Python objects are refused.
-
-    Raises:
-        OSError: If the file does not exist or cannot be read.
-        UnreadableFileError: If the content is not such YAML, or the path is not a regular file.
-    """
+    """Return the value of a YAML file, like `read_json`. Tags of Python objects are refused."""
     return _read(path, "YAML", yaml.safe_load)
 
 
@@ -81,10 +66,7 @@ def _read(path: str | Path, kind: str, parse: Callable[[bytes], Any]) -> Any:
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
-    """Return the mapping in a small file, or an empty dict if the file has no readable mapping.
-
-    A missing file, a damaged file and a file whose value is not a mapping all give an empty dict.
-    """
+    """Return the mapping in a small file, or an empty dict if it has no readable mapping."""
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read(path), dict):
             return values
@@ -94,8 +76,7 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Return a flat dict from dotted key to value, for nested dicts.
 
-    An empty dict within `values` counts as a value. Without a prefix, the result is empty if
-    `values` itself is empty or is not a dict.
+    An empty dict within `values` counts as a value.
     """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}

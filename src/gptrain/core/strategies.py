@@ -50,11 +50,7 @@ class StrategyOptions(OpenSection):
 
     @property
     def copies(self) -> int:
-        """Number of copies of the net that the option `replicas` asks for.
-
-        It is 1 for strategies without this option, even if each rank has a copy of the net, as
-        under DDP.
-        """
+        """Number of copies of the net that the option `replicas` asks for, or 1."""
         return getattr(self, "replicas", None) or 1
 
 
@@ -169,9 +165,6 @@ def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file.
 
     All calls with the same name return the same object, which must not be changed.
-
-    Raises:
-        FileNotFoundError: If the name is neither.
     """
     content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
     return STRATEGIES["ddp" if name == "auto" else name].model_validate(content)
@@ -180,9 +173,7 @@ def default_options(name: str) -> StrategyOptions:
 def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
     """Return the options of a strategy, with the values of another strategy where both have a key.
 
-    The planner compares strategies in this way. If both strategies have the same type of options,
-    the result is a copy of `given` with another name. Otherwise an option that is not set in
-    `given` has the default of the strategy's yaml file.
+    The planner compares strategies in this way.
     """
     kind = STRATEGIES[name]
     if type(given) is kind:
@@ -228,20 +219,14 @@ class ParallelDims:
         return self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return which part of the samples a rank reads, from 0 to `data` - 1.
-
-        The ranks of one context, tensor or pipeline group read the same part.
-        """
+        """Return which part of the samples a rank reads, from 0 to `data` - 1."""
         return rank // self.ranks_per_sample % self.data
 
 
 def strategy_name(name: str, world_size: int) -> str:
     """Return the key of STRATEGIES for a `strategy.name`.
 
-    Args:
-        name: Value of `strategy.name`. "auto" stands for `single` on one rank, else for `ddp`. Any
-            other value is returned unchanged.
-        world_size: Number of ranks of the job.
+    "auto" stands for `single` on one rank, else for `ddp`.
     """
     if name == "auto":
         return "single" if world_size == 1 else "ddp"
@@ -251,18 +236,13 @@ def strategy_name(name: str, world_size: int) -> str:
 def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -> ParallelDims:
     """Return the number of ranks along each axis of a strategy.
 
-    The size of the data axis is the world size, divided by the sizes of the other axes. A context
-    axis without a configured size has all ranks of a node. A tensor or pipeline axis without a
-    configured size has 2 ranks if the strategy has a data axis, and all ranks otherwise.
-
-    Args:
-        options: Options of the strategy.
-        world_size: Number of ranks of the job.
-        n_nodes: Number of nodes of the job.
+    The data axis has the ranks that the other axes leave. A context axis without a configured size
+    has all ranks of a node. A tensor or pipeline axis without a configured size has 2 ranks if the
+    strategy has a data axis, and all ranks otherwise.
 
     Raises:
-        ValueError: If the sizes do not multiply to the world size. The message has the equation.
-            Whether the replicas divide the data axis is not checked.
+        ValueError: If the sizes do not multiply to the world size. Whether the replicas divide the
+            data axis is not checked.
     """
     name = strategy_name(options.name, world_size)
     axes = STRATEGIES[name].axes
@@ -289,14 +269,8 @@ def count_microbatches(given: int | None, n_ranks: int) -> int:
 def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
     """Return the indices of the blocks of a pipeline stage.
 
-    If the number of blocks is not divisible by the number of stages, some stages hold one block
-    more. The first stage is among them and the last stage is not, because the last stage also
-    computes the head, which costs more than the embedding.
-
-    Args:
-        stage: Index of the stage.
-        n_stages: Number of stages of the pipeline.
-        n_blocks: Number of blocks of the net.
+    If the stages cannot hold equally many, the first ones hold one block more, and the last one
+    does not: it also computes the head, which costs more than the embedding.
     """
     return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
 

@@ -31,12 +31,7 @@ def _below(value: str) -> str:
 
 
 def _local(value: str | list[str]) -> Any:
-    """Check that a value is a local path or a list of local paths, and return the value.
-
-    Raises:
-        ValueError: If a path is empty, begins or ends with white space, contains a null character,
-            or is a URL. An empty list counts as an empty path.
-    """
+    """Check that a value is a local path or a list of local paths, and return the value."""
     for path in [value] if isinstance(value, str) else value or [""]:
         if not path or path != path.strip() or "\0" in path:
             raise ValueError("not a path")
@@ -69,11 +64,9 @@ def _devices(value: Any) -> Any:
 
 
 def check_target(name: str) -> str:
-    """Check that a `_target_` may be imported, and return it.
+    """Check that a `_target_` may be imported, and return it, or raise a ValueError.
 
-    Raises:
-        ValueError: If it is no dotted name, or a name of Python's standard library, such as
-            `os.system`.
+    It is a dotted name outside of Python's standard library: not `os.system`.
     """
     is_dotted = re.fullmatch(r"[^\W\d]\w*(\.\w+)+", name)
     if not is_dotted or name.split(".")[0] in sys.stdlib_module_names:
@@ -117,10 +110,8 @@ TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
 class KeepsResult:
     """Mark in the type of a key that does not change what a run computes.
 
-    It is written as `Annotated[Count, KeepsResult]`. A resume compares all keys of the groups that
-    decide the result, such as `model` and `data`, with those of the saved run. Keys with this mark
-    may differ. A key whose effect is compared under another name has the mark, too, as
-    `data.batch_size` under the global batch size.
+    It is written as `Annotated[Count, KeepsResult]`. A resume may differ in such a key. So may it
+    in a key whose effect is compared under another name, as that of `data.batch_size`.
     """
 
 
@@ -178,7 +169,7 @@ def chosen(kinds: Mapping[str, type[Section]], read_name: Callable[[Any], object
     for every name that is not in `kinds`, such as that of a user's class.
 
     Args:
-        kinds: Type of the section by name. Each is a subclass of the annotated type.
+        kinds: Type of the section by name.
         read_name: Function that returns the name in a group, for example its `_target_`.
     """
 

@@ -59,11 +59,9 @@ class Process:
 def adopt_launcher() -> None:
     """Translate the variables of srun, mpirun or mpiexec into those of torchrun.
 
-    Does nothing in a process that torchrun has started, or that is no rank: a shell inside a SLURM
+    A process that torchrun has started, or that is no rank, stays as it is: a shell inside a SLURM
     allocation is none, only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
-    MASTER_ADDR and MASTER_PORT are set for jobs of one node, and under srun for several nodes, if
-    they are not. Under srun the run folder is named by the job, and OMP_NUM_THREADS becomes the
-    number of CPUs of each task.
+    Under srun the run folder is named by the job.
     """
     env = os.environ
     for names in OTHERS:
