@@ -22,7 +22,6 @@ from gptrain.core.schema import RunConfig
 from gptrain.data.samples import len_of
 from gptrain.data.stream import UNKNOWN_LENGTH
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.garbage import QuietCollector
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.guard import Spikes, StepGuard
@@ -138,7 +137,7 @@ def build_callbacks(
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
     last = [] if checkpoints is None else [checkpoints]
-    return [monitor, step_guard, QuietCollector(), *own, *last]
+    return [monitor, step_guard, *own, *last]
 
 
 def build_checkpoints(
