@@ -24,16 +24,14 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
 
-    The losses and the gradients stay the same, also with dropout. A block that changes buffers, for
-    example a counter, would change them twice: `compare.Comparison` refuses such a net of a user.
-    Does nothing if mode is "none".
+    The losses and the gradients stay the same, also with dropout. A block that changes buffers
+    would change them twice: `compare.Comparison` refuses such a net of a user.
 
     Args:
-        net: Net with an attribute `blocks`. The blocks are changed in place.
-        mode: "none" keeps all activations. "full" keeps only the input of a block and runs the
-            block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
-            multiplications and attention and recomputes the cheap operations between them: hardly
-            any additional FLOPs.
+        net: Net with `blocks`, which are changed in place.
+        mode: "full" keeps only the input of a block: least memory, a third more FLOPs. "selective"
+            keeps the outputs of matrix multiplications and attention: hardly any additional FLOPs.
+            "none" does nothing.
 
     Raises:
         IncompatibleModelError: If a block has running averages of batch normalization.
@@ -54,13 +52,9 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:
-    """Compile the net's forward passes in place. torch compiles them when they are first called.
+    """Compile `forward` of each of `net.blocks` ("blocks"), or of the net ("model"), in place.
 
-    Args:
-        net: Net that is changed in place.
-        mode: "none" compiles nothing. "blocks" compiles one of `net.blocks` and reuses the code for
-            all equal blocks, which takes a fraction of the compile time of "model". "model"
-            compiles all of `forward` and, if the net has it, `hidden`.
+    Equal blocks share their code, so "blocks" takes a fraction of the compile time of "model".
     """
     if mode == "blocks":
         for block in net.get_submodule("blocks").children():

@@ -2,8 +2,7 @@
 
 The sizes of the four axes of a device mesh (pipeline, data, context, tensor) and the options of the
 strategy decide what a `Parallel` does. `pipeline.Pipeline` is its only subclass, because a pipeline
-schedule also runs the backward pass. Every rank has one such object, which is built before the net.
-It does not depend on Lightning.
+schedule also runs the backward pass.
 
 The loss of a training step is computed by these functions, in this order. Each indented function is
 called by the one above it:
@@ -74,13 +73,9 @@ CPU = torch.device("cpu")
 
 
 class Batch(NamedTuple):
-    """Samples of one rank.
+    """Samples of one rank: int64 tensors (B, T). The loss ignores targets that are -100.
 
-    Attributes:
-        tokens: Token ids (B, T), int64.
-        targets: Next tokens (B, T), int64. The loss ignores -100.
-        documents: Index of the document of each token, (B, T), int64, if documents are packed that
-            must not see each other.
+    `documents` has the index of each token's document, if documents must not see each other.
     """
 
     tokens: Tensor
@@ -96,37 +91,25 @@ class Parallel:
     except under `single`.
 
     Attributes:
-        options: Options of the `strategy` group. Defaults to those of `single`.
-        dims: Number of ranks along each axis.
-        device: Device of this rank.
-        precision: Precision as Lightning names it, for example `bf16-mixed`.
-        weights_device: Device of this rank's part of the net.
         axes: Axes over which the strategy divides the work, also those of one rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
             a sequence. Saves can then be sharded.
         mesh: Device mesh with four axes. None under `single`.
-        shard_mesh: Mesh over which FSDP2 shards the parameters. None without FSDP2.
         data_group: Ranks that read different samples of the same step. None under `single`.
-        net: Net that `split` was called with.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
             object averages.
-        counted_on_other_stage: Parameters that another pipeline stage counts in the gradient norm.
         forward_only: True if the loss must be computed from `forward`, although the net has
             `hidden` and `head`.
         may_pad: False if padding at the end of a sequence would change the outputs of the net.
         may_skip_parameters: True if a rank's backward pass may leave out parameters that another
             rank uses, as in a net of the user.
-        used: Names of the parameters of the net that have got a gradient in this step. None if
-            they are not recorded.
-        is_pipeline: True if a schedule runs the stages of a pipeline. No rank can then call the
-            net, and `mean_loss` also computes the gradients.
-        n_stages: Number of pipeline stages.
-        microbatches: Number of equal parts into which a pipeline divides a training batch.
+        used: Names of the parameters that have got a gradient in this step. None if not recorded.
+        is_pipeline: True if no rank can call the net, and `mean_loss` also computes the gradients.
         stages: Ranks that hold the pipeline stages, and the parameter names of a checkpoint.
-        chunked_loss: Function that computes the loss of hidden states (B, T, D) under a head
-            weight (V, D).
+        chunked_loss: Function that computes the loss of hidden states (B, T, D) under a head (V,
+            D).
     """
 
     options: Any = field(default_factory=partial(default_options, "single"))
@@ -152,9 +135,8 @@ class Parallel:
         self.shards = isinstance(self.options, ShardedOptions)
         self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
         self.mesh = build_mesh(self.device.type, self.dims) if self.axes else None
-        self.shard_mesh = None
-        if self.shards and self.mesh is not None:
-            self.shard_mesh = build_shard_mesh(self.mesh, self.dims)
+        mesh = cast(DeviceMesh, self.mesh)
+        self.shard_mesh = build_shard_mesh(mesh, self.dims) if self.shards else None
         self.data_group = self.group_along(DATA)
         if self.ddp_arguments is not None:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
@@ -188,10 +170,9 @@ class Parallel:
         return ddp_arguments(self.options)
 
     def compile_loss(self) -> None:
-        """Compile the loss of a chunk of logits, if this device is a GPU.
+        """Compile the loss of logits on a GPU, where it takes a quarter of a step of GPT-2.
 
-        On a GPU the uncompiled loss takes a quarter of a step of GPT-2. On a CPU the compiled loss
-        is slower. The loss of a vocabulary that is split over ranks is never compiled.
+        On a CPU the compiled loss is slower. That of a divided vocabulary is never compiled.
         """
         if self.device.type == "cuda" and TENSOR not in self.axes:
             compiled = torch.compile(cross_entropy_in_place, fullgraph=True)
@@ -208,20 +189,16 @@ class Parallel:
             apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)), self.check_length)
 
     def shard(self, net: Net) -> None:
-        """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
-
-        Does nothing under a strategy without FSDP2.
-        """
+        """Apply FSDP2 in place, if the strategy has it."""
         if self.shard_mesh is not None:
             apply_fsdp(net, self.shard_mesh, self.options, self.precision)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Connect with the module and its optimizer, once both are built.
 
-        Under a partitioning strategy, `extra_parameters` become the parameters of the module
-        outside `net`, and kernels of the optimizer that cannot take sharded parameters are
-        disabled: a multi-tensor kernel takes DTensors or plain tensors, but not both, and SGD and
-        Adagrad have no fused kernel for DTensors.
+        Disables kernels of the optimizer that cannot take sharded parameters: a multi-tensor kernel
+        takes DTensors or plain tensors, but not both, and SGD and Adagrad have no fused kernel for
+        DTensors.
         """
         if hasattr(optimizer, "replicas"):
             cast(Any, optimizer).replicas = self.replicas
@@ -245,21 +222,13 @@ class Parallel:
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the mean loss in nats per target of this rank's samples.
 
-        In training the sum of the losses of a batch's own targets is divided by
-        `StepMean.divisor`. The mean of the returned values over the micro-steps and the data ranks
-        of a step is then the mean over all targets of the step. For other targets, under
-        torch.no_grad, and outside of a training_step, the divisor is the number of these targets;
-        the mean of no target is 0. All ranks between which the net or a sequence is divided must
-        call this method.
-
-        Args:
-            net: Net as `split` and `shard` have left it.
-            batch: Samples of this rank.
-            options: Label smoothing and z-loss.
+        In training the sum of the losses of a batch's own targets is divided by `StepMean.divisor`:
+        the mean of the returned values over micro-steps and data ranks is that over all targets of
+        the step. Otherwise the divisor is the number of the given targets. All ranks between which
+        the net or a sequence is divided must call this method.
 
         Raises:
-            IncompatibleModelError: If the net is called for its logits, and does not return logits
-                (B, T, V).
+            IncompatibleModelError: If the net does not return logits (B, T, V).
         """
         divisor = self.count_and_get_divisor(batch.targets)
         total = self.loss_sum(net, batch, options)
@@ -275,8 +244,7 @@ class Parallel:
         """Run the net on this rank's samples and return the sum of the losses in nats.
 
         The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
-        bias. Under context parallelism each rank computes the losses of its own positions, and all
-        get the sum.
+        bias. Under context parallelism each rank computes its own positions, and all get the sum.
         """
         tokens, targets, documents = batch
         layout: dict[str, Any] = layout_argument(documents)
@@ -315,25 +283,16 @@ class Parallel:
         return F.linear(net.hidden(tokens), net.head.weight)
 
     def check_length(self, n_positions: int) -> None:
-        """Check that sequences of a length need no padding that would change the net's outputs.
-
-        Raises:
-            IncompatibleModelError: If they do.
-        """
+        """Raise an IncompatibleModelError if a sample would need padding that changes the outputs."""
         n_ranks = self.dims.tensor * self.dims.context
-        if not self.may_pad and n_positions % n_ranks:
-            raise IncompatibleModelError(
-                "strategy.name",
-                f"a sample has {n_positions} positions, which {n_ranks} ranks do not divide, and "
-                f"padding would change this net's outputs; try: {n_positions // n_ranks * n_ranks}",
-            )
+        if not self.may_pad and (rest := n_positions % n_ranks):
+            message = f"{n_ranks} ranks do not divide the {n_positions} positions of a sample"
+            reason = f"padding would change this net's outputs; try: {n_positions - rest}"
+            raise IncompatibleModelError("strategy.name", f"{message}, and {reason}")
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics.
-
-        Positions whose target is -100 are left out.
-        """
+        """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics."""
         tokens, targets, documents = batch
         layout = layout_argument(documents)
         if self.uses_hidden(net):
@@ -350,9 +309,8 @@ class Parallel:
     def without_gradient_sync(self) -> Generator[None, None, None]:
         """Accumulate unsharded gradients inside the block, without communication.
 
-        The block surrounds all micro-steps of a step except the last one, whose backward pass
-        reduce-scatters the sums. It changes nothing without FSDP, and with
-        `strategy.accumulate_shards`, which saves memory but reduce-scatters in every micro-step.
+        The last backward pass of a step reduce-scatters the sums. Does nothing without FSDP, and
+        with `strategy.accumulate_shards`, which saves memory but communicates in every micro-step.
         """
         defers_sync = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
         if defers_sync:
@@ -367,10 +325,7 @@ class Parallel:
         return partial_parameters(self.net) if TENSOR in self.axes else []
 
     def finish_gradients(self) -> None:
-        """Complete the gradients once per step, after the last backward pass.
-
-        Averages the gradients of `extra_parameters` over the data ranks, and sums those of
-        `partial_parameters` over the tensor axis. All ranks must call this method.
+        """Complete the gradients once per step, after the last backward pass. Collective.
 
         Raises:
             IncompatibleModelError: If the ranks use different parameters, without
@@ -387,11 +342,7 @@ class Parallel:
             sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over the ranks that read other samples, or other parts of them.
-
-        A rank without the gradient of a parameter adds zeros, unless
-        `strategy.find_unused_parameters` is false.
-        """
+        """Average gradients over the ranks that read other samples, or other parts of them."""
         if (group := self.gradient_group) is not None:
             sum_gradients(parameters, group, group.size(), finds_unused=self.finds_unused)
 
@@ -401,14 +352,9 @@ class Parallel:
         return getattr(self.options, "find_unused_parameters", True)
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip all gradients to `max_norm`, and return their norm before clipping.
+        """Clip the gradients of the entire net, and return their norm before. Collective.
 
-        All ranks that take the step together must call this method, and get the norm of the entire
-        net.
-
-        Args:
-            parameters: Parameters that this rank trains.
-            max_norm: Largest norm after clipping. None or 0 does not clip.
+        A `max_norm` of None or 0 only measures the norm.
         """
         groups = () if self.stages.group is None else (self.stages.group,)
         counted = self.counted_on_other_stage
@@ -419,10 +365,7 @@ class Parallel:
 
 
 def supports_chunked_loss(net: nn.Module) -> bool:
-    """Return whether the loss can be computed in chunks: the net has `hidden` and `head`.
-
-    `head` must be an nn.Linear without bias.
-    """
+    """Return whether the net has `hidden`, and a `head` that is an nn.Linear without bias."""
     head = getattr(net, "head", None)
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 
@@ -430,13 +373,9 @@ def supports_chunked_loss(net: nn.Module) -> bool:
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V)."""
     logits = net(tokens, **layout)
-    is_tensor = isinstance(logits, Tensor)
-    if not is_tensor or logits.shape[:-1] != targets.shape:
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape[:-1] != targets.shape:
         name = type(net).__name__.removeprefix("FSDP")  # FSDP2 adds it to the class of a net
-        result = f"shape {tuple(logits.shape)}" if is_tensor else f"a {type(logits).__name__}"
-        raise IncompatibleModelError(
-            "model._target_",
-            f"{name}.forward returns {result} for tokens of shape "
-            f"{tuple(tokens.shape)}; allowed: logits (B, T, V)",
-        )
+        message = f"{name}.forward returns {shape} for tokens {tuple(tokens.shape)}"
+        raise IncompatibleModelError("model._target_", f"{message}; allowed: logits (B, T, V)")
     return logits

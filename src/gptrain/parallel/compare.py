@@ -19,10 +19,10 @@ only the first blocks are compared. `model.compile` is not applied.
 
 # B batch, T time
 
-import hashlib
 import logging
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -50,13 +50,11 @@ N_TOKENS = 32  # positions of a sample; `make_batch` adds up to world_size - 1 p
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
 LIBRARIES = ("gptrain.models.", "torch.nn.modules.")
 LOGITS, GRADIENT = "the output", "the gradient of "
+Tensors = dict[str, Tensor]  # by the names that a message shows
 
 
 def is_of_library(net: nn.Module) -> bool:
-    """Return whether a net consists of unchanged layers of gptrain.models and torch.nn only.
-
-    gptrain's tests compare such a net with a single process. A net of transformers is not one.
-    """
+    """Return whether a net consists of unchanged layers of gptrain.models and torch.nn only."""
     return all(
         type(part).__module__.startswith(LIBRARIES)
         and not {"forward", "embed", "hidden"} & vars(part).keys()
@@ -86,16 +84,15 @@ class Comparison:
 
         All ranks must call this method, before the net of the run is built. It changes the state of
         the random generators. If the plain net cannot be run, nothing is compared, and a
-        partitioning strategy logs a warning with the reason. Sets `parallel.forward_only` if the
-        loss must be computed from `forward`, or if nothing was compared, and `parallel.may_pad` to
-        False if padding changes the outputs of the net.
+        partitioning strategy logs a warning. Sets `parallel.forward_only` if the loss must be
+        computed from `forward`, or if nothing was compared, and `parallel.may_pad` to False if
+        padding changes the outputs of the net.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
 
         Raises:
-            IncompatibleModelError: If the nets differ, or if the partitioned net fails. Errors of
-                torch about memory or communication are passed on.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails.
         """
         parallel = self.parallel
         batch = make_batch(from_rank_0(sample), parallel)
@@ -119,44 +116,38 @@ class Comparison:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
-        parts = recomputed = ""
-        # _compare_partitioned reports what is wrong with `forward`.
-        expected, reason = self._try(batch, training=True)
+        expected, reason = self._run(batch, training=True)
+        if from_rank_0(reason):  # _compare_partitioned reports what is wrong with `forward`
+            return
 
-        def difference(*arguments: Any) -> str:
-            found, reason = self._try(batch, *arguments, training=True)
-            return reason or first_difference(expected, found)
+        def difference(compute_logits: Callable[..., Tensor], mode: str) -> str:
+            found, reason = self._run(batch, compute_logits, mode, training=True)
+            return from_rank_0(reason or first_difference(expected, found))
 
-        if not reason:
-            parts = difference(parallel.logits_of_parts) if calls_parts else ""
-            recomputed = difference(net_logits, mode) if mode != "none" else ""
-        parts, recomputed = map(_first, zip(*gather((parts, recomputed)), strict=True))
-        if parts and parallel.is_pipeline:
-            raise self._error(f"in training {parts}")
-        if recomputed:
-            message = f"in training {recomputed} if blocks run twice; allowed: none"
+        if mode != "none" and (text := difference(net_logits, mode)):
+            message = f"in training {text} if blocks run twice; allowed: none"
             raise IncompatibleModelError("model.activation_checkpointing", message)
-        if parts and not parallel.forward_only:
-            parallel.forward_only = True
-            message = "warning: the loss is computed from the logits of forward"
-            log.warning("%s, which takes more memory: for hidden and head, %s", message, parts)
+        if calls_parts and (text := difference(parallel.logits_of_parts, "none")):
+            if parallel.is_pipeline:
+                raise self._error(f"in training {text}")
+            if not parallel.forward_only:
+                parallel.forward_only = True
+                message = "warning: the loss is computed from the logits of forward"
+                log.warning("%s, which takes more memory: for hidden and head, %s", message, text)
 
     def _is_same_with_padding(self, batch: Batch) -> bool:
         """Return whether the partitioned net is right for sequences that it has to pad, too."""
         n_ranks = self.parallel.dims.tensor * self.parallel.dims.context
-        if (
-            n_ranks == 1 or batch.tokens.shape[1] % n_ranks
-        ):  # pads nothing, or has padded these tokens
-            return True
+        if n_ranks == 1 or batch.tokens.shape[1] % n_ranks:
+            return True  # the strategy pads nothing, or has padded these tokens
         try:
-            shorter = Batch(batch.tokens[:, 1:], batch.targets[:, 1:])
-            return not self._compare_partitioned(shorter)
+            return not self._compare_partitioned(Batch(batch.tokens[:, 1:], batch.targets[:, 1:]))
         except IncompatibleModelError:
             return False
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
-        expected, reason = self._try(batch)
+        expected, reason = self._run(batch)
         if reason := _first(gather(reason)):
             return reason
         parallel = copy(self.parallel)
@@ -168,8 +159,7 @@ class Comparison:
 
         try:
             net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
-            self._set_values(net)
-            _seed()
+            self._add_noise_and_seed(net)
             chunks = [logits for logits, _ in parallel.logits(net, batch)]
             if any(parameter.requires_grad for parameter in self.full_net.parameters()):
                 _seed()
@@ -189,57 +179,48 @@ class Comparison:
             raise self._error(text)
         return ""
 
-    def _try(self, *arguments: Any, training: bool = False) -> tuple[dict[str, Tensor], str]:
-        """Return the results of `_run`, and the cause if it fails: a net can raise anything."""
-        try:
-            return self._run(*arguments, training=training), ""
-        except Exception as error:
-            return {}, first_cause(error)
-
     def _run(
         self,
         batch: Batch,
         compute_logits: Callable[..., Tensor] = net_logits,
         activation_checkpointing: str = "none",
         training: bool = False,
-    ) -> dict[str, Tensor]:
-        """Run a plain net: its logits, gradients and buffers, and the random numbers after it."""
-        device = self.parallel.device
-        net = make_net_on(device, self.make_net, lambda net: prepare_net(net, self.parallel))
-        apply_activation_checkpointing(net.train(training), activation_checkpointing)
-        self._set_values(net)
-        _seed()
-        logits = compute_logits(net, batch.tokens, batch.targets).flatten(0, -2)
-        if logits.requires_grad:
-            F.cross_entropy(logits, batch.targets.flatten()).backward()
-        return {
-            LOGITS: logits.detach(),
-            **self._gradients(net),
-            **{f"the buffer {name}": buffer for name, buffer in net.named_buffers()},
-            "the use of random numbers": torch.tensor(
-                [float(torch.rand(())), random.random(), numpy.random.rand()]
-            ),
-        }
+    ) -> tuple[Tensors, str]:
+        """Return what a plain net computes and changes, and the cause if it fails."""
+        make_net, parallel = self.make_net, self.parallel
+        try:
+            net = make_net_on(parallel.device, make_net, lambda net: prepare_net(net, parallel))
+            apply_activation_checkpointing(net.train(training), activation_checkpointing)
+            self._add_noise_and_seed(net)
+            logits = compute_logits(net, batch.tokens, batch.targets).flatten(0, -2)
+            if logits.requires_grad:
+                F.cross_entropy(logits, batch.targets.flatten()).backward()
+        except Exception as error:  # a user's net can raise anything
+            return {}, first_cause(error)
+        drawn = [float(torch.rand(())), random.random(), numpy.random.rand()]
+        results = {LOGITS: logits.detach(), "the use of random numbers": torch.tensor(drawn)}
+        results |= {f"the buffer {name}": buffer for name, buffer in net.named_buffers()}
+        return results | self._gradients(net), ""
 
     @torch.no_grad()
-    def _set_values(self, net: nn.Module) -> None:
-        """Add noise to all parameters of a net."""
+    def _add_noise_and_seed(self, net: nn.Module) -> None:
+        """Add noise to all parameters of a net, and seed the generators that it may use."""
         device = self.parallel.device
         for name, parameter in self._parameters(net).items():
             if parameter.is_floating_point():
-                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-                generator = torch.Generator(device).manual_seed(seed)
+                generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
                 noise = torch.randn(parameter.shape, generator=generator, device=device)
                 noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
                 noise = shard_like(noise.to(parameter.device, parameter.dtype), parameter)
                 local_shard(parameter).add_(local_shard(noise))
+        _seed()
 
     def _parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of a net by their first names in the full net, the last first."""
         first_names = tied_names(self.full_net)
         return {first_names.get(n, n): p for n, p in reversed([*net.named_parameters()])}
 
-    def _gradients(self, net: nn.Module) -> dict[str, Tensor]:
+    def _gradients(self, net: nn.Module) -> Tensors:
         """Return this rank's shards of the gradients by name. A missing one counts as zeros."""
         return {
             GRADIENT + name: local_shard(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -255,7 +236,7 @@ class Comparison:
         return IncompatibleModelError(key, message)
 
 
-def first_difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+def first_difference(expected: Tensors, found: Tensors) -> str:
     """Return "<name> differs" for the first tensor that differs from the expected one, or ""."""
     tolerance = TOLERANCES[torch.get_default_dtype()]
     pairs = {name: (_comparable(expected[name]), _comparable(found[name])) for name in found}

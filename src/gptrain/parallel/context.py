@@ -35,11 +35,9 @@ from gptrain.parallel.tensor import gather_sequence
 class PartLayout(SequenceLayout):
     """Layout of the part of each sequence that one rank computes.
 
-    `positions` are those of the part. `documents` and `block_mask` are those of the full sequences.
-
-    Attributes:
-        index: Place of each token of the part in the full sequences, (t,).
-        is_padding: True for tokens of the part that are padding, (t,).
+    `positions` are those of the part, `documents` and `block_mask` those of the full sequences.
+    `index` (t,) has the places of the part in the full sequences, `is_padding` (t,) is True for
+    padding.
     """
 
     index: Tensor = field(kw_only=True)
@@ -68,8 +66,7 @@ def run_part(
 ) -> Tensor:
     """Run a method of the net on this rank's part of the sequences.
 
-    Tokens are full sequences (B, T), identical on all ranks, and the result is that of the full
-    sequences; or with a `PartLayout` both are this rank's t positions.
+    With a `PartLayout`, tokens and result are this rank's t positions, otherwise full sequences.
     """
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
@@ -89,8 +86,7 @@ def part_layout(
 ) -> PartLayout:
     """Return the layout of this rank's part of the sequences.
 
-    The sequences are padded at their end with copies of the last token, which does not change the
-    other outputs of a causal net.
+    They are padded at their end with copies of the last token, which a causal net does not see.
     """
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
@@ -109,21 +105,16 @@ def part_layout(
 
 
 class AllToAllHeads:
-    """The communication of attention under context parallelism, one all-to-all in each direction.
-
-    `gptrain.models` describes the two methods, at `context_plan`.
-    """
+    """The communication of attention, described at `context_plan` in `gptrain.models`."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v (B, T', h or g, d_head) of all positions for this rank's heads.
+        """Exchange q (B, t, H, K), k and v (B, t, G, K) for (B, T', h or g, K) of own heads.
 
-        Each rank passes q (B, t, H, d_head), k and v (B, t, G, d_head) of its positions. If the
-        ranks do not divide the heads of k and v, these heads are repeated first, as often as
-        necessary. Head i of q still uses head i G // H of k and v, because heads are exchanged in
-        order.
+        If the ranks do not divide the heads of k and v, these are repeated first. Head i of q still
+        uses head i G // H of k and v, because heads are exchanged in order.
         """
         n_ranks = self.group.size()
         repeats = n_ranks // math.gcd(k.shape[2], n_ranks)
@@ -137,10 +128,7 @@ class AllToAllHeads:
         return q, k, v
 
     def to_positions(self, y: Tensor) -> Tensor:
-        """Return attention's results of all heads for this rank's positions.
-
-        (B, T', h, d_head) -> (B, t, H, d_head)
-        """
+        """Exchange results (B, T', h, K) of own heads for those (B, t, H, K) of own positions."""
         by_positions = y.unflatten(1, (self.group.size(), -1)).movedim(1, 0)  # (n, B, t, h, K)
         by_heads = exchange_rows(by_positions, self.group)
         return by_heads.movedim(0, 2).flatten(2, 3)

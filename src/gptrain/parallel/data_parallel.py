@@ -46,9 +46,8 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
     """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook, or None.
 
-    "bf16" and "fp16" send half of the bytes and round each gradient once. "powersgd" sends factors
-    of rank 1 with error feedback after 1000 steps of plain all-reduce. Source: Vogels et al. 2019,
-    arXiv:1905.13727.
+    "powersgd" sends factors of rank 1 with error feedback after 1000 steps of plain all-reduce.
+    Source: Vogels et al. 2019, arXiv:1905.13727.
     """
     if name == "none":
         return None
@@ -113,11 +112,10 @@ def watch_use(net: Any) -> set[str]:
 
 
 def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    """Return the dimension in which FSDP2 shards a parameter, or None for its default, the rows.
+    """Return the dimension in which FSDP2 shards a parameter. None is its default, the rows.
 
-    If tensor parallelism shards the rows, FSDP shards the columns, provided that they divide
-    evenly. Two shardings of one dimension would interleave, which DTensor cannot represent for a
-    vocabulary of odd size.
+    If tensor parallelism shards the rows, FSDP shards the columns if they divide evenly: two
+    shardings of one dimension would interleave, which DTensor cannot represent for odd sizes.
     """
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None

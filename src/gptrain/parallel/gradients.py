@@ -18,11 +18,9 @@ def sum_gradients(
     divisor: int = 1,
     finds_unused: bool | None = None,
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective.
 
-    All ranks of the group must pass the same parameters in the same order. All vectors together
-    take one all-reduce, and every other gradient takes one. `finds_unused` is None if all ranks are
-    known to have the same gradients.
+    `finds_unused` is None if all ranks are known to have the same gradients.
     """
     if group.size() == 1:
         return
@@ -31,12 +29,12 @@ def sum_gradients(
         is_used = [parameter.grad is not None for parameter in parameters]
         check_use(parameters, is_used, group, finds_unused)
     gradients = [p.grad for p in parameters if p.grad is not None]
+    device = _communication_device(gradients)
     vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
     messages = [vectors] if vectors else []
     messages += [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
     for message in messages:
-        flat = torch.cat([part.flatten() for part in message])
-        flat = flat.to(_communication_device(gradients))
+        flat = torch.cat([part.flatten() for part in message]).to(device)
         dist.all_reduce(flat, group=group)
         flat /= divisor
         for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
@@ -52,13 +50,9 @@ def check_use(
 ) -> None:
     """Make the ranks of a group agree on which parameters have a gradient in this step.
 
-    A parameter that only other ranks use gets a gradient of zeros, unless it has one. The gradient
-    of a parameter that no rank uses is removed, so that an optimizer skips the parameter. Only a
-    rank without one of the gradients waits for its device.
-
-    Raises:
-        IncompatibleModelError: If `finds_unused` is False, and another rank uses a parameter that
-            this rank does not use.
+    A parameter that only other ranks use gets a gradient of zeros, which is an
+    IncompatibleModelError if `finds_unused` is False. One that no rank uses gets none, so that an
+    optimizer skips it. Only a rank without one of the gradients waits for its device.
     """
     if not parameters:
         return
@@ -71,12 +65,9 @@ def check_use(
         if not count:
             parameter.grad = None
         elif not finds_unused:
-            raise IncompatibleModelError(
-                "strategy.find_unused_parameters",
-                f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks in "
-                f"this step, but not on rank {dist.get_rank()}; try: "
-                "strategy.find_unused_parameters=true",
-            )
+            key, shape = "strategy.find_unused_parameters", tuple(parameter.shape)
+            message = f"rank {dist.get_rank()} has no gradient of a parameter of shape {shape} in "
+            raise IncompatibleModelError(key, f"{message}this step, others have; try: {key}=true")
         elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -91,10 +82,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Clip gradients in place to `max_norm`, and return their global norm before clipping.
 
-    norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
-    first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
-    per group, and no synchronization with the host. It is computed in fp32, for fp64 parameters in
-    fp64. All ranks of the mesh and of `groups`, the stages of a pipeline, must call this function.
+    norm^2 = sum over ranks of |local gradient|^2. The first of the ranks that hold the same values
+    counts them. All ranks of the mesh and of `groups`, the stages of a pipeline, must call it. The
+    norm is computed in fp32, for fp64 parameters in fp64, and the host does not wait.
     """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.

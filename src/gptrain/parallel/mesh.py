@@ -31,10 +31,9 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     """Return the mesh over which FSDP shards the parameters. Collective.
 
-    With a context axis it is one axis of all ranks. With replicas (hybrid sharding) it has two
-    axes, "replicate" and "shard", which together replace the data axis. The ranks that share one
-    copy of the net are neighbours, because they all-gather weights; the copies exchange gradients
-    only.
+    With a context axis it is one axis of all ranks, with replicas (hybrid sharding) "replicate" and
+    "shard". The ranks that share one copy of the net are neighbours, because they all-gather
+    weights.
     """
     if dims.context > 1:
         return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))
@@ -53,22 +52,17 @@ def start_group(
     store: dist.Store,
     is_one_node: bool = True,
 ) -> None:
-    """Create the process group of the job. Does nothing if a process group exists.
+    """Create the process group of the job, unless one exists. `run_rank` destroys it.
 
     On one node gloo and NCCL use the loopback interface, so that no port can be reached from other
-    machines: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set in the environment, if they are not.
-    Lightning finds the process group and creates no other. `run_rank` destroys the group at the end
-    of the run.
+    machines.
 
     Args:
         backend: Backend of torch.distributed, for example "nccl".
         device: Device of this rank. A CUDA device becomes the current device.
-        rank: Global rank of this process.
-        world_size: Number of ranks of the job.
-        timeout_s: Time for which a rank waits for the others, and timeout of the collectives
-            afterwards. With NCCL the collectives have at least LONG_PHASE_S.
+        timeout_s: Time for which a rank waits for the others, and timeout of the collectives. With
+            NCCL the collectives have at least LONG_PHASE_S.
         store: Store of the job, which all ranks open.
-        is_one_node: Whether all ranks are on this machine.
 
     Raises:
         TimeoutError: If not all ranks start in time.
@@ -100,19 +94,12 @@ def start_group(
 def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
     """Call a function on rank 0 first, then on all other ranks, and return its result.
 
-    The function may write files on rank 0 that the other ranks then read. The other ranks wait for
-    a key of the store, not in a collective: preparing a corpus can take hours longer than the
-    timeout of collectives. Call it once per process group: the key stays set, so the ranks would
-    not wait in a second call. Without a process group the function is just called.
-
-    Args:
-        function: Function without arguments. Its exceptions are passed on.
-        rank: Global rank of this process.
-        timeout_s: Time for which the other ranks wait, in seconds.
+    The function may write files that the other ranks then read. These wait for a key of the store,
+    not in a collective: preparing a corpus can take hours longer than the timeout of collectives.
+    Call it once per process group, because the key stays set.
 
     Raises:
-        TimeoutError: On the other ranks, if the function does not return on rank 0 within
-            `timeout_s`, for example because it raised an exception there.
+        TimeoutError: On the other ranks, if rank 0 does not return within `timeout_s`.
     """
     if not dist.is_initialized():
         return function()
@@ -126,11 +113,7 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
 
 
 def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
-    """Wait until a condition is true. torch would wait in C++, where no handler of a signal runs.
-
-    Raises:
-        TimeoutError: If the condition is false for `timeout_s`. The message names the ranks.
-    """
+    """Wait until a condition is true. In C++, where torch would wait, no signal handler runs."""
     end_s = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > end_s:
@@ -139,17 +122,10 @@ def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> Non
 
 
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
-    """Call a function on rank 0, and return on all ranks when rank 0 has finished.
+    """Call a function on rank 0 only, and return on all ranks when rank 0 has finished.
 
-    The other ranks do not call the function. They also return if rank 0 has exited or exceeds the
-    timeout. Call this function once, at the end of the run, because waiting ranks take part in no
-    collective. Without a process group the function returns at once on every rank but 0.
-
-    Args:
-        finish: Function without arguments that only rank 0 calls. An exception of it is raised on
-            rank 0 alone.
-        rank: Global rank of this process.
-        timeout_s: Time for which the other ranks wait, in seconds.
+    The other ranks also return if rank 0 has exited or exceeds the timeout. Call it once, at the
+    end of the run, because waiting ranks take part in no collective.
     """
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     if rank == 0:
@@ -162,10 +138,7 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
 
 
 def from_rank_0(value: T) -> T:
-    """Broadcast rank 0's value, which must be picklable, and return it on every rank.
-
-    All ranks must call this function. Without a process group the value is returned unchanged.
-    """
+    """Broadcast rank 0's picklable value, and return it on every rank. Collective."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -174,14 +147,7 @@ def from_rank_0(value: T) -> T:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather one picklable value from each rank, and return the list in rank order on all ranks.
-
-    All ranks of the group must call it. Without a process group the list holds `value` only.
-
-    Args:
-        value: Value of this rank.
-        group: Process group. None means all ranks.
-    """
+    """Gather a picklable value of each rank of a group, or of all, in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)

@@ -31,9 +31,8 @@ from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_name
 from gptrain.parallel.state import Stages
 
 CHANGED = (
-    "a term of the loss or a hook has changed the gradients, but a rank of a pipeline has those of "
-    "its own stages only; return self.loss(...) alone, and clip by trainer.gradient_clip_val or by "
-    "self.clip_gradients in configure_gradient_clipping"
+    "a term of the loss or a hook has changed gradients, of which a rank has those of its stages; "
+    "return self.loss(...) alone, and clip by trainer.gradient_clip_val or self.clip_gradients"
 )
 # Function of hidden states (b, T, D) after the final norm and targets (b, T) -> scalar loss.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -42,10 +41,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class Pipeline(Parallel):
     """Train this rank's stage of the net with a pipeline schedule of torch.
 
-    The parameters of this rank keep their names. `net(tokens)` and `net.hidden(tokens)` raise an
-    IncompatibleModelError, because no rank holds the full net. If head and embedding share a
-    weight, the first and the last rank both hold the weight and sum its gradients. The copies stay
-    equal, because equal weights get equal updates.
+    If head and embedding share a weight, the first and the last rank both hold the weight and sum
+    its gradients. The copies stay equal, because equal weights get equal updates.
 
     The schedule runs the forward and backward passes of a micro-step inside of training_step, in
     `mean_loss`. The backward pass of the returned loss then multiplies the gradients by that of the
@@ -53,15 +50,11 @@ class Pipeline(Parallel):
     as they are written. What user code adds to the gradients of the net, or makes of them, would be
     that of one stage: every step checks that no other code has changed them.
 
-    All ranks must call the constructor, which creates the process groups.
-
     Attributes:
-        schedule: Name of the schedule, `strategy.schedule`.
         group: Ranks of this rank's pipeline.
         rank: Rank in it, which is the index of its stage.
         last: Rank that holds the last stage.
-        ends_group: First and last rank of the pipeline. It exists if the pipeline has several
-            ranks, and is used if they share a weight.
+        ends_group: First and last rank of the pipeline, if it has several ranks.
         net: This rank's stage of the net, after `split`.
     """
 
@@ -85,10 +78,7 @@ class Pipeline(Parallel):
         self._seen: dict[nn.Parameter, Any] = {}  # `_versions` after the last change by this object
 
     def split(self, net: Net) -> None:
-        """Keep only this rank's stage in the net, in place, and remove all other layers.
-
-        Afterwards `net.forward` and `net.hidden` raise an IncompatibleModelError.
-        """
+        """Keep only this rank's stage in the net, in place, and remove all other layers."""
         self.net = net
         self._schedule = cache(self._build_schedule)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
@@ -96,10 +86,7 @@ class Pipeline(Parallel):
         net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Record the parameters that other ranks count in the gradient norm, and the extra ones.
-
-        The first rank of the pipeline counts the tied and the extra parameters in the norm.
-        """
+        """Let the first rank alone count the tied and the extra parameters in the gradient norm."""
         super().prepare(module, optimizer)
         if self.rank:
             self.counted_on_other_stage = {*self.tied_parameters, *self.extra_parameters}
@@ -120,8 +107,8 @@ class Pipeline(Parallel):
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
         """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
 
-        With gradients enabled, it also runs the backward pass, and keeps the gradients for the
-        backward pass of the returned loss.
+        With gradients enabled, it also runs the backward pass, and keeps the gradients for that of
+        the returned loss.
         """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
@@ -143,11 +130,7 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def add_gradients(self, gradients: dict[nn.Parameter, Tensor], factor: Tensor) -> None:
-        """Multiply gradients by a factor, and add them to those of their parameters.
-
-        Raises:
-            IncompatibleModelError: If other code has changed a gradient of the net.
-        """
+        """Multiply gradients by a factor, and add them to those of their parameters."""
         self.check_gradients()
         if gradients:  # a stage may have no trained parameter
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -184,21 +167,11 @@ class Pipeline(Parallel):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
-        """Run the pipeline without gradients and return the sum of `loss` over the microbatches.
-
-        B may differ from the batch size of the training; then fewer microbatches may be used.
-        """
+        """Run the pipeline without gradients and return the sum of `loss` over the microbatches."""
         return self._run(False, gcd(len(batch.tokens), self.microbatches), batch, loss)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients once per step, after the last backward pass.
-
-        Sums the gradients of tied parameters over the first and the last rank, and averages all
-        gradients over the data ranks. All ranks must call this method.
-
-        Raises:
-            IncompatibleModelError: If other code has changed a gradient of the net.
-        """
+        """Complete the gradients once per step, also those of weights that both ends share."""
         self.check_gradients()
         super().finish_gradients()
         if self.tied_parameters:
@@ -213,11 +186,7 @@ class Pipeline(Parallel):
         return norm
 
     def check_gradients(self) -> None:
-        """Check that only this object has changed the gradients of the net.
-
-        Raises:
-            IncompatibleModelError: If a term of the loss or a hook has changed a gradient.
-        """
+        """Raise an IncompatibleModelError if other code has changed the gradients of the net."""
         for parameter, version in self._versions().items():
             if version != self._seen.get(parameter):
                 raise IncompatibleModelError("strategy.name", CHANGED)
@@ -242,16 +211,13 @@ class Pipeline(Parallel):
         # All ranks must broadcast one dtype. Under bf16-true and 64-true Lightning changes torch's
         # default dtype during a step, so the dtype is given.
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
-        for microbatch_loss in losses:
-            total += microbatch_loss.detach()
+        for loss_of_part in losses:
+            total += loss_of_part.detach()
         dist.broadcast(total, group=self.group, group_src=self.last)
         return total
 
     def _build_schedule(self, training: bool, microbatches: int, shape: Any, device: torch.device):
-        """Return a schedule of torch.distributed.pipelining for the stage of this rank.
-
-        The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
-        """
+        """Return a schedule of torch for this stage. Its first batch fixes its shapes."""
         stage = Stage(self.net, self.rank == 0, self.rank == self.last)
         # With forward passes only, all schedules are the same. GPipe accepts any number of
         # microbatches.
@@ -279,16 +245,7 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Run one stage of a partitioned net.
-
-    The input of the first stage is tokens (b, T), the input of a later stage activations (b, T, D).
-    The output is activations (b, T, D); the last stage applies the final norm, but not the head.
-
-    Args:
-        net: Net after `keep_stage`.
-        is_first: Whether the stage begins with the embedding.
-        is_last: Whether the stage ends with the final norm.
-    """
+    """Run one stage, without the head: tokens (b, T) or activations -> activations (b, T, D)."""
 
     def __init__(self, net: Net, is_first: bool, is_last: bool):
         super().__init__()
@@ -311,12 +268,11 @@ class Stage(nn.Module):
 
 
 def keep_stage(net: Net, stage: int, n_stages: int) -> None:
-    """Remove from a net, in place, all layers that do not belong to a stage.
+    """Remove from a net, in place, all layers that do not belong to a stage, and keep all names.
 
-    The remaining parameters keep their names: `blocks` becomes an nn.ModuleDict, whose keys are the
-    indices of the blocks in the full net. The last stage keeps `norm` and `head`. The first stage
-    keeps all modules and parameters outside of `blocks`, `norm` and `head`, which `embed` may use.
-    A removed module or parameter outside of `blocks` becomes None.
+    `blocks` becomes an nn.ModuleDict, whose keys are the indices in the full net. The last stage
+    keeps `norm` and `head`. The first stage keeps all other modules and parameters, which `embed`
+    may use.
     """
     blocks = list(net.blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))
@@ -331,8 +287,5 @@ def keep_stage(net: Net, stage: int, n_stages: int) -> None:
 
 def _raise_no_full_net(*_) -> NoReturn:
     """Raise an IncompatibleModelError, in place of the methods that need the full net."""
-    raise IncompatibleModelError(
-        "strategy.name",
-        "no rank of a pipeline holds the full net, so self.net(tokens) cannot run; "
-        "use self.loss(tokens, targets)",
-    )
+    message = "no rank of a pipeline can run self.net(tokens); use self.loss(tokens, targets)"
+    raise IncompatibleModelError("strategy.name", message)

@@ -15,11 +15,7 @@ from gptrain.parallel.requirements import tied_names
 
 
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
-    """Build the net on the meta device, or on the CPU if its constructor needs real values.
-
-    If `make_net` raises a RuntimeError or a TypeError on the meta device, it is called again
-    without it, with the state of the global CPU generator from before.
-    """
+    """Build the net on the meta device, or on the CPU if its constructor needs real values."""
     rng_state = torch.random.get_rng_state()
     try:
         with torch.device("meta"):
@@ -36,17 +32,13 @@ def make_net_on(
 ) -> nn.Module:
     """Build the net, partition it in place, and initialize its weights on a device.
 
-    A net with `init_parameter` and without buffers is built and partitioned on the meta device, and
-    its parameters are initialized one after another: a rank never holds more than its own shards
-    and one full parameter. Any other net is built in full on the CPU, and then partitioned.
+    A net with `init_parameter` and without buffers is partitioned on the meta device, and its
+    parameters are initialized one after another: a rank never holds more than its own shards and
+    one full parameter. Any other net is built in full on the CPU, and then partitioned.
 
     In both cases the global CPU generator ends in the state that one call of `make_net` leaves, so
     that a seed gives the weights that a single process would have. There is no communication.
-
-    Args:
-        device: Device of the weights.
-        make_net: Function without arguments that builds the net. It may be called several times.
-        partition: Function that partitions the net in place.
+    `make_net` may be called several times.
     """
     rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
@@ -69,14 +61,7 @@ def make_net_on(
 
 
 def allocate(net: nn.Module, device: torch.device | str) -> None:
-    """Allocate the uninitialized tensors of a net that is on the meta device.
-
-    Tied parameters stay tied.
-
-    Args:
-        net: Net on the meta device, changed in place.
-        device: Device on which memory is allocated.
-    """
+    """Allocate the tensors of a net on the meta device. Tied parameters stay tied."""
     tied = tied_names(net)
     net.to_empty(device=device)  # creates a separate parameter for each name of a tied parameter
     for second, first in tied.items():
@@ -87,15 +72,9 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
 @torch.no_grad()
 def copy_from_full(target: Tensor, full: Tensor) -> None:
     """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor."""
-    if target.shape != full.shape:
-        raise ValueError(
-            f"cannot copy a tensor of shape {tuple(full.shape)}; "
-            f"allowed: the shape of its target, {tuple(target.shape)}"
-        )
     if isinstance(target, DTensor):
-        full = distribute_tensor(
-            full.detach(), target.device_mesh, target.placements, src_data_rank=None
-        )
+        full, mesh = full.detach(), target.device_mesh
+        full = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
     local_shard(target).copy_(local_shard(full))
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.strategies import (
     STRATEGIES,
-    DDPOptions,
     ParallelDims,
     PipelineOptions,
     StrategyOptions,
@@ -25,11 +24,7 @@ Net: TypeAlias = Any
 
 
 class IncompatibleModelError(ValueError):
-    """Raised if the net, the module or a callback does not support an option of the config.
-
-    Attributes:
-        key: Key of the option, for example "strategy.name".
-    """
+    """Raised if the net, the module or a callback does not support the option `key`."""
 
     def __init__(self, key: str, message: str):
         super().__init__(message)
@@ -49,11 +44,8 @@ def check_fit(
 
     Args:
         net: Net, for example on the meta device.
-        options: Options of the `strategy` group.
-        dims: Number of ranks along each axis.
-        compile: "none", "blocks" or "model", the parts of the net that are compiled.
-        activation_checkpointing: "none", "selective" or "full", the activations that each block
-            recomputes.
+        compile: Value of model.compile.
+        activation_checkpointing: Value of model.activation_checkpointing.
         documents: True if samples hold documents that must not see each other.
 
     Raises:
@@ -64,8 +56,8 @@ def check_fit(
     if missing := ", ".join(name for name in row.needs if not hasattr(net, name)):
         message = f"needs {missing} of {type(net).__name__} (see gptrain.models)"
         allowed = [n for n, r in STRATEGIES.items() if all(hasattr(net, need) for need in r.needs)]
-        message += f"; strategies that work without: {', '.join(allowed)}"
-        raise IncompatibleModelError("strategy.name", message)
+        hint = f"strategies that work without: {', '.join(allowed)}"
+        raise IncompatibleModelError("strategy.name", f"{message}; {hint}")
     modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
@@ -78,10 +70,8 @@ def check_fit(
 
 def check_split(net: Net, dims: ParallelDims) -> None:
     """Check that the ranks of a job can divide the heads and the blocks of a net."""
-    for axis, n_ranks, names in (
-        ("tensor", dims.tensor, ("n_kv_heads", "n_heads")),
-        ("context", dims.context, ("n_heads",)),
-    ):
+    for axis, names in {"tensor": ("n_kv_heads", "n_heads"), "context": ("n_heads",)}.items():
+        n_ranks = getattr(dims, axis)
         for name in names if n_ranks > 1 else ():
             heads = getattr(net, name, net.n_heads)
             if heads % n_ranks:
@@ -89,11 +79,10 @@ def check_split(net: Net, dims: ParallelDims) -> None:
                 key = f"strategy.{axis}_parallel_size"
                 raise IncompatibleModelError(key, f"{message}; allowed: {divisors(heads)}")
     if dims.context > 1:
-        modules = [module for _, module, _ in planned_layers(net, net.context_plan)]
-        if not modules or not all(hasattr(module, "exchange") for module in modules):
-            message = (
-                f"context_plan={net.context_plan} must name modules with an attribute exchange"
-            )
+        layers = planned_layers(net, net.context_plan)
+        have_exchange = [hasattr(layer, "exchange") for _, layer, _ in layers]
+        if not have_exchange or not all(have_exchange):
+            message = f"context_plan={net.context_plan} must name layers with `exchange`"
             raise IncompatibleModelError("strategy.name", f"{message} (see gptrain.models)")
     if dims.pipeline > 1:
         if dims.pipeline > (n_blocks := len(net.blocks)):
@@ -108,31 +97,20 @@ def check_split(net: Net, dims: ParallelDims) -> None:
 
 
 def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) -> None:
-    """Check that a strategy can divide the batch and the ranks of a step.
-
-    Args:
-        options: Options of the `strategy` group.
-        dims: Number of ranks along each axis.
-        batch: Batch arithmetic of the run.
-
-    Raises:
-        IncompatibleModelError: If replicas or microbatches do not divide, or if `static_graph` is
-            combined with gradient accumulation.
-    """
+    """Raise an IncompatibleModelError if ranks or batch of a step cannot be divided."""
+    problems = {}
     if dims.data % dims.replicas:
-        message = f"does not divide the {dims.data} data-parallel ranks"
-        raise IncompatibleModelError("strategy.replicas", message)
+        problems["strategy.replicas"] = f"does not divide the {dims.data} data-parallel ranks"
     if isinstance(options, PipelineOptions):
         n_micro = count_microbatches(options.microbatches, dims.pipeline)
         if batch.batch_size % n_micro:
-            message = f"not divisible into {n_micro} microbatches"
-            raise IncompatibleModelError("data.batch_size", message)
+            problems["data.batch_size"] = f"not divisible into {n_micro} microbatches"
         if options.schedule == "1f1b" and n_micro < dims.pipeline:
-            message = f"1f1b needs at least one microbatch per stage ({dims.pipeline})"
-            raise IncompatibleModelError("strategy.microbatches", message)
-    if batch.accumulate > 1 and isinstance(options, DDPOptions) and options.static_graph:
-        message = "torch supports no static graph with gradient accumulation"
-        raise IncompatibleModelError("strategy.static_graph", message)
+            problems["strategy.microbatches"] = f"1f1b needs one per stage ({dims.pipeline})"
+    if batch.accumulate > 1 and getattr(options, "static_graph", False):
+        problems["strategy.static_graph"] = "torch has none with gradient accumulation"
+    for key, message in problems.items():  # name the first problem
+        raise IncompatibleModelError(key, message)
 
 
 def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
@@ -148,30 +126,25 @@ def check_layout(net: nn.Module, n_positions: int = 0) -> None:
     """Check that a net can keep packed documents apart.
 
     Args:
-        net: Net, which is not called.
         n_positions: Number of positions of a sample, which the net itself does not check for packed
             documents. 0 checks the arguments of `forward` only.
 
     Raises:
-        IncompatibleModelError: If `forward` has no argument `layout`, or a sample has more
-            positions than the `max_seq_len` of the net, if any.
+        IncompatibleModelError: If `forward` has no argument `layout`, or a sample is longer than
+            the net.
     """
     if "layout" not in signature(type(net).forward).parameters:
-        raise IncompatibleModelError(
-            "data.documents",
-            f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models), by "
-            "which attention keeps documents apart; allowed without it: packed",
-        )
+        message = f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models)"
+        raise IncompatibleModelError("data.documents", f"{message}; allowed without it: packed")
     if n_positions > (getattr(net, "max_seq_len", None) or n_positions):
         message = f"a sample has {n_positions} positions; try: model.max_seq_len={n_positions}"
         raise IncompatibleModelError("model.max_seq_len", message)
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
-    """Return the further names of tied parameters, each with the parameter's first name.
+    """Return {further name: first name} of the parameters that several modules share.
 
-    For example `{"head.weight": "token_embedding.weight"}`. A tied parameter is one nn.Parameter
-    that several modules share. The dict is empty without tied parameters.
+    For example `{"head.weight": "token_embedding.weight"}`.
     """
     first: dict[nn.Parameter, str] = {}
     return {

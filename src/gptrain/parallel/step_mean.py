@@ -23,28 +23,21 @@ class StepMean:
     """Gives each loss of a step its divisor, before the backward pass, and averages the losses.
 
     Lightning and DDP average losses and gradients over micro-steps and data ranks. If each
-    micro-batch divided by its own number of targets, the result would be a mean of means: with
-    unevenly distributed targets it would depend on how the global batch is divided. The losses of
-    batches whose targets gptrain's loader has counted are therefore divided by the same number:
+    micro-batch divided by its own number of targets, the result would be a mean of means: it would
+    depend on how the global batch is divided. The losses of batches whose targets gptrain's loader
+    has counted are therefore divided by the same number:
 
         divisor = max(1, targets of the step on all data ranks) / (data ranks * micro-steps)
 
     Any other loss is the mean over the targets that it was given: if training_step or a hook
-    changes the targets, or if the batch is of another form, the number of targets of the step is
-    not known before its last micro-step.
-
-    Args:
-        group: Data ranks. None if there is only one.
-        device: Device of the counts.
+    changes the targets, the number of targets of the step is not known before its last micro-step.
 
     Attributes:
-        divisor: Divisor of the current step for targets that were counted, a scalar tensor.
         counted: Targets of the current micro-batch, if gptrain's loader has counted them, and their
-            version: torch increases it when a tensor is changed in place. None for other batches.
-        n_targets: Number of targets, over all data ranks, that the losses of the last step have
-            counted, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
-        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN if
-            `LanguageModel.loss` was called, but with no target that counts.
+            version: torch increases it when a tensor is changed in place.
+        n_targets: Number of targets that the losses of the last step have counted, over all data
+            ranks, a scalar tensor. NaN if training_step does not call `LanguageModel.loss`.
+        loss: Mean loss of the last step over all data ranks, a scalar tensor. NaN without a target.
     """
 
     n_targets: Tensor
@@ -65,10 +58,7 @@ class StepMean:
         self._n_targets = None
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
-        """Count the targets of a loss, and return the number by which its sum is divided.
-
-        The first loss of a run that does not get the targets of its batch is explained in one line.
-        """
+        """Count the targets of a loss, and return the number by which its sum is divided."""
         n_targets = (targets != IGNORED).sum()
         self._n_targets = n_targets if self._n_targets is None else self._n_targets + n_targets
         if self.counted is not None:

@@ -50,10 +50,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
-    Tied weights stay tied. `net(tokens)` still returns the full logits (B, T, V) on every rank, and
-    `net.hidden(tokens)` the full hidden states (B, T, D), whose backward pass sums their gradient
-    over the ranks. After the last backward pass of a step, the caller must sum the gradients of
-    `partial_parameters` over the axis.
+    `net(tokens)` and `net.hidden(tokens)` still return full tensors on every rank. After the last
+    backward pass of a step, the caller must sum the gradients of `partial_parameters` over the
+    axis.
     """
     group = mesh["tensor"].get_group()
     roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
@@ -139,10 +138,7 @@ class _Colwise(_Role):
 
 
 class _Rowwise(_Role):
-    """Linear layer that is split by inputs, with a reduce-scatter of the ranks' partial sums.
-
-    This rank's columns (B, T', in / n) -> this rank's positions (B, t, out).
-    """
+    """Linear layer that is split by inputs: columns (B, T', in / n) -> positions (B, t, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
@@ -236,10 +232,9 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the shards (..., t, D) of a sequence into the full sequence (..., T', D).
+    """All-gather the shards (..., t, D) of a sequence into (..., T', D). Collective.
 
-    All ranks of the group must call this function. Its backward pass is a reduce-scatter: the
-    gradient of a shard is the sum over ranks of the gradients of this rank's positions.
+    Its backward pass is a reduce-scatter of the gradients of the full sequence.
     """
     full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
@@ -247,10 +242,7 @@ def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum tensors (..., T', D) over the ranks and return this rank's positions (..., t, D).
-
-    All ranks of the group must call this function. Its backward pass is an all-gather.
-    """
+    """Sum tensors (..., T', D) over the ranks, and return own positions (..., t, D). Collective."""
     shards = partial_sum.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
     shards = shards.flatten(0, 1).contiguous()
     return functional.wait_tensor(reduce_scatter(shards, "sum", 0, group))  # (..., t, D)
@@ -259,9 +251,8 @@ def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
     """Return the loss in nats of hidden states (..., D) under a head (V, D) that is split by rows.
 
-    All ranks of the head's mesh must call this function; the result is identical on all of them.
-    The gradient of `hidden` covers only this rank's columns of the logits: it must be summed over
-    the ranks, as the backward pass of `gather_sequence` does. The options are those of
+    All ranks of the head's mesh must call it. The gradient of `hidden` covers only this rank's
+    columns of the logits: the backward pass of `gather_sequence` sums it. The options are those of
     `loss.chunked_next_token_loss`.
     """
     assert isinstance(head_weight, DTensor)
