@@ -283,7 +283,7 @@ class Parallel:
         return F.linear(net.hidden(tokens), net.head.weight)
 
     def check_length(self, n_positions: int) -> None:
-        """Raise an IncompatibleModelError if a sample would need padding that changes the outputs."""
+        """Raise an IncompatibleModelError if a sample needs padding that changes the outputs."""
         n_ranks = self.dims.tensor * self.dims.context
         if not self.may_pad and (rest := n_positions % n_ranks):
             message = f"{n_ranks} ranks do not divide the {n_positions} positions of a sample"
@@ -292,7 +292,7 @@ class Parallel:
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's logits (C, V) and targets (C,) of C positions at a time, for metrics."""
+        """Yield logits (C, V) and targets (C,) of C positions of this rank at a time, for metrics."""
         tokens, targets, documents = batch
         layout = layout_argument(documents)
         if self.uses_hidden(net):
