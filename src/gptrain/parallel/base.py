@@ -292,7 +292,7 @@ class Parallel:
 
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) of C positions of this rank at a time, for metrics."""
+        """Yield logits (C, V) and targets (C,) of C positions at a time, for metrics."""
         tokens, targets, documents = batch
         layout = layout_argument(documents)
         if self.uses_hidden(net):
