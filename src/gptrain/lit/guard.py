@@ -33,11 +33,11 @@ from gptrain.loss import NO_TARGET
 log = logging.getLogger(__name__)
 # Relative standard deviation of equal values: rounding errors of float32 are not a spike.
 ROUNDING = 1e-6
-# Elements of the state: steps of each kind, and the number of the last one, counted from 1. Then
-# the number of steps that were refused in a row, and the step that ends the run, or 0.
 KINDS = ("not finite", "a spike", "without a target")
+# Parts of the state: steps of each kind, the number of the last one, counted from 1, the number of
+# steps that were refused in a row, and the step that ends the run, or 0.
+SIZES = (3, 3, 1, 1)
 IN_A_ROW = 6
-END = 7
 
 
 @dataclass
@@ -99,7 +99,7 @@ class StepGuard(Callback):
     max_skips: int
 
     def __post_init__(self) -> None:
-        self._state = torch.zeros(8, dtype=torch.int64)
+        self._state = torch.zeros(sum(SIZES), dtype=torch.int64)
         self._step = -1  # last step that was decided
         self._reported = [0] * len(KINDS)
 
@@ -131,7 +131,7 @@ class StepGuard(Callback):
         if step != self._step:
             self._step = step
             self._before = self._state
-        before = self._before
+        counts, last, in_a_row, end = self._before.split(SIZES)
         is_bad = norm.isfinite().logical_not()
         is_spike = torch.zeros_like(is_bad)
         if self.on_spike != "none":
@@ -144,17 +144,16 @@ class StepGuard(Callback):
         flags = torch.stack((is_bad, is_spike, strategy.step_mean.n_targets == 0))
         is_refused_spike = is_spike & (self.on_spike == "skip")
         is_refused = is_bad | is_refused_spike
-        in_a_row = (before[IN_A_ROW] + 1) * is_refused
+        in_a_row = (in_a_row + 1) * is_refused
         ends = in_a_row >= self.max_skips
         if self.on_nonfinite == "stop" and not self._is_scaled:
             ends = ends | is_bad
-        last = torch.where(flags, step + 1, before[3:6])
-        row_and_end = torch.stack((in_a_row, ends * (step + 1)))
-        state = torch.cat((before[:3] + flags, last, row_and_end))
-        has_ended = before[END] > 0
-        self._state = torch.where(has_ended, before, state)
+        last = torch.where(flags, step + 1, last)
+        state = torch.cat((counts + flags, last, in_a_row, ends * (step + 1)))
+        has_ended = end > 0
+        self._state = torch.where(has_ended, self._before, state)
         if self._is_deferred:
-            cast(Any, optimizer).found_inf = (is_refused | has_ended).float()
+            cast(Any, optimizer).found_inf = (is_refused | has_ended).float().squeeze()
             return
         self.read()
         # Optimizers leave out parameters without a gradient. A loss scaler finds NaN itself.
@@ -190,13 +189,11 @@ class StepGuard(Callback):
                 log.error("warning: %s, the last one step %d%s", what, number - 1, samples)
         self._reported = counts
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Read the last decisions of a run without checkpoints."""
-        self.read()
-
     def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
         """Read the decisions, so that no file is written after the step that ends the run."""
         self.read()
+
+    on_train_end = on_save_checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return the refused steps in a row and the window of spikes, for a checkpoint."""
@@ -209,15 +206,15 @@ class StepGuard(Callback):
 
     def _error(self, step: int, is_spike: bool) -> RefusedStepError:
         """Return the error of a step that ends the run."""
-        parts = [f"step {step} is {KINDS[is_spike]}{self._samples(step)}"]
+        message = f"step {step} is {KINDS[is_spike]}{self._samples(step)}"
         if is_spike or self._is_scaled or self.on_nonfinite == "skip":
-            parts.append(f"{self.max_skips} steps in a row were skipped (max_skips)")
+            message += f"; {self.max_skips} steps in a row were skipped (max_skips)"
         if is_spike:
-            return SpikeError("; ".join(parts), step)
+            return SpikeError(message, step)
         hint = "ckpt_path=last trainer.detect_anomaly=true, which names the operation"
         if self._is_scaled:
             hint = "trainer.precision=bf16-mixed, because the scaled gradients overflow fp16"
-        return NonFiniteError("; ".join([*parts, f"try: {hint}"]), step)
+        return NonFiniteError(f"{message}; try: {hint}", step)
 
     def _samples(self, step: int) -> str:
         """Return the samples of a step for a message, or "" if they are not known."""

@@ -5,8 +5,7 @@ the name still exists: Lightning's signal handlers, its broadcast of a stop requ
 search for a checkpoint, and the state of its loops in a checkpoint.
 
 Lightning's connectors set some attributes of a Trainer that the class does not declare
-(`callbacks`, `datamodule`, `fast_dev_run`, `log_every_n_steps`). The functions below
-read and set these attributes with their types.
+(`callbacks`, `datamodule`, `fast_dev_run`). The functions below read them with their types.
 """
 
 from pathlib import Path
@@ -79,11 +78,6 @@ def strategy_of(trainer: pl.Trainer) -> GPTStrategy:
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
     """Return whether the trainer only tries a few batches of each stage (trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)  # ty: ignore[missing-attribute]
-
-
-def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
-    """Make Lightning write logged values to the loggers in every `n_steps`-th step."""
-    trainer.log_every_n_steps = n_steps  # ty: ignore[missing-attribute]
 
 
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:

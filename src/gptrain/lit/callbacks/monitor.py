@@ -1,7 +1,7 @@
 """TrainingMonitor, the first callback of every run: it checks, logs and ends the training."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,13 +16,7 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
-from gptrain.lit.lightning import (
-    data_of,
-    ends_step,
-    is_validated,
-    set_log_interval,
-    strategy_of,
-)
+from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -116,7 +110,7 @@ class TrainingMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End the run, if the ranks have agreed to stop."""
-        set_log_interval(trainer, self.every_n_steps)
+        cast(Any, trainer).log_every_n_steps = self.every_n_steps
         self._stop_if_agreed(trainer)
         if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
@@ -160,7 +154,7 @@ class TrainingMonitor(Callback):
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         is_logged = is_due or is_validated(trainer, step) or trainer.should_stop
         if is_logged:
-            set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
+            cast(Any, trainer).log_every_n_steps = 1  # on_train_batch_start sets it back
             self._log_step(trainer, pl_module)
         if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
             bar.end_step(trainer, self.lr, self.speed.step_s_until_now(), self.lengths, is_logged)
@@ -182,6 +176,7 @@ class TrainingMonitor(Callback):
         step = exception.step if isinstance(exception, RefusedStepError) else trainer.global_step
         rank = trainer.global_rank
         loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        samples = []
         if trainer.training and trainer.fit_loop.batch_idx >= 0:
             # `global_step` may be one lower than in the last heartbeat: the step was not taken.
             self._beat(step)
@@ -190,8 +185,6 @@ class TrainingMonitor(Callback):
         elif not trainer.training and isinstance(loader, Loader):
             self.guard.doing = f"step {step}, evaluation of {loader.name}"
             samples = data_of(trainer).eval_batches.samples_of(loader.number)
-        else:
-            return
         if samples:
             self.guard.doing += f", samples of rank {rank}: {shorten(samples)}"
 

@@ -24,10 +24,7 @@ class ProgressBar(TQDMProgressBar):
 
     If the output is not a terminal, a line is printed after the first and the last step, and as
     often as no more than `every_s` seconds pass between two lines. Its values are those of its own
-    step. An evaluation prints its size before it starts, and then how far it is.
-
-    Args:
-        every_s: Longest time between two printed lines, in seconds, if no step takes longer.
+    step. An evaluation prints its size when it begins, and then how far it is.
     """
 
     def __init__(self, every_s: float = 30.0):
@@ -72,47 +69,28 @@ class ProgressBar(TQDMProgressBar):
         values.pop("v_num", None)  # version of a logger
         return values
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the bar of a validation, or print the number of its batches."""
-        super().on_validation_start(trainer, pl_module)
-        is_check = trainer.sanity_checking
-        sizes = trainer.num_sanity_val_batches if is_check else trainer.num_val_batches
-        self._begin_evaluation("check" if is_check else "validate", sum(sizes))
+    def on_validation_batch_start(self, *args: Any, **options: Any) -> None:
+        """Update the bar of a validation, or print its size or how far it is."""
+        super().on_validation_batch_start(*args, **options)
+        label = "check" if self.trainer.sanity_checking else "validate"
+        self._print_evaluation(label, args[3], self.total_val_batches_current_dataloader)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the bar of a test, or print the number of its batches."""
-        super().on_test_start(trainer, pl_module)
-        self._begin_evaluation("test", sum(trainer.num_test_batches))
+    def on_test_batch_start(self, *args: Any, **options: Any) -> None:
+        """Update the bar of a test, or print its size or how far it is."""
+        super().on_test_batch_start(*args, **options)
+        self._print_evaluation("test", args[3], self.total_test_batches_current_dataloader)
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the bar of a validation, or print a line if one is due."""
-        super().on_validation_batch_end(*args, **kwargs)
-        self._end_evaluation_batch()
-
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the bar of a test, or print a line if one is due."""
-        super().on_test_batch_end(*args, **kwargs)
-        self._end_evaluation_batch()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Close the bar, so that the error message begins on a new line."""
         if self._train_progress_bar is not None:
             self._train_progress_bar.close()
 
-    def _begin_evaluation(self, label: str, n_batches: int | float) -> None:
-        """Print the number of batches of an evaluation, and begin to count them."""
-        self._evaluation = (label, n_batches)
-        self._n_evaluated = 0
-        self._print(label, f"{n_batches} batches")
-
-    def _end_evaluation_batch(self) -> None:
-        """Count a batch of an evaluation, and print a line if one is due."""
-        self._n_evaluated += 1
-        label, n_batches = self._evaluation
-        if self._is_due(0):
-            self._print(label, f"{self._n_evaluated}/{n_batches} batches")
+    def _print_evaluation(self, label: str, n_done: int, n_batches: float) -> None:
+        """Print the size of an evaluation before its first batch, later how far it is if due."""
+        if n_done == 0:
+            self._print(label, f"{n_batches} batches")
+        elif self._is_due(0):
+            self._print(label, f"{n_done}/{n_batches} batches")
 
     def _is_due(self, next_s: float) -> bool:
         """Return whether a line must be printed now, because the next one comes in `next_s`."""

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
 from gptrain.core.errors import DataError
-from gptrain.lit.lightning import data_of, is_fast_dev_run
+from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of
 from gptrain.lit.loggers import log_note
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
@@ -49,9 +49,7 @@ class SampleText(Callback):
     def _generate(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         """Return a text, which all ranks generate together, or None if the run cannot have one."""
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
-        # A Trainer that gptrain did not build has a strategy without `parallel`.
-        parallel = getattr(trainer.strategy, "parallel", None)
-        is_pipeline = getattr(parallel, "is_pipeline", False)
+        is_pipeline = strategy_of(trainer).parallel.is_pipeline
         net = getattr(pl_module, "net", None)
         if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None

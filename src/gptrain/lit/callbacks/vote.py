@@ -15,7 +15,8 @@ class Vote:
     """
 
     def __init__(self):
-        self._group: dist.ProcessGroup | None = None
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if is_alone else dist.new_group(backend="gloo")
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
@@ -25,11 +26,8 @@ class Vote:
         have not reached all ranks yet, and returns None if none are pending. A single rank gets its
         new votes back at once. One all-reduce carries the votes on all questions.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return votes
         if self._group is None:
-            is_gloo = dist.get_backend() == "gloo"
-            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
+            return votes
         previous = self.close()
         any_yes = torch.tensor(votes, dtype=torch.uint8)
         work = dist.all_reduce(any_yes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)

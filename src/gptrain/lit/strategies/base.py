@@ -89,7 +89,7 @@ class GPTStrategy(SavingStrategy):
     grad_norm: Tensor | None = None
     step_mean: StepMean
     micro_losses: list[Tensor]
-    _buffer_places: Sequence[tuple[nn.Module, str]] = ()  # owner and name of each saved buffer
+    _saved_buffers: Sequence[str] = ()  # names in the module
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the module's optimizer, and prepare what the steps need."""
@@ -97,7 +97,7 @@ class GPTStrategy(SavingStrategy):
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
-        self._buffer_places = find_saved_buffers(self.module)
+        self._saved_buffers = find_saved_buffers(self.module)
         owners = (self.module, getattr(trainer, "datamodule", None))
         self._changes_batches = any(
             is_overridden(h, owner) for h in TRANSFER_HOOKS for owner in owners
@@ -113,9 +113,8 @@ class GPTStrategy(SavingStrategy):
         group = self.parallel.data_group
         if group is None or group.size() == 1:
             return
-        for owner, name in self._buffer_places:
-            if isinstance(buffer := getattr(owner, name), Tensor):
-                dist.broadcast(buffer, group=group, group_src=0)
+        for name in self._saved_buffers:
+            dist.broadcast(self.module.get_buffer(name), group=group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch to the device, and note its targets if gptrain's loader has counted them.
@@ -317,19 +316,11 @@ class ManyRanks(GPTStrategy, DDPStrategy):
             yield
 
 
-def find_saved_buffers(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return owner and name of each buffer of a module that checkpoints contain.
-
-    The buffers of metrics are left out, because they are sums over the samples of one rank.
-    """
-    saved = module.state_dict(keep_vars=True).keys()
-    return [
-        (owner, name)
-        for prefix, owner in module.named_modules()
-        if not isinstance(owner, Metric)
-        for name, _ in owner.named_buffers(recurse=False)
-        if f"{prefix}.{name}".removeprefix(".") in saved
-    ]
+def find_saved_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers in checkpoints, but not the sums of metrics over samples."""
+    metrics = [f"{name}." for name, part in module.named_modules() if isinstance(part, Metric)]
+    saved = module.state_dict(keep_vars=True).keys() & dict(module.named_buffers()).keys()
+    return sorted(name for name in saved if not name.startswith(tuple(metrics)))
 
 
 def check_optimization(module: pl.LightningModule) -> None:
