@@ -19,7 +19,6 @@ from gptrain.core.lengths import BatchPlan, RunLengths, phase_steps
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES
 from gptrain.lit.module import LanguageModel
-from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
 from gptrain.optim import decay_groups, scaled_lr
 from gptrain.parallel.requirements import IncompatibleModelError
@@ -89,9 +88,7 @@ def build_module(
     elif "net" in inspect.signature(module_type).parameters:
         options["net"] = net
     with as_config_errors(cfg, "module._target_"):
-        module = module_type(**options)
-    check_optimization(module)
-    return module
+        return module_type(**options)
 
 
 # Optimizer and schedule

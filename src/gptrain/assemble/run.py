@@ -45,10 +45,10 @@ from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, st
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.lightning import callbacks_of, use_checkpoint
+from gptrain.lit.lightning import use_checkpoint
 from gptrain.lit.messages import misconfiguration_as_config_error, quiet_lightning
 from gptrain.lit.strategies import build_strategy
-from gptrain.lit.user_data import SeedAfterSetup, UserData, has_loader
+from gptrain.lit.user_data import UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import (
@@ -257,7 +257,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             check_layout(net, len(sample[0]))
     if checkpoint is None and cfg.init_from is not None:
         start_from(cfg, str(cfg.init_from), net, strategy.parallel.stages)
-    torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
+    torch.manual_seed(cfg.seed + 1)  # TrainingMonitor adds the rank once the parts are set up
 
     with as_config_errors(cfg):
         module = build_module(cfg, net, lengths, val)
@@ -266,7 +266,6 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
         train.start(lengths)
         datamodule = train.module
         torch.manual_seed(cfg.seed)  # a random split in `setup` is the same on all ranks
-        callbacks_of(trainer).insert(0, SeedAfterSetup(cfg.seed + 1 + process.rank))
     else:
         vocab_size = cfg.model.arguments.get("vocab_size")
         datamodule = TextDataModule(

@@ -133,6 +133,7 @@ def build_callbacks(
         timeline,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
+        seed=cfg.seed + 1,
     )
     spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)

@@ -32,30 +32,19 @@ class TextDataModule(pl.LightningDataModule):
     read in the order of the stream instead, and its position is saved with each checkpoint.
 
     Attributes:
-        train: Training dataset, with `__getitem__` and a length.
-        val: Validation dataset.
         test: Test dataset. None uses `val`.
-        lengths: Lengths of the run.
         seed: Seed of the training order and, with the rank, of the data workers.
-        rank: Index of this rank among the data ranks, which read different samples.
-        world_size: Number of data ranks.
-        ranks_per_sample: Number of neighbouring ranks that read the same samples, because they form
-            a tensor-parallel group.
-        equal_lengths: Names of the datasets, among "train", "val" and "test", that a step of
-            LanguageModel itself reads. Every sample of these datasets that is stacked here must
-            have as many positions as the first one.
+        rank: Index of this rank among the `world_size` data ranks, which read different samples.
+        ranks_per_sample: Number of neighbouring ranks that read the same samples.
+        equal_lengths: Names of the datasets ("train", "val", "test") whose samples must all have as
+            many positions as the first one, because a step of LanguageModel itself reads them.
         vocab_size: Number of token ids V of the net. In the datasets in `equal_lengths`, a token
             outside of 0 to V - 1, or a target that is neither in this range nor -100, raises a
             DataError. None does not check.
-        num_workers: Number of processes per data loader that load batches. 0 loads them in the
-            training process. A training stream is read by one process, whatever the number.
-        pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
-        limits: Number of batches of "val" and of "test" that are evaluated, or their fraction:
-            batches of `batch_size` samples of the set, which all ranks together evaluate. A set
-            without an entry, or with None, is evaluated in full.
-        batches: Batch sampler of the training.
-        stream: StreamDataset that the training dataset is or wraps, or None. Each rank reads a
-            part of the stream.
+        num_workers: Number of processes per data loader. A training stream is read by one process.
+        limits: Number of batches of "val" and of "test" that all ranks together evaluate, or their
+            fraction. None or no entry is the full set.
+        stream: StreamDataset that the training dataset is or wraps, or None.
         positions: Positions of this rank's part of the stream.
     """
 
@@ -150,11 +139,7 @@ class TextDataModule(pl.LightningDataModule):
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """Return the dataset indices of the samples of one optimizer step, for error messages.
 
-        The list is empty if the training data is a stream, whose samples have no index.
-
-        Args:
-            step: Number of the step, counted over the whole run from 0.
-            rank: Global rank whose samples are returned. None returns those of all data ranks.
+        The list is empty for a stream. It has the samples of all data ranks if `rank` is None.
         """
         if self.stream is not None:
             return []
@@ -164,13 +149,7 @@ class TextDataModule(pl.LightningDataModule):
         return samples.ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
-        """Return the name of the mixture's part to which an evaluation batch belongs.
-
-        Returns None if the evaluated dataset is not a mixture.
-
-        Args:
-            batch_idx: Index of the batch in the evaluation loader that was made last.
-        """
+        """Return the part of a mixture to which a batch of the last evaluation loader belongs."""
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
@@ -223,21 +202,14 @@ class TextDataModule(pl.LightningDataModule):
 class Loader(DataLoader):
     """A DataLoader that measures waiting times, counts targets and protects workers from signals.
 
-    Batches are loaded in groups of `read_ahead` batches. In training a group is the micro-batches
-    of one optimizer step, whose number of targets must be known before the first of them is used.
-    In an evaluation a group is one batch.
+    It loads groups of `read_ahead` batches: in training the micro-batches of one optimizer step,
+    whose number of targets must be known before the first of them is used.
 
     Attributes:
-        name: Config key of the dataset, such as `data.val`.
         number: Number of the group that is being loaded or used, counted from 0 in each epoch.
-        waited_s: Seconds in which this process has waited for batches, since the loader was made. A
-            GPU may have been busy with earlier steps meanwhile.
-        read_ahead: Number of batches of a group.
-        positions: Record of the positions in a stream, which come with its batches. None for other
-            data.
-        step_targets: Number of targets of each group that was loaded in this epoch, None for a
-            group that has a batch without known targets. `GPTStrategy` removes the number of
-            a training step when the step begins.
+        waited_s: Seconds in which this process has waited for batches, since the loader was made.
+        step_targets: Number of targets of each loaded group, None if unknown. `GPTStrategy` removes
+            the number of a training step when the step begins.
     """
 
     name = "data"

@@ -50,8 +50,8 @@ class Spikes:
     than a window. Source: SkipStepOptimizer of OLMo-core, https://github.com/allenai/OLMo-core.
 
     Attributes:
-        history: Losses and norms of the last steps, (2, window + 1): column s % (window + 1) has
-            those of step s, NaN if unknown. None before the first step.
+        history: Losses and norms, (2, window + 1): column s % (window + 1) has those of step s, NaN
+            if unknown. None before the first step.
     """
 
     sigma: float
@@ -61,10 +61,7 @@ class Spikes:
     def flag(self, loss: Tensor, norm: Tensor, step: int) -> Tensor:
         """Return whether loss or norm of a step is a spike, and add both to the window.
 
-        Args:
-            loss: Mean loss of the step, a scalar tensor, identical on all ranks.
-            norm: Gradient norm of the step before clipping, likewise.
-            step: Number of the step. The values of a step may be given twice.
+        Both are scalar tensors, identical on all ranks. The values of a step may be given twice.
         """
         values = torch.stack((loss, norm.to(loss)))
         values = values.where(values.isfinite(), math.nan)
@@ -89,7 +86,6 @@ class StepGuard(Callback):
     Attributes:
         on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
         on_spike: "warn" only reports spikes, "skip" leaves them out, "none" does not look for them.
-        spikes: Window by which spikes are recognized.
         max_skips: Number of consecutive refused steps after which the run ends.
     """
 
@@ -121,9 +117,9 @@ class StepGuard(Callback):
     def decide(self, optimizer: Optimizer) -> None:
         """Make the optimizer leave out its update of the current step if the step is bad.
 
-        All ranks that take the step together must call this method, after the gradient norm was
-        computed and before the update. A second call for the same step replaces the first. Raises
-        the errors of `read` if the optimizer does not read `found_inf`.
+        All ranks that take the step together must call it, after the gradient norm was computed. A
+        second call for the same step replaces the first. Raises the errors of `read` if the
+        optimizer does not read `found_inf`.
         """
         strategy = strategy_of(self.trainer)
         norm = cast(Tensor, strategy.grad_norm)  # `GPTStrategy.clip` has measured it
@@ -163,12 +159,11 @@ class StepGuard(Callback):
     def read(self) -> None:
         """Report the steps that were decided since the last call, and end the run if it must end.
 
-        Waits for the device. All ranks that take the steps together must call this method at the
-        same points: before a step is logged, saved or sent.
+        Waits for the device. All ranks must call it at the same points, before a step is logged or
+        saved.
 
         Raises:
-            RefusedStepError: If a step was not finite under on_nonfinite=stop, or if `max_skips`
-                steps in a row were refused. The weights are those before this step.
+            RefusedStepError: If a step ends the run. The weights are those before this step.
             DataError: If step 0 of the run has no target.
         """
         *state, _, end = self._state.tolist()
@@ -225,11 +220,7 @@ class StepGuard(Callback):
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether an optimizer skips its update on the device if its `found_inf` is 1.
 
-    torch's fused optimizers do this, and so does any optimizer with a true attribute
-    `skips_on_device`. The result is False if a parameter group has a false option `fused`.
-
-    Args:
-        optimizer: Optimizer of the run.
+    torch's fused optimizers do this, and any optimizer with a true attribute `skips_on_device`.
     """
     names = ("_step_supports_amp_scaling", "skips_on_device")
     can_skip = any(getattr(optimizer, name, False) for name in names)

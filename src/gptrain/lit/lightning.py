@@ -26,10 +26,6 @@ class RankEnvironment(TorchElasticEnvironment):
     Lightning's own detection would take a run that a person starts in a SLURM allocation for a rank
     of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`. The process group exists
     before the Trainer is built, so Lightning never asks this object for the main address.
-
-    Args:
-        process: Rank of this process, as its launcher has set it.
-        n_local: Number of ranks on each node.
     """
 
     def __init__(self, process: Process, n_local: int):
@@ -62,21 +58,18 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def data_of(trainer: pl.Trainer) -> TextDataModule:
-    """Return the TextDataModule of the run, or the UserData of a user's own LightningDataModule.
-
-    UserData has the attributes of a TextDataModule that gptrain's callbacks read in every run.
-    """
+    """Return the TextDataModule of the run, or the UserData of a user's own LightningDataModule."""
     datamodule = trainer.datamodule  # ty: ignore[missing-attribute]
     return getattr(datamodule, USER_DATA, datamodule)
 
 
 def strategy_of(trainer: pl.Trainer) -> GPTStrategy:
-    """Return the strategy of the run, which is always a GPTStrategy. This is not checked."""
+    """Return the strategy of the run, which is always a GPTStrategy."""
     return cast(GPTStrategy, trainer.strategy)
 
 
 def is_fast_dev_run(trainer: pl.Trainer) -> bool:
-    """Return whether the trainer only tries a few batches of each stage (trainer.fast_dev_run)."""
+    """Return whether the trainer only tries a few batches (trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)  # ty: ignore[missing-attribute]
 
 
@@ -86,9 +79,8 @@ def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     - Lightning's SIGTERM handler calls a collective operation inside the signal handler, exits with
       code 0 and saves nothing. To stop all ranks, Lightning broadcasts one number per micro-batch
       and waits for it. `callbacks.monitor.TrainingMonitor` replaces both.
-    - `fit(ckpt_path=None)` looks for files that another run may have left: `hpc_ckpt_<n>.ckpt` in
-      `default_root_dir` under SLURM, and the file of an OnExceptionCheckpoint. Lightning does not
-      search if the user has set `trainer.ckpt_path`, and `use_checkpoint` sets it, also to None.
+    - `fit(ckpt_path=None)` looks for files that another run may have left. It does not if the user
+      has set `trainer.ckpt_path`, and `use_checkpoint` sets it, also to None.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -146,9 +138,8 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 def finish_step(trainer: pl.Trainer, step: int) -> None:
     """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
 
-    A run that resumes from a step within an epoch would otherwise miss the update. If the
-    validation after the step is repeated, the resumed run passes this part of Lightning's loop
-    again.
+    A run that resumes from a step within an epoch would otherwise miss the update. Repeating the
+    validation passes this part of Lightning's loop again.
     """
     step_in_epoch = step % data_of(trainer).lengths.epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
@@ -173,8 +164,8 @@ def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) ->
 def clear_restarting_flags(trainer: pl.Trainer) -> None:
     """Clear the flags by which Lightning treats a resumed run differently from any other run.
 
-    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It would
-    then leave out the ReduceLROnPlateau update at the end of the first epoch.
+    If max_steps is set, it marks all loops as restarting, and would leave out the ReduceLROnPlateau
+    update at the end of the first epoch.
     """
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:

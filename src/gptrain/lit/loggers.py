@@ -35,13 +35,7 @@ def discard_after(trainer: Trainer, step: int) -> None:
 
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Pass a text to each logger that has a `log_note` method, with the number of steps done.
-
-    Args:
-        trainer: Trainer of the run.
-        name: Name of the text, such as `sample`.
-        text: Text of one or more lines.
-    """
+    """Pass a text to each logger that has a `log_note` method, with the number of steps done."""
     for logger in trainer.loggers:
         if write_note := getattr(logger, "log_note", None):
             write_note(name, text, trainer.global_step)
@@ -51,9 +45,6 @@ class JsonLinesLogger(Logger):
     """Logger of every run, which writes `save_dir`/metrics.jsonl with one object per logged step.
 
     An object has the key `step` and the logged names. A value that is not finite is null.
-
-    Args:
-        save_dir: Folder of metrics.jsonl. The folder must exist.
     """
 
     name = ""
@@ -98,11 +89,7 @@ class JsonLinesLogger(Logger):
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
-    """Logger that writes TensorBoard events into `save_dir` itself, without subfolders.
-
-    Args:
-        save_dir: Folder of the event files.
-    """
+    """Logger that writes TensorBoard events into `save_dir` itself, without subfolders."""
 
     def __init__(self, save_dir: str):
         super().__init__(
@@ -124,7 +111,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
-        """Write a text into the TEXT tab, on rank 0. It is shown as it is, not as Markdown.
+        """Write a text into the TEXT tab, on rank 0, as it is and not as Markdown.
 
         The tag is `run/<name>`, because TensorBoard opens only the first section of the tab.
         """
@@ -146,20 +133,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
 
 class WandbLogger(pl_loggers.WandbLogger):
-    """Logger that gives the Weights & Biases run the id of the run folder.
+    """Logger that gives the Weights & Biases run the id of the run folder `save_dir`.
 
     A resumed or requeued run therefore continues the same Weights & Biases run, and each job of a
-    sweep has its own. The service does not delete points: if a run died after its last checkpoint,
-    the steps that the resumed run repeats are logged twice.
-
-    Args:
-        save_dir: Run folder, which also holds wandb's files. If it has no lock file with an id,
-            wandb chooses an id.
-        **options: Arguments of Lightning's WandbLogger and of wandb.init, such as project, mode,
-            entity, group and tags.
-
-    Raises:
-        ModuleNotFoundError: If the package wandb is not installed.
+    sweep has its own. The service does not delete points: the steps that a resumed run repeats are
+    logged twice. The options are arguments of Lightning's WandbLogger and of wandb.init.
     """
 
     def __init__(self, save_dir: str, **options: Any):

@@ -37,10 +37,7 @@ ABOUT_CONFIG = (
 
 @contextmanager
 def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, None, None]:
-    """Turn Lightning's errors about a wrong configuration into a ConfigError with one line.
-
-    Args:
-        key: Config key that the line names.
+    """Turn Lightning's errors about a wrong configuration into a ConfigError that names the key.
 
     Raises:
         ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
@@ -58,8 +55,8 @@ def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, No
 def quiet_lightning() -> None:
     """Hide Lightning's messages below a warning, and the warnings in HIDDEN_WARNINGS.
 
-    Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. The handlers
-    of Lightning's loggers are replaced by that of the root logger, which Hydra has configured.
+    Messages of callbacks stay, and those that a user's code logs by `rank_zero_info`. Hydra has
+    configured the handler of the root logger, which gets all messages.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)

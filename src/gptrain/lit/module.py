@@ -46,24 +46,22 @@ class LanguageModel(pl.LightningModule):
                 return loss
 
     Args:
-        net: Net with `forward(tokens)`. Some strategies and options need more attributes, such as
-            `blocks`, which `gptrain.models` lists.
-        make_optimizer: Function that builds the optimizer for the parameters of a module, with the
-            peak learning rate of the schedule.
-        make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. The
-            schedule is stepped after each optimizer step, unless the dict has another `interval`.
-            None keeps the learning rate constant.
+        net: Net with `forward(tokens)`. Some options need more attributes, which `gptrain.models`
+            lists.
+        make_optimizer: Function that builds the optimizer for the parameters of a module.
+        make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. It is
+            stepped after each optimizer step, unless the dict has another `interval`.
         loss: Label smoothing and z-loss of the training loss. `val/loss` and `test/loss` are the
-            cross entropy alone. None trains with the cross entropy alone, too.
+            cross entropy alone.
         metrics: Name -> metric. In validation and test each metric is updated with logits (N, V)
             and targets (N,), in chunks, and logged as `val/<name>` and `test/<name>`.
-        token_bytes: Number of bytes of text that each token stands for, (V,) int64. If it is given,
-            `val/bits_per_byte` and `test/bits_per_byte` are logged.
+        token_bytes: Number of bytes of text that each token stands for, (V,) int64, for
+            `val/bits_per_byte` and `test/bits_per_byte`.
 
     Attributes:
         eval_sums: Sums over the batches that this rank has evaluated since the last
             `take_evaluation`: nats, number of targets and, with `token_bytes`, number of bytes. The
-            key "" has the sums over all batches. If the data are a mixture, each part has its own.
+            key "" has the sums over all batches, other keys those of a part of a mixture.
     """
 
     def __init__(
@@ -86,12 +84,9 @@ class LanguageModel(pl.LightningModule):
         self.eval_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of the net.
+        """Return the logits (B, T, V) of the net for tokens (B, T).
 
-        Args:
-            tokens: Token ids, (B, T).
-            documents: Index of the document of each token, (B, T). A token then attends to tokens
-                of its own document only. None if each sequence is one document.
+        With the index of each token's document (B, T), a token attends to its own document only.
         """
         return self.net(tokens, **layout_argument(documents))
 
@@ -115,8 +110,8 @@ class LanguageModel(pl.LightningModule):
         Args:
             tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64.
-            documents: Index of the document of each token, (B, T), int64: the third item of a
-                batch whose samples hold documents that do not see each other.
+            documents: Index of the document of each token, (B, T), int64, if documents must not see
+                each other.
 
         Raises:
             IncompatibleModelError: If the net returns anything but logits (B, T, V).
@@ -125,16 +120,7 @@ class LanguageModel(pl.LightningModule):
         return self._parallel().mean_loss(self.net, batch, self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        """Return the loss of a batch, `self.loss(*batch)`.
-
-        Args:
-            batch: Tokens (B, T), targets (B, T) and, if documents are packed that must not see each
-                other, the index of each token's document (B, T).
-            batch_idx: Index of the micro-batch in the epoch, not used.
-
-        Raises:
-            IncompatibleModelError: If the net returns anything but logits (B, T, V).
-        """
+        """Return the loss of a batch, `self.loss(*batch)`."""
         tokens, targets, *documents = batch
         return self.loss(tokens, targets, *documents)
 
@@ -143,9 +129,7 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums and metrics of the evaluation. Nothing is logged here.
 
-        If the data are a mixture, `batch_idx` determines the part of the mixture whose loss the
-        batch counts for. The batches of all loaders are added to one evaluation. A batch and the
-        errors are those of `training_step`.
+        If the data are a mixture, `batch_idx` determines the part whose loss the batch counts for.
         """
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
@@ -156,8 +140,7 @@ class LanguageModel(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the evaluation, if this module is used with a plain Trainer.
 
-        In a run of gptrain the callback TrainingMonitor has taken and logged the metrics before,
-        also if a subclass overrides this hook. The errors are those of `take_evaluation`.
+        In a run of gptrain TrainingMonitor has logged them before.
         """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
@@ -172,17 +155,15 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
-        All ranks that compute one net together must call this method.
+        All ranks that compute one net together must call this method. Its errors are those of
+        `loss`.
 
         Args:
             tokens: Token ids (B, T), int64.
             targets: Next tokens (B, T), int64; -100 is ignored.
-            part: Name of the part of a mixture to which the batch belongs, if any. The loss of each
-                part is also logged separately.
+            part: Part of a mixture to which the batch belongs, whose loss is also logged
+                separately.
             documents: Index of the document of each token, (B, T), or None.
-
-        Raises:
-            IncompatibleModelError: If the net returns anything but logits (B, T, V).
         """
         parallel = self._parallel()
         batch = Batch(tokens, targets, documents)
@@ -203,12 +184,9 @@ class LanguageModel(pl.LightningModule):
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
         """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
 
-        Args:
-            prefix: First part of the logged names, `val` or `test`.
-
         Raises:
-            DataError: On all ranks, if all targets of the evaluation, or of a part of a mixture,
-                were -100.
+            DataError: On all ranks, if no target of the evaluation, or of a part of a mixture,
+                counts.
         """
         values: dict[str, Tensor] = {}
         for part, sums in self.eval_sums.items():  # all ranks have the parts in the same order
@@ -230,10 +208,10 @@ class LanguageModel(pl.LightningModule):
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def named_net(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of the net by the names that they have in a checkpoint.
+        """Return the parameters of the net, or of own stages, by their names in a checkpoint.
 
-        A tied parameter appears once, under its first name. In a pipeline the dict has the
-        parameters of this rank's stages only. Full weights that FSDP has gathered are freed.
+        A tied parameter appears once, under its first name. Frees full weights that FSDP has
+        gathered.
         """
         return named_parameters(self.net, self._parallel().stages)
 
@@ -243,29 +221,23 @@ class LanguageModel(pl.LightningModule):
         A subclass may call this method in its own configure_optimizers.
 
         Raises:
-            ConfigError: In a run of gptrain, if the optimizer does not take an option of the config
-                or cannot train this net.
+            ConfigError: If the optimizer does not take an option of the config or cannot train this
+                net.
         """
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's `lr_scheduler` dict of the config group `scheduler` for an optimizer.
+        """Build Lightning's `lr_scheduler` dict of the config group `scheduler`, if any.
 
-        A subclass may call this method in its own configure_optimizers. The result is None if the
-        run has no schedule.
+        A subclass may call this method in its own configure_optimizers.
 
         Raises:
-            ConfigError: In a run of gptrain, if the length of a phase of the schedule cannot be
-                computed, for example a fraction of a run of unknown length.
+            ConfigError: If the length of a phase is a fraction of a run of unknown length.
         """
         return self._schedule_factory(optimizer) if self._schedule_factory else None
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer and the schedule of the config for all parameters of this module.
-
-        The schedule is stepped after each optimizer step, unless its dict has another `interval`.
-        The errors are those of `make_optimizer` and `make_schedule`.
-        """
+        """Build the optimizer and the schedule of the config for all parameters of this module."""
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)
         if schedule is None:
@@ -281,14 +253,13 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Clip the gradients by the norm of the gradients of the full net, over all ranks.
 
-        Lightning calls this method on all ranks, once per optimizer step; without a
-        `gradient_clip_val` it only measures the norm. Lightning's own code would use the norm of
-        this rank's shards only. Clipping by value, and clipping under a strategy that is not
-        gptrain's, is left to Lightning.
+        Lightning calls this method once per optimizer step; without a `gradient_clip_val` it only
+        measures the norm. Lightning's own code would use the norm of this rank's shards. Clipping
+        by value, and clipping under a strategy that is not gptrain's, is left to Lightning.
 
-        Under precision 16-mixed, Lightning leaves the loss scale in the gradients if the optimizer
-        can remove the scale itself, as fused optimizers can. Here the gradients are unscaled before
-        they are clipped; otherwise clipping would shrink them to almost nothing.
+        Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
+        optimizers, which remove it themselves. Here the gradients are unscaled before they are
+        clipped.
 
         Raises:
             RefusedStepError, DataError: As `GPTStrategy.clip`.

@@ -17,14 +17,10 @@ from gptrain.lit.measure import find_peak, wait_for
 class Speed:
     """Measures the speed of a training over intervals of several optimizer steps.
 
-    Args:
-        lengths: Batch sizes of the run.
-        trainer: Trainer that is fitting; its training data loader exists already.
-        net: Net whose FLOPs per token are counted. None leaves perf/mfu out.
+    `trainer` is fitting, and its training data loader exists. Without a net perf/mfu is left out.
 
     Attributes:
-        peak: Peak FLOP/s of one device, to which perf/mfu is relative, and its text. None on ranks
-            other than 0.
+        peak: Peak FLOP/s of one device, and its text. None on ranks other than 0.
         step_s: Seconds per step of the last interval that `read` has ended.
     """
 
@@ -85,8 +81,8 @@ class Speed:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this rank in bytes.
 
-    On a CUDA device this is the memory of tensors in PyTorch's allocator since `Report.start`, on
-    any other device the resident memory of this process since its start.
+    On a CUDA device it is that of tensors since `Report.start`, else the resident memory of the
+    process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -95,10 +91,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights that take part in a matrix multiplication for every token.
+    """Return the number of weights that are multiplied with every token.
 
-    These are the elements of all parameters with two or more dimensions, except those that only an
-    nn.Embedding holds. An output head that is tied to the embedding counts once.
+    These are all parameters with two or more dimensions, except those that only an nn.Embedding
+    holds.
     """
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}

@@ -22,22 +22,19 @@ LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "tes
 class UserData(Dataset):
     """Facts about the batches of a user's LightningDataModule: batch size, epoch length, a sample.
 
-    Lightning reads the batches from the data module itself. gptrain's callbacks use this object
-    in the place of a TextDataModule, because it has the attributes that they read. The checks
-    before a run read it as a dataset: its length is that of an epoch, and every index gives the
-    first sample.
+    Lightning reads the batches from the data module itself. gptrain's callbacks use this object in
+    the place of a TextDataModule, and the checks before a run as a dataset: its length is that of
+    an epoch, and every index gives the first sample.
 
     Args:
         module: User's data module, after its `setup`.
         loader: Loader of the batches that the run reads first.
         key: Config key of the data module, for error messages.
-        world_size: Number of ranks. Lightning divides the samples of the loader over the ranks.
+        world_size: Number of ranks, over which Lightning divides the samples of the loader.
 
     Attributes:
-        train: Always None, because the datasets of a user's data module are unknown.
-        val: Always None, for the same reason.
-        batch_size: Samples of a batch of one rank. If the loader does not say it, because the
-            dataset makes the batches, the constructor reads the first batch to count.
+        batch_size: Samples of a batch of one rank, counted in the first batch if the dataset makes
+            the batches.
         epoch_batches: Batches of one epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
     Raises:
@@ -113,10 +110,7 @@ class UserData(Dataset):
 def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
     """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
 
-    Args:
-        loader: Loader of the user.
-        batch_size: Samples of a batch, or 1 if each index of the sampler gives a batch.
-        world_size: Number of ranks over which Lightning divides the samples of the loader.
+    `batch_size` is 1 if each index of the sampler gives a batch.
     """
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
     is_divided = isinstance(loader.sampler, DistributedSampler)
@@ -126,21 +120,6 @@ def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
     n_samples = -(-len(cast(Sized, loader.sampler)) // world_size)
     is_cut = getattr(loader.batch_sampler, "drop_last", False)
     return n_samples // batch_size if is_cut else -(-n_samples // batch_size)
-
-
-class SeedAfterSetup(pl.Callback):
-    """Callback that sets the seed of each rank after a user's LightningDataModule was set up.
-
-    Until then all ranks have the same seed, so that a random split in the module's `setup` is the
-    same on all ranks. Afterwards dropout differs between ranks.
-    """
-
-    def __init__(self, seed: int):
-        self.seed = seed
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set torch's seed to that of this rank. Lightning has set up the data module before."""
-        torch.manual_seed(self.seed)
 
 
 def has_loader(datamodule: pl.LightningDataModule, task: str) -> bool:

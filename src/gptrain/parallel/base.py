@@ -20,8 +20,7 @@ counts as it was written, and hooks see the gradients of a step as the optimizer
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -304,20 +303,6 @@ class Parallel:
         return compute()
 
     # Gradients of a step
-
-    @contextmanager
-    def without_gradient_sync(self) -> Generator[None, None, None]:
-        """Accumulate unsharded gradients inside the block, without communication.
-
-        The last backward pass of a step reduce-scatters the sums. Does nothing without FSDP, and
-        with `strategy.accumulate_shards`, which saves memory but communicates in every micro-step.
-        """
-        defers_sync = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
-        if defers_sync:
-            self.net.set_requires_gradient_sync(False)
-        yield
-        if defers_sync:
-            self.net.set_requires_gradient_sync(True)
 
     @cached_property
     def partial_parameters(self) -> list[nn.Parameter]:

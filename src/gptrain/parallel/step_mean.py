@@ -49,6 +49,7 @@ class StepMean:
         self.n_ranks = 1 if self.group is None else self.group.size()
         self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
         self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
+        self.losses: list[Tensor] = []
         self._has_explained = False
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
@@ -56,6 +57,7 @@ class StepMean:
         total = self._all_reduce(torch.full_like(self.divisor, n_targets))
         self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
         self._n_targets = None
+        self.losses = []
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Count the targets of a loss, and return the number by which its sum is divided."""
@@ -70,10 +72,12 @@ class StepMean:
             log.info(labels.line("loss", OWN_TARGETS))
         return n_targets.clamp(min=1)
 
-    def reduce(self, loss: Tensor) -> None:
-        """Set `n_targets` and `loss` after the last micro-step, from the mean loss of this rank."""
+    def reduce(self, n_micro_batches: int) -> None:
+        """Set `n_targets` and `loss` after the last micro-step. Collective."""
         unknown = torch.full_like(self.divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
+        # Lightning has divided each loss by the number of micro-steps.
+        loss = torch.stack(self.losses).mean() * n_micro_batches if self.losses else unknown
         self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))
         self.loss = (losses / self.n_ranks).where(self.n_targets != 0, math.nan)
 

@@ -20,9 +20,9 @@ from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
-from gptrain.lit.strategies.base import check_optimization
 from gptrain.lit.unsupported import check_supported
 from gptrain.parallel.mesh import LONG_PHASE_S
+from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the model, in seconds
@@ -32,7 +32,7 @@ COMPILING_S = LONG_PHASE_S  # time that a first step may take to compile the mod
 class TrainingMonitor(Callback):
     """Callback that logs the steps, and ends a run that was asked to stop or whose step is refused.
 
-    This callback comes first, so that the other callbacks find the values of a step in
+    It comes first, so that the other callbacks find the values of a step in
     `trainer.callback_metrics`. After the first step, after every `every_n_steps`-th step, after the
     last step and before each validation it logs
 
@@ -47,25 +47,19 @@ class TrainingMonitor(Callback):
         perf/mfu              model FLOP/s of a device relative to its peak, on rank 0
         perf/gpu_mem_peak_gib peak memory on a CUDA device, in GiB
 
-    It uses `self.log`, so that the values of modules and other callbacks appear in the same row. A
-    name without `perf/` promises the same value after an exact resume.
+    by `self.log`, so that the values of modules and other callbacks appear in the same row. A name
+    without `perf/` promises the same value after an exact resume.
 
     A run that was asked to stop during training saves its step and ends on all ranks at the same
     step, which the ranks choose by a vote. Before the first step and in task=validate or task=test
-    there is nothing to save, and the rank that received the signal ends at once.
+    the rank that received the signal ends at once.
 
     Attributes:
-        every_n_steps: Number of optimizer steps from one logged step to the next.
-        lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
-        model_config: `model` group of the config. Every checkpoint file contains it, so that a net
-            can be built from the file alone.
-        guard: Watchdog of this rank. It gets a heartbeat after each step, and has the flag that a
-            stop signal sets.
-        timeline: Record of the phases of this start, such as steps and validations.
+        model_config: `model` group of the config, which every checkpoint contains, so that a net
+            can be built from it alone.
+        guard: Watchdog of this rank. It has the flag that a stop signal sets.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
-        compiles: Whether the first training step and the first evaluation step compile the model,
-            so that the watchdog must allow them COMPILING_S.
-        speed: Measurement of the time per step, set when training starts.
+        compiles: Whether the first steps compile the model, so that the watchdog must wait.
         first_step: Number of optimizer steps done when training started. None if it did not start.
     """
 
@@ -76,6 +70,7 @@ class TrainingMonitor(Callback):
     timeline: Timeline
     checkpoints: Checkpoints | None
     compiles: bool
+    seed: int
 
     def __post_init__(self) -> None:
         self.speed: Speed
@@ -89,14 +84,22 @@ class TrainingMonitor(Callback):
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer."""
+        """Check that gptrain supports all callbacks of the trainer, and seed this rank."""
         check_supported(trainer)
+        # Until now all ranks drew the same numbers, for parameters of the module and a random split
+        # of a LightningDataModule. Dropout differs between ranks.
+        torch.manual_seed(self.seed + trainer.global_rank)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to measure the steps, and to decide for each whether the optimizer takes it."""
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
-        check_optimization(pl_module)  # a second check, because hooks may have changed the module
+        if not pl_module.automatic_optimization:
+            message = (
+                "automatic_optimization=False, but Lightning's loop counts and saves the steps"
+            )
+            hint = "use one optimizer with several parameter groups"
+            raise IncompatibleModelError("module._target_", f"{message}; {hint}")
         self.first_step = trainer.global_step
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
@@ -252,7 +255,7 @@ class TrainingMonitor(Callback):
         strategy = strategy_of(trainer)
         strategy.conclude_step()
         values: dict[str, Any] = {}
-        if strategy.micro_losses and strategy.step_mean.n_targets != 0:
+        if strategy.step_mean.losses and strategy.step_mean.n_targets != 0:
             values["train/loss"] = strategy.step_mean.loss
         if strategy.grad_norm is not None:
             values["grad_norm"] = strategy.grad_norm

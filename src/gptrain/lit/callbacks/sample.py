@@ -18,14 +18,9 @@ SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more pro
 class SampleText(Callback):
     """Callback that lets the model continue the text `prompt`, to show what it has learned.
 
-    The text is printed at the end of training. Loggers with a `log_note` method also get a text at
-    each validation. The callback does nothing if the validation dataset has no tokenizer, under
-    fast_dev_run, with pipeline stages, or if the module has no `net`.
-
-    Args:
-        prompt: Text to continue. No text is generated if the tokenizer has no token for it: many
-            tokenizers of words leave out white space.
-        n_tokens: Number of tokens to generate.
+    The text is printed at the end of training. Loggers with a `log_note` method also get one at
+    each validation. The callback does nothing without a tokenizer that has tokens for the prompt,
+    under fast_dev_run, with pipeline stages, or if the module has no `net`.
     """
 
     def __init__(self, prompt: str, n_tokens: int = 256):

@@ -7,11 +7,9 @@ import torch.distributed as dist
 class Vote:
     """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
-    The result of a vote is yes if any rank voted yes. It is identical on all ranks. Ranks may
-    therefore start a collective operation because of a result, but not because of their own vote.
-
-    The votes are an asynchronous all-reduce on the CPU with gloo. With NCCL a rank could read the
-    result only after its GPU had finished all queued work.
+    The result is yes, on all ranks, if any rank voted yes. Ranks may start a collective operation
+    because of a result, but not because of their own vote. The votes are an asynchronous all-reduce
+    with gloo: with NCCL a rank would wait until its GPU has finished all queued work.
     """
 
     def __init__(self):
@@ -20,11 +18,10 @@ class Vote:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
-        """Start new votes, and return the results of the votes that the previous call started.
+        """Start new votes, and return the results of those that the previous call started, or None.
 
-        All ranks must call it at the same points of the run. It waits only if the previous votes
-        have not reached all ranks yet, and returns None if none are pending. A single rank gets its
-        new votes back at once. One all-reduce carries the votes on all questions.
+        All ranks must call it at the same points of the run. A single rank gets its votes back at
+        once.
         """
         if self._group is None:
             return votes

@@ -50,23 +50,12 @@ def build_strategy(
     Args:
         make_net: Function that builds the full net. It draws the initial weights from PyTorch's
             global CPU generator.
-        options: Options of the `strategy` group.
-        dims: Number of ranks along each axis of the device mesh.
-        device: Device of this rank.
-        compile: Value of model.compile.
-        activation_checkpointing: Value of model.activation_checkpointing.
-        precision: Precision as Lightning names it, such as `bf16-mixed`.
-        sample: Tokens (T,) of one sample. A net that is not a class of gptrain is first run on them
-            both in its plain form and under the strategy, and the results are compared. None skips
-            this comparison.
-
-    Returns:
-        The net, of which this rank holds a part or all, on its device; and the strategy, whose
-        attribute `info` describes the full net.
+        sample: Tokens (T,) of one sample, on which a user's net is run both in its plain form and
+            under the strategy, to compare the results. None skips this comparison.
 
     Raises:
-        IncompatibleModelError: If the comparison finds that the strategy would train another
-            function than the plain net computes.
+        IncompatibleModelError: If the strategy would train another function than the plain net
+            computes.
     """
     name = strategy_name(options.name, dims.world_size)
     row = STRATEGIES[name]

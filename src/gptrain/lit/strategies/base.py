@@ -5,20 +5,19 @@ nothing of how a net is split: Lightning's own loop tells one device from severa
 allows nothing but the first on an Apple GPU.
 """
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,13 +44,8 @@ PARTS = (
 class StrategyInfo:
     """Facts about the run's strategy, and about the net before it was partitioned.
 
-    Attributes:
-        name: Name of the strategy that runs, such as `ddp`.
-        net_name: Class name of the net.
-        n_parameters: Number of parameters of the full net. Tied weights count once.
-        n_matrix_weights: Number of weights that are multiplied with every token: all matrices and
-            the head, but no embedding tables.
-        n_trained: Number of parameters that are not frozen.
+    Tied weights count once. `n_matrix_weights` are those that are multiplied with every token,
+    `n_trained` those that are not frozen.
     """
 
     name: str
@@ -64,23 +58,14 @@ class StrategyInfo:
 class GPTStrategy(SavingStrategy):
     """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
-    Lightning calls the hooks of this class in each training step. They free the gradients of the
-    last step, count the targets, and clip the gradients. The base class SavingStrategy saves and
-    loads the checkpoints.
-
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
-        decide_step: Function (optimizer) that makes the optimizer skip its update, for example if a
-            gradient is NaN. `clip` calls it after the computation of `grad_norm`. None before the
-            training starts.
-        conclude_step: Function without arguments that waits until the last decision is known and
-            reports it. Call it on all ranks before the state of a step is saved or sent.
-        grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
-            identical on all ranks that take the step together.
-        micro_losses: Loss of each micro-step of the current step as Lightning passes it to
-            `backward`: detached, and divided by the number of accumulated micro-steps.
-        step_mean: StepMean object, with the divisor of the losses of the current step and the mean
-            loss of the last step.
+        decide_step: Function that makes the optimizer skip its update, for example if a gradient is
+            NaN. `clip` calls it. None before the training starts.
+        conclude_step: Function that waits until the last decision is known and reports it. All
+            ranks call it before the state of a step is saved or sent.
+        grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor.
+        step_mean: Divisor of the losses of the current step, and mean loss of the last step.
     """
 
     info: StrategyInfo
@@ -88,7 +73,6 @@ class GPTStrategy(SavingStrategy):
     conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
     grad_norm: Tensor | None = None
     step_mean: StepMean
-    micro_losses: list[Tensor]
     _saved_buffers: Sequence[str] = ()  # names in the module
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -106,9 +90,9 @@ class GPTStrategy(SavingStrategy):
     def synchronize_buffers(self) -> None:
         """Broadcast the saved buffers of the module from the first data-parallel rank.
 
-        Each rank updates buffers with its own samples, for example the running averages of
-        BatchNorm. A checkpoint holds the buffers of one rank only. Without this method the other
-        ranks would evaluate, and resume, with other values.
+        Each rank updates buffers, such as running averages of BatchNorm, with its own samples, but
+        a checkpoint holds those of one rank: the others would evaluate, and resume, with other
+        values.
         """
         group = self.parallel.data_group
         if group is None or group.size() == 1:
@@ -117,10 +101,7 @@ class GPTStrategy(SavingStrategy):
             dist.broadcast(self.module.get_buffer(name), group=group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a batch to the device, and note its targets if gptrain's loader has counted them.
-
-        Nothing is noted if a hook may have changed the batch since then.
-        """
+        """Move a batch to the device, and note its targets if gptrain's loader has counted them."""
         batch = super().batch_to_device(batch, *args, **kwargs)
         trainer = self.module.trainer
         if trainer.training:
@@ -130,29 +111,22 @@ class GPTStrategy(SavingStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Compute the divisor of the losses of a step, before its first micro-batch.
+        """Free the old gradients and compute the divisor of the losses before each step.
 
-        The divisor makes the loss a mean over all targets of the step on all data ranks. gptrain's
-        data loader reads all micro-batches of a step at once and so knows their number of targets.
+        Lightning would free the gradients after the forward pass, which raises the peak memory by
+        their size. gptrain's loader knows the targets of all micro-batches of a step.
         """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
             return
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         counts = getattr(trainer.train_dataloader, "step_targets", None)
         n_targets = counts.pop(0) if counts else None
         self.step_mean.begin_step(n_targets or 0, trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step, and before the first micro-step free the old gradients.
-
-        Lightning would free them after the forward pass, which raises the peak memory by the size
-        of the gradients: 4 bytes per parameter in fp32.
-        """
-        trainer = self.module.trainer
-        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            self.micro_losses = []
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
+        """Run the module's training_step, in which the loss has the divisor of the step."""
         self.parallel.step_mean = self.step_mean
         try:
             return super().training_step(*args, **kwargs)
@@ -168,44 +142,30 @@ class GPTStrategy(SavingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Keep the micro-step's loss for the mean of the step, then run Lightning's backward pass.
-
-        Raises:
-            IncompatibleModelError: If the loss depends on weights of which each rank has a part.
-        """
+        """Keep the loss for the mean of the step, and run Lightning's backward pass."""
         if isinstance(closure_loss, DTensor):
             message = f"training_step adds weights to the loss; {PARTS}"
             raise IncompatibleModelError("strategy.name", message)
-        self.micro_losses.append(closure_loss.detach())
+        self.step_mean.losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a step, and average its losses for the log.
+        """Complete the gradients of a step, and average its losses for the log. Collective.
 
-        All ranks must call this method after the last backward pass of a step, before a hook reads
-        the gradients.
+        It must be called before a hook reads the gradients.
         """
         self.parallel.finish_gradients()
-        loss = torch.tensor(math.nan, device=self.root_device)
-        if self.micro_losses:
-            # Lightning has divided each loss by the number of accumulated micro-steps.
-            accumulated = self.module.trainer.accumulate_grad_batches
-            loss = torch.stack(self.micro_losses).mean() * accumulated
-        self.step_mean.reduce(loss)
+        self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Clip the finished gradients of a step, and decide whether the step is taken.
+        """Clip the finished gradients of a step, and decide whether the step is taken. Collective.
 
         The norm before clipping is stored in `grad_norm`. A module that clips in its own way may
-        call this method again. All ranks must call it, after `finish_gradients`.
-
-        Args:
-            optimizer: Optimizer of the run.
-            max_norm: Largest norm after clipping. None or 0 only measures the norm.
+        call it again. A `max_norm` of None or 0 only measures the norm.
 
         Raises:
-            RefusedStepError: If the optimizer cannot skip an update on its device, this step is
-                refused, and the run ends because of it. Otherwise `conclude_step` raises the error.
+            RefusedStepError: If this step ends the run, and the optimizer cannot skip an update on
+                its device. Otherwise `conclude_step` raises the error.
             DataError: In the same case, if step 0 of the run has no target.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -216,9 +176,8 @@ class GPTStrategy(SavingStrategy):
     def teardown(self) -> None:
         """Tear down the precision plugin and the accelerator, but leave the net on its device.
 
-        Lightning's own teardown would also move weights and optimizer states to the CPU, for which
-        the host may lack memory. For a net that is neither partitioned nor on a CUDA device,
-        Lightning's teardown runs.
+        Lightning's own teardown would move weights and optimizer states to the CPU, for which the
+        host may lack memory. It runs for a full net on a CPU.
         """
         if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
             super().teardown()
@@ -235,28 +194,21 @@ class OneDevice(GPTStrategy, SingleDeviceStrategy):
 
 
 class ManyRanks(GPTStrategy, DDPStrategy):
-    """Trains on the ranks of a process group that exists already.
-
-    The module is wrapped in DistributedDataParallel if the ranks hold copies of the net only.
-    """
+    """Trains on the ranks of a process group that exists already, as DDP if they hold full nets."""
 
     def __init__(self, parallel: Parallel):
         super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
-        """Pass the global rank and the world size to Lightning, and do nothing else.
-
-        Lightning would also seed all ranks with the same number, so that their dropout masks would
-        be identical.
-        """
+        """Pass the ranks to Lightning, which would also give all of them the same dropout masks."""
         self.set_world_ranks()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the accelerator, the precision and, in a fit, the optimizer.
 
-        A partitioned net is neither broadcast nor moved nor wrapped. The metrics of the module and
-        of the callbacks are reduced over the data ranks, unless they have a process group: ranks
-        that read the same samples update the metrics with the same values, which must count once.
+        A partitioned net is neither broadcast nor moved nor wrapped. Metrics are reduced over the
+        data ranks: ranks that read the same samples update them with the same values, which must
+        count once.
         """
         if not self.parallel.is_partitioned:
             super().setup(trainer)
@@ -280,10 +232,9 @@ class ManyRanks(GPTStrategy, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the module in DistributedDataParallel, with the communication hook of the options.
 
-        Lightning's method is replaced for two reasons: it registers a communication hook on GPUs
-        only, and it wraps the module on a side stream, so that each gradient waits for events of
-        two streams, and the buckets that DDP replaces in the second step take 4 bytes per parameter
-        more (Lightning 2.6).
+        Lightning 2.6 registers a hook on GPUs only, and wraps the module on a side stream, so that
+        each gradient waits for events of two streams, and the buckets take 4 bytes per parameter
+        more.
         """
         model = DistributedDataParallel(
             cast(nn.Module, self.model),
@@ -297,10 +248,10 @@ class ManyRanks(GPTStrategy, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks, a sum over the data ranks only.
 
-        The ranks that read the same samples have the same values, which must count once in
-        `self.log(name, value, reduce_fx="sum", sync_dist=True)`. Lightning 2.6 rounds the mean of
-        an integer tensor; here it is a float tensor, because Lightning divides sums by means of
-        batch sizes. Lightning's votes of all ranks pass `ReduceOp.SUM`, not "sum".
+        The ranks that read the same samples have the same values, which must count once. Lightning
+        2.6 rounds the mean of an integer tensor; here it is a float tensor, because Lightning
+        divides sums by means of batch sizes. Lightning's votes of all ranks pass `ReduceOp.SUM`,
+        not "sum".
         """
         if group is None and reduce_op == "sum":
             group = self.parallel.data_group
@@ -311,9 +262,18 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients inside the block without communication between ranks."""
-        with super().block_backward_sync(), self.parallel.without_gradient_sync():
+        """Accumulate gradients inside the block without communication between ranks.
+
+        With `strategy.accumulate_shards` FSDP communicates in every micro-step to save memory.
+        """
+        net = getattr(self.module, "net", None)
+        is_held = isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards
+        with super().block_backward_sync():
+            if is_held:
+                net.set_requires_gradient_sync(False)
             yield
+            if is_held:
+                net.set_requires_gradient_sync(True)
 
 
 def find_saved_buffers(module: nn.Module) -> list[str]:
@@ -321,17 +281,3 @@ def find_saved_buffers(module: nn.Module) -> list[str]:
     metrics = [f"{name}." for name, part in module.named_modules() if isinstance(part, Metric)]
     saved = module.state_dict(keep_vars=True).keys() & dict(module.named_buffers()).keys()
     return sorted(name for name in saved if not name.startswith(tuple(metrics)))
-
-
-def check_optimization(module: pl.LightningModule) -> None:
-    """Check that a module leaves the backward pass and the optimizer step to Lightning.
-
-    Raises:
-        IncompatibleModelError: If the module has automatic_optimization=False.
-    """
-    if not module.automatic_optimization:
-        message = (
-            "automatic_optimization=False: a run counts, schedules and saves the steps of one "
-            "optimizer in Lightning's loop; use one optimizer with several parameter groups"
-        )
-        raise IncompatibleModelError("module._target_", message)
