@@ -139,6 +139,10 @@ class Parallel:
         self.data_group = self.group_along(DATA)
         if self.ddp_arguments is not None:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
+        # Ranks that average their gradients: those of the data and the context axes.
+        is_shared = CONTEXT in self.axes and self.shard_mesh is not None
+        self.gradient_group = self.shard_mesh.get_group() if is_shared else self.data_group
+        self.finds_unused = getattr(self.options, "find_unused_parameters", True)
         self.chunked_loss: Any = chunked_next_token_loss
         if TENSOR in self.axes:
             self.chunked_loss = vocab_parallel_loss
@@ -146,13 +150,6 @@ class Parallel:
     def group_along(self, axis: str) -> dist.ProcessGroup | None:
         """Return the ranks along an axis of the mesh, or None under `single`."""
         return None if self.mesh is None else self.mesh.get_group(axis)
-
-    @property
-    def gradient_group(self) -> dist.ProcessGroup | None:
-        """Ranks that average their gradients: those of the data and the context axes."""
-        if CONTEXT in self.axes and self.shard_mesh is not None:
-            return self.shard_mesh.get_group()
-        return self.data_group
 
     @property
     def replicas(self) -> DeviceMesh | None:
@@ -331,11 +328,6 @@ class Parallel:
         if (group := self.gradient_group) is not None:
             sum_gradients(parameters, group, group.size(), finds_unused=self.finds_unused)
 
-    @property
-    def finds_unused(self) -> bool:
-        """Value of `strategy.find_unused_parameters`. True if the strategy has no such key."""
-        return getattr(self.options, "find_unused_parameters", True)
-
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradients of the entire net, and return their norm before. Collective.
 
@@ -358,7 +350,7 @@ def supports_chunked_loss(net: nn.Module) -> bool:
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor, **layout: Any) -> Tensor:
     """Run the net on tokens (B, T) and return its logits (B, T, V)."""
     logits = net(tokens, **layout)
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if shape[:-1] != targets.shape:
         name = type(net).__name__.removeprefix("FSDP")  # FSDP2 adds it to the class of a net
         message = f"{name}.forward returns {shape} for tokens {tuple(tokens.shape)}"

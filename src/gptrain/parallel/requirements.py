@@ -106,9 +106,9 @@ def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) 
         if batch.batch_size % n_micro:
             problems["data.batch_size"] = f"not divisible into {n_micro} microbatches"
         if options.schedule == "1f1b" and n_micro < dims.pipeline:
-            problems["strategy.microbatches"] = f"1f1b needs one per stage ({dims.pipeline})"
+            problems["strategy.microbatches"] = f"1f1b needs one for each of {dims.pipeline} stages"
     if batch.accumulate > 1 and getattr(options, "static_graph", False):
-        problems["strategy.static_graph"] = "torch has none with gradient accumulation"
+        problems["strategy.static_graph"] = "torch has no static graph with gradient accumulation"
     for key, message in problems.items():  # name the first problem
         raise IncompatibleModelError(key, message)
 

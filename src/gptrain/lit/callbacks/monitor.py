@@ -79,7 +79,6 @@ class TrainingMonitor(Callback):
         self.votes = Vote()
         self.stopping = False  # the ranks have agreed to stop
         self.lr = 0.0  # learning rate of the last step, of the first parameter group
-        self.loaded_step = 0  # step of the checkpoint that the run has loaded
         self._beat = self.guard.beat
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
@@ -222,7 +221,7 @@ class TrainingMonitor(Callback):
             # Log here and not in the module's own hook, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
         # Log in the sanity check too: a value that cannot be logged then fails before training.
-        step = trainer.global_step or self.loaded_step
+        step = trainer.global_step or self.guard.step  # in task=validate that of the checkpoint
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
 
     on_test_epoch_end = on_validation_epoch_end
@@ -246,9 +245,8 @@ class TrainingMonitor(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Send a heartbeat with the step of the checkpoint, and keep this step."""
-        self.loaded_step = checkpoint["global_step"]
-        self._beat(self.loaded_step, allow_s=self.guard.allow_s)
+        """Send a heartbeat with the step of the checkpoint."""
+        self._beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, which the class describes."""

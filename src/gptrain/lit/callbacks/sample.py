@@ -1,6 +1,7 @@
 """A callback that generates text from a prompt, as an example of the model's output."""
 
 import logging
+from contextlib import suppress
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,10 +49,9 @@ class SampleText(Callback):
         net = getattr(pl_module, "net", None)
         if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None
-        try:
+        tokens = []
+        with suppress(DataError):  # the tokenizer has no token for the prompt
             tokens = [int(token) for token in tokenizer.encode(self.prompt)]
-        except DataError:  # the tokenizer has no token for the prompt
-            tokens = []
         if not tokens:
             return None
         # A generator of its own leaves the random numbers of the training alone.
