@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from gptrain.lit import report
+from gptrain.assemble import report
 
 SEEN = "seen.jsonl"
 
