@@ -100,12 +100,7 @@ def load_weights(
         source: Run folder (its best checkpoint by val/loss), checkpoint folder or file, file that
             Lightning saved, folder of transformers in one file or several, or safetensors file with
             the net's own names.
-        strict: Whether every tensor of both sides must have its counterpart. Otherwise the tensors
-            that fit by name and shape are loaded.
-        resizes: Whether tables of learned positions of another length are accepted. All saved
-            positions are copied into a longer table and, if not `strict`, the first ones into a
-            shorter table.
-        stages: Pipeline stages of the net.
+        strict, resizes, stages: As in `load_net_state`.
 
     Returns:
         The path of the weights, and the names on both sides that were left out.

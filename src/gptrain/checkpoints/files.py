@@ -21,10 +21,8 @@ Row = dict[str, Any]  # name -> value
 class SaveFailedError(OSError):
     """Raised if a checkpoint cannot be written. Its files were removed, earlier ones are intact.
 
-    Args:
-        number: Number of the operating system's error (errno). None stands for EIO.
-        folder: Folder of the checkpoints.
-        rank: Rank whose file operation failed.
+    `number` is that of the operating system's error (errno), `folder` that of the checkpoints, and
+    `rank` that of the failed file operation.
     """
 
     cause = "disk"
@@ -107,10 +105,7 @@ def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, without the lines that are no JSON objects.
 
     The list is empty if the file does not exist, or is a link: in an untrusted folder a link may
-    point to any file of this user.
-
-    Raises:
-        OSError, UnreadableFileError: If the file cannot be read, or is not a regular file.
+    point to any file of this user. Raises an OSError or an UnreadableFileError for other paths.
     """
     if path.is_symlink() or not path.exists():
         return []

@@ -33,8 +33,7 @@ class RunLock:
         wait_s: Time that a start waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: Random identity of the run in this folder, which the first holder draws. It is in
-            each checkpoint, so that one of another run is recognized. Set by `acquire`.
+        run_id: Random identity of the run in this folder, which is in each checkpoint.
     """
 
     run_id: str

@@ -23,7 +23,6 @@ from gptrain.checkpoints.store import (
     STEP_NAME,
     CheckpointStore,
     DamagedCheckpointError,
-    folder_name,
     parse,
     verify,
 )
@@ -41,8 +40,7 @@ class Mirror:
         url: Folder for the checkpoints of this run only: /path, file:///path or s3://bucket/path.
 
     Raises:
-        ValueError: If the protocol is unknown.
-        ImportError: If the package of the protocol is missing.
+        ValueError, ImportError: If the protocol is unknown, or its package is missing.
     """
 
     def __init__(self, url: str):
@@ -95,11 +93,7 @@ class Mirror:
 
         A damaged copy is logged as a warning and not used. Its manifest in the mirror is removed,
         so that the run copies this step when it saves it again. If all copies are damaged, nothing
-        is removed.
-
-        Raises:
-            OSError: If the mirror cannot be read, or the store cannot be written.
-            ConfigError: If there are copies and all of them are damaged. The user must decide.
+        is removed, and a ConfigError is raised: the user must decide.
         """
         store.folder.mkdir(exist_ok=True)
         damaged = {}
@@ -134,11 +128,11 @@ class Mirror:
     def _copy(self, store: CheckpointStore) -> None:
         """Copy new checkpoints, the newest first, and remove copies of pruned ones, in a thread."""
         try:
-            for step in reversed(store.steps()):
+            for path in reversed(store.paths()):
                 # The run may prune a checkpoint meanwhile.
                 with suppress(FileNotFoundError, DamagedCheckpointError):
-                    self._put(store.folder / folder_name(step))
-            kept = [folder_name(step) for step in store.steps()]
+                    self._put(path)
+            kept = [path.name for path in store.paths()]
             for name in self._names():
                 if kept and name not in kept and name < kept[-1]:
                     self.files.rm(f"{self.root}/{name}", recursive=True)

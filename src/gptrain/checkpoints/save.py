@@ -25,12 +25,8 @@ class Save:
         manifest: Entries of the manifest except `files`. They may change until `finish`.
         tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
-        rank: Global rank of this process.
         gather: Collective function that returns one value of each rank on all ranks.
         in_background: Whether a thread writes copies of the tensors. Else `finish` writes them.
-
-    Raises:
-        SaveFailedError: On all ranks, if the folder cannot be made.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ FORMAT = 2
 # Types of the entries of a manifest. Checkpoints are ordered by step, never by the times of files.
 ENTRIES = {"run_id": str, "step": int, "metrics": dict, "files": dict, "config": dict}
 LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
-STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
+STEP_NAME = re.compile(r"step-\d{8,}")  # name of a checkpoint's folder
 FILE_NAME = re.compile(r"\w[\w.-]{0,254}")  # must not lead out of the folder, as `../x` would
 # Errors of a network file system that does not answer
 _NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
@@ -55,11 +55,9 @@ Gather = Callable[[Any], list[Any]]  # collective function: one value of each ra
 
 
 class DamagedCheckpointError(RunError):
-    """Raised if a checkpoint, a file of it, or all checkpoints of a run cannot be used.
+    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used.
 
-    Args:
-        path: Path of the checkpoint or the file, or folder of the checkpoints.
-        reason: Explanation for the user, in a few words.
+    `reason` explains it to the user, in a few words.
     """
 
     code = BAD_DATA
@@ -91,7 +89,7 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, such as `step-00000500`, which sorts by step."""
+    """Return the name of a checkpoint's folder, such as `step-00000500`."""
     return f"step-{step:08d}"
 
 
@@ -109,9 +107,7 @@ def seal(entries: Mapping[str, Any]) -> bytes:
 def parse(text: bytes, path: Path) -> dict:
     """Return the entries of a manifest, after a check of its hash and of their types.
 
-    Raises:
-        DamagedCheckpointError: If the manifest is damaged.
-        OldFormatError: If an old version of gptrain has written it.
+    Raises a DamagedCheckpointError about `path`, or an OldFormatError.
     """
     # The hash is that of the text, not of the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
@@ -151,7 +147,6 @@ def read_manifest(path: Path) -> dict:
 
     Raises:
         DamagedCheckpointError: If the manifest is missing or damaged, or lacks an entry.
-        OSError: If the network file system does not answer.
     """
     with _damage(path, MANIFEST_NAME):
         return parse(read_bytes(path / MANIFEST_NAME), path)
@@ -307,16 +302,12 @@ class CheckpointStore:
         """Write the metrics of a validation into the manifest of the checkpoint of its step.
 
         Call it on rank 0 only. A save in the background gets them when its manifest is written.
-        Does nothing if the step has no checkpoint.
-
-        Raises:
-            DamagedCheckpointError: If the manifest is damaged.
-            SaveFailedError: If the manifest cannot be written.
+        Does nothing if the step has no checkpoint. Raises a DamagedCheckpointError, or a
+        SaveFailedError.
         """
         if self._unfinished is not None and self._unfinished.manifest["step"] == step:
             self._unfinished.manifest["metrics"] = metrics
-        elif step in self.steps():
-            path = self.folder / folder_name(step)
+        elif (path := self.folder / folder_name(step)).exists():
             text = seal(read_manifest(path) | {"metrics": metrics})
             try:
                 files.replace(path / MANIFEST_NAME, text)
@@ -326,17 +317,20 @@ class CheckpointStore:
 
     # Loading
 
-    def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, verified or not, in ascending order."""
+    def paths(self) -> list[Path]:
+        """Return the folders of all checkpoints, verified or not, in the order of their steps."""
         # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
-        matches = map(STEP_NAME.fullmatch, names)
-        return sorted(int(match[1]) for match in matches if match)
+        names = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
+        return [self.folder / name for name in names]
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, verified or not, in ascending order."""
+        return [int(path.name[5:]) for path in self.paths()]
 
     def newest(self) -> Path | None:
         """Return the folder of the newest checkpoint, unverified, or None. Use it for messages."""
-        steps = self.steps()
-        return self.folder / folder_name(steps[-1]) if steps else None
+        return next(reversed(self.paths()), None)
 
     def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
@@ -352,9 +346,9 @@ class CheckpointStore:
             OSError: If the network file system does not answer.
         """
         damaged = []
-        for step in reversed(self.steps()):
+        for path in reversed(self.paths()):
             try:
-                checkpoint = verify(self.folder / folder_name(step), self.run_id)
+                checkpoint = verify(path, self.run_id)
             except OldFormatError:
                 raise
             except DamagedCheckpointError as error:
@@ -373,22 +367,18 @@ class CheckpointStore:
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
         """Return the folders of the checkpoints that have a metric, the best value first.
 
-        Of equal values the earlier step comes first. The checkpoints are not verified. Those
-        without a readable manifest are left out.
-
-        Args:
-            monitor: Name of the metric.
-            mode: "min" if the lowest value is the best, "max" if the highest is.
+        Of equal values the earlier step comes first. The checkpoints are not verified, and those
+        without a readable manifest are left out. The best value is the lowest with the mode "min",
+        and the highest with "max".
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
-        for step in self.steps():
-            path = self.folder / folder_name(step)
+        for path in self.paths():
             with suppress(DamagedCheckpointError):
                 value = read_manifest(path)["metrics"].get(monitor)
                 if value is not None:
-                    scored.append((sign * value, step, path))
-        return [path for _, _, path in sorted(scored)]
+                    scored.append((sign * value, path))
+        return [path for _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
         """Return the first intact checkpoint of `ranking`, or None if there is none.
@@ -409,8 +399,7 @@ class CheckpointStore:
 
         A checkpoint that cannot be removed stays, and the next call tries again.
         """
-        for step in self.steps()[:-keep]:
-            path = self.folder / folder_name(step)
+        for path in self.paths()[:-keep]:
             if path not in protect:
                 with suppress(OSError):
                     self._remove(path)

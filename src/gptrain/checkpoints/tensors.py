@@ -88,12 +88,10 @@ class SavedTensors:
         kind: MODEL or OPTIMIZER.
 
     Attributes:
-        shapes: Name -> shape of the full tensor.
-        dtypes: Name -> dtype.
+        shapes, dtypes: Name -> shape and dtype of the full tensor.
 
     Raises:
         DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
-        OSError, UnreadableFileError: If a file cannot be read, or is no regular file.
     """
 
     def __init__(self, folder: Path, kind: str = MODEL) -> None:

@@ -95,8 +95,7 @@ class MixtureOrder:
     share to within a few samples.
 
     Args:
-        lengths: Number of samples of each part by name. Sample i of a part is sample i of the
-            mixture plus the number of samples of all parts before.
+        lengths: Number of samples of each part by name, in the order of the mixture.
         weights: Share of each part by name, relative to the sum of all weights.
         seed: Seed of the permutations.
     """
@@ -215,18 +214,17 @@ class EvalBatches:
 
     All ranks yield the same number of batches, because the ranks of a partitioned model run each
     batch together. The batches of a part have sizes that differ by at most one. They have at most
-    `batch_size` samples, or two if that is 1.
+    `batch_size` samples, or two if that is 1. A rank without a sample of a part that has fewer
+    samples than there are ranks yields [-1 - i], where i is the first sample of the part:
+    `BatchReader` reads this index as sample i without targets.
 
     Args:
         lengths: Number of samples of each part of the dataset, whose parts follow each other. No
             batch has samples of two parts. The batches of the parts alternate (round robin).
         batch_size: Largest number of samples of a batch on one rank.
         rank: Data-parallel rank.
-        world_size: Number of data-parallel ranks. A rank without a sample of a part that has fewer
-            samples than there are ranks yields [-1 - i], where i is the first sample of the part.
-            `BatchReader` reads this index as sample i without targets.
-        limit: Number of the batches of one process, in each part, whose samples are evaluated, or
-            their fraction, see `limit_lengths`. None evaluates all.
+        world_size: Number of data-parallel ranks.
+        limit: Number of batches of each part, or their fraction, see `limit_lengths`.
     """
 
     def __init__(

@@ -75,14 +75,11 @@ class TextDataset(TokenDataset):
             parts counts as a document.
 
     Raises:
-        FileNotFoundError: If a path or the tokenizer does not exist.
-        ModuleNotFoundError: If an optional package is missing.
+        FileNotFoundError, ModuleNotFoundError: If a path, the tokenizer or a package is missing.
         DataError: If there is too little text, if a file is damaged or has another format, if the
             tokenizer has more tokens than the model or lacks a needed one, or if the cache was
             modified.
         ValueError: If the `vocab_size` of a new `bpe` is too small.
-        OSError: If a file cannot be read, or the disk is full or not writable. Incomplete files are
-            removed.
     """
 
     def __init__(

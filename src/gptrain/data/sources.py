@@ -38,11 +38,8 @@ _LINE_CHARS = 2**12  # a longer line may be cut between two pieces
 class Piece(NamedTuple):
     """Some consecutive text of one document, which is tokenized separately.
 
-    Attributes:
-        text: Text that ends with a complete line, except in long lines and at a document's end.
-        is_val: Whether the text belongs to the validation set.
-        ends_part: Whether the following text belongs to another document or to the other set.
-        ends_document: Whether the document ends with this piece.
+    It ends with a complete line, except in long lines and at a document's end. `ends_part` is true
+    if the following text belongs to another document or to the other set.
     """
 
     text: str
@@ -163,10 +160,7 @@ def _is_val(number: int, fraction: float) -> bool:
 def read_records(file: Path, kind: str) -> Iterator[tuple[Any, str]]:
     """Yield each record of a file, and its place for an error message.
 
-    Raises:
-        DataError: If the file is damaged.
-        OSError: If the file cannot be read.
-        ModuleNotFoundError: If the package `datasets` is needed and missing.
+    Raises a DataError if the file is damaged, and a ModuleNotFoundError without `datasets`.
     """
     number = 0
     try:

@@ -87,14 +87,9 @@ class StreamDataset(WrappedDataset):
         return f"a stream, which one process per rank reads ahead · on a resume it {resumes}"
 
     def start(self, seed: int, rank: int, world_size: int, position: dict[str, Any] | None) -> None:
-        """Choose what `__getitems__` reads from now on. Call it once, in the process that reads.
+        """Choose the part of a rank that `__getitems__` reads, from a `position` or its beginning.
 
-        Args:
-            seed: Seed of the random generators of this process.
-            rank: Number of the part.
-            world_size: Number of parts into which the stream is divided.
-            position: Result of `position` for this part in an earlier process. None begins at the
-                first sample.
+        Call it once, in the process that reads. `seed` seeds the random generators of this process.
         """
         # The threads of `tokenizers` do not survive the fork of a worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -165,11 +160,7 @@ class StreamReader(BatchReader):
 class StreamPositions:
     """Remembers where the part of this rank was after each of the last steps.
 
-    Args:
-        accumulate: Micro-batches of an optimizer step.
-
-    Attributes:
-        start: Position at which this process begins to read. None is the beginning of the stream.
+    `start` is the position at which this process begins to read, or None for the beginning.
     """
 
     def __init__(self, accumulate: int):
@@ -213,13 +204,8 @@ class StoredStream(WrappedDataset):
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """Wrap a stream as a dataset whose samples have an index, and return others unchanged.
 
-    The training stream becomes a StreamDataset. The samples of any other stream are read into
-    memory at once.
-
-    Args:
-        dataset: Dataset or stream.
-        name: Config key of the dataset. The name `data.train` marks the training stream.
-        n_samples: Largest number of samples to read into memory, or None for all.
+    The training stream (`name` is data.train) becomes a StreamDataset. Of any other stream,
+    `n_samples` samples or all are read into memory at once.
     """
     if not is_stream(dataset):
         return dataset

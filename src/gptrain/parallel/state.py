@@ -36,8 +36,7 @@ class Stages(NamedTuple):
     """Ranks that hold the stages of a pipeline, and the names of tied parameters.
 
     Attributes:
-        group: Ranks of the pipeline. None without a pipeline: every rank then has the full net, or
-            a shard of every tensor.
+        group: Ranks of the pipeline. None if each rank has the full net, or a part of each tensor.
         aliases: Further name of a tied parameter -> its first name in the full net. The stage of
             the head holds the parameter only under the further name.
     """
@@ -63,12 +62,7 @@ class FullTensors:
 
 
 class LeftOut(NamedTuple):
-    """Phrases about what a loading has left out.
-
-    Attributes:
-        tensors: Tensors that differ in name or shape between the net and the checkpoint.
-        positions: Tables of learned positions that were loaded in part.
-    """
+    """Phrases about tensors that differ in name or shape, and position tables loaded in part."""
 
     tensors: list[str]
     positions: list[str]
@@ -259,13 +253,9 @@ def load_optimizer_state(
 ) -> None:
     """Load this rank's part of an optimizer state.
 
-    A parameter for which nothing was saved has no state afterwards, as before the first step.
-
-    Args:
-        parameters: Name in a checkpoint -> parameter of this rank.
-        optimizer: Optimizer over these parameters.
-        source: Saved tensors of `optimizer_state`.
-        state: Its other entries, `values` and `param_groups`.
+    `state` has the entries `values` and `param_groups` of `optimizer_state`, and `source` its
+    tensors. A parameter for which nothing was saved has no state afterwards, as before the first
+    step.
 
     Raises:
         ValueError: If a parameter of the optimizer has no name in `parameters`, or if parameters

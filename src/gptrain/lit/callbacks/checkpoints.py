@@ -15,14 +15,7 @@ from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore, read_manifest
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
-from gptrain.lit.callbacks.resume import (
-    STATE,
-    add_state,
-    reproducible_metrics,
-    restore_logged,
-    resume_run,
-    warn_about_missing,
-)
+from gptrain.lit.callbacks import resume
 from gptrain.lit.lightning import (
     ends_epoch,
     ends_step,
@@ -91,7 +84,7 @@ class Checkpoints(Checkpoint):
             "checkpoint.monitor": (self.options.monitor, "the newest checkpoint is the best"),
             "objective": (self.objective, "a sweep finds no best run"),
         }
-        self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
+        self._loaded: dict[str, Any] | None = None  # resume.STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
         self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
 
@@ -102,7 +95,7 @@ class Checkpoints(Checkpoint):
         if "rng" not in checkpoint or trainer.state.fn != "fit":
             return
         # Keep only these entries, so that the tensors of the checkpoint can be freed.
-        self._loaded = {key: checkpoint[key] for key in STATE}
+        self._loaded = {key: checkpoint[key] for key in resume.STATE}
         step = self.saved_step = checkpoint["global_step"]
         path = Path(str(trainer.ckpt_path))
         metrics = from_rank_0(read_manifest(path)["metrics"] if trainer.is_global_zero else {})
@@ -122,7 +115,7 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.val_check_batch = 1
         if self._loaded is not None:
-            resume_run(trainer, self._loaded, frozenset(self.changed))
+            resume.resume_run(trainer, self._loaded, frozenset(self.changed))
             self._loaded = None
         self._interval_start_s = monotonic()
 
@@ -131,7 +124,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Add the random generator states and logged metrics that an exact resume needs."""
         if strategy_of(trainer).saves_to_store:
-            add_state(trainer, checkpoint)
+            resume.add_state(trainer, checkpoint)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -150,8 +143,7 @@ class Checkpoints(Checkpoint):
     def before_epoch(self, trainer: Trainer) -> None:
         """Save the last step of the epoch before, if it is due and was not validated.
 
-        `TrainingMonitor` calls this method on all ranks, before `on_train_epoch_start` of any other
-        callback.
+        `TrainingMonitor` calls it before `on_train_epoch_start` of any other callback.
         """
         if self._is_due(trainer):
             self.save(trainer)
@@ -163,8 +155,8 @@ class Checkpoints(Checkpoint):
         trainer.should_stop |= self._only_validates
         if not trainer.is_global_zero:
             return
-        metrics = reproducible_metrics(trainer)
-        warn_about_missing(self._expected_metrics, metrics)
+        metrics = resume.reproducible_metrics(trainer)
+        resume.warn_about_missing(self._expected_metrics, metrics)
         self._expected_metrics = {}
         self.store.set_metrics(trainer.global_step, metrics)
         self._prune(trainer)
@@ -177,7 +169,7 @@ class Checkpoints(Checkpoint):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the metrics of the checkpoint as the result, if no step was left to train."""
         if self._loaded is not None:
-            restore_logged(trainer, self._loaded)
+            resume.restore_logged(trainer, self._loaded)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wait after a fit until rank 0 has copied the last checkpoint to the mirror, if any."""
@@ -241,8 +233,7 @@ class Checkpoints(Checkpoint):
     def finish(self, trainer: Trainer) -> None:
         """Turn a save in the background, if any, into a checkpoint. All ranks must call it.
 
-        Raises:
-            SaveFailedError: On all ranks, if a rank could not write its files.
+        Raises a SaveFailedError on all ranks if a rank could not write its files.
         """
         if not self.store.is_unfinished:
             return
