@@ -35,23 +35,21 @@ SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
     """Return the class of the module group."""
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
+    has_pipeline = PIPELINE in STRATEGIES[strategy].axes
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
-        raise IncompatibleModelError(
-            "module._target_",
+        message = (
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
             f"computes itself; strategies that work: {', '.join(ANY_NET)}; or a subclass of "
-            "gptrain.lit.LanguageModel",
+            "gptrain.lit.LanguageModel"
         )
-    if (
-        PIPELINE in STRATEGIES[strategy].axes
-        and getattr(module_type, "loss", None) is not LanguageModel.loss
-    ):
-        raise IncompatibleModelError(
-            "module._target_",
+    elif has_pipeline and getattr(module_type, "loss", None) is not LanguageModel.loss:
+        message = (
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
-            "while the schedule runs; strategies that work: all without pipeline",
+            "while the schedule runs; strategies that work: all without pipeline"
         )
-    return module_type
+    else:
+        return module_type
+    raise IncompatibleModelError("module._target_", message)
 
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:

@@ -52,7 +52,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_folder(run: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a problem if a training would overwrite a finished run, or has no such mirror."""
+    """Yield a problem if the run folder holds a finished run, or the mirror cannot be opened."""
     if mirror := run.checkpoint.mirror:
         from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
         from fsspec.core import split_protocol

@@ -110,8 +110,8 @@ TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
 class KeepsResult:
     """Mark in the type of a key that does not change what a run computes.
 
-    It is written as `Annotated[Count, KeepsResult]`. A resume may differ in such a key. So may it
-    in a key whose effect is compared under another name, as that of `data.batch_size`.
+    It is written as `Annotated[Count, KeepsResult]`. A resume may have another value. A key whose
+    effect is compared under another name has the mark, too, as `data.batch_size`.
     """
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import uuid
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -91,7 +90,6 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=n_ranks,
-        run_id=uuid.uuid4().hex,
         rdzv_backend="static",
         rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"rank": 0},

@@ -188,5 +188,5 @@ def count_devices(devices: int | str | list[int]) -> int | None:
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Return the number of nodes of trainer.num_nodes, of which "auto" takes the launcher's."""
+    """Return the number of nodes for trainer.num_nodes. "auto" means those of the launcher."""
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
