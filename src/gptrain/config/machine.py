@@ -16,7 +16,7 @@ from gptrain.config.rules import problem
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigIssue, first_line, show
 from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
-from gptrain.core.schema import LightningTrainerConfig, RunConfig
+from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import check_target
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
@@ -132,12 +132,10 @@ def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
 
     from gptrain.runtime.devices import accelerator_of
 
-    devices = run.trainer.devices
-    kind = accelerator_of(run.trainer.accelerator)
+    devices, kind = run.trainer.devices, accelerator_of(run.trainer.accelerator)
     if kind is None:
         yield problem(run, "trainer.accelerator", "not on this machine", "trainer=cpu")
-    is_lightning = isinstance(run.trainer, LightningTrainerConfig)
-    if find_precision(run.trainer.precision).is_fp16 and kind == "cpu" and is_lightning:
+    if find_precision(run.trainer.precision).is_fp16 and kind == "cpu":
         hint = "trainer.precision=bf16-mixed"  # Lightning would take it without an error
         yield problem(run, "trainer.precision", "not supported on CPU", hint)
     numbers = devices if isinstance(devices, list) else range(count_devices(devices) or 1)

@@ -71,7 +71,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
             end_with_parent()
         devices = find_devices(cfg)
         if this_process().is_rank or devices.n_local == 1:
-            return run_rank(train, cfg, find_checkpoint, devices.world_size, stop)
+            return run_rank(train, cfg, find_checkpoint, stop)
         from gptrain.runtime.launch import launch  # imports torch's agent
 
         return launch(inspect.getfile(train), cfg, devices.n_local, stop)
@@ -84,7 +84,7 @@ def end_with_parent() -> None:
 
 
 def run_rank(
-    train: Callable, cfg: RunConfig, find_checkpoint: Callable, world_size: int, stop: StopFlag
+    train: Callable, cfg: RunConfig, find_checkpoint: Callable, stop: StopFlag
 ) -> dict[str, float]:
     """Run the training function in this process under a watchdog, and report how the run ended.
 
@@ -99,7 +99,7 @@ def run_rank(
     # The kernel frees the lock when this process ends, however it ends.
     with RunLock(cfg.run_dir, wait_s) if process.rank == 0 else nullcontext() as lock:
         if lock is not None:
-            cfg = prepare_start(cfg, find_checkpoint, lock, world_size)
+            cfg = prepare_start(cfg, find_checkpoint, lock)
         guard = Guard(
             cfg.run_dir,
             stop,
@@ -135,9 +135,7 @@ def run_rank(
     return metrics
 
 
-def prepare_start(
-    cfg: RunConfig, find_checkpoint: Callable, lock: RunLock, world_size: int
-) -> RunConfig:
+def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> RunConfig:
     """Find the checkpoint, and record the start and the config of the run in its folder.
 
     A training that was restarted resumes from its newest checkpoint, if it has one, whatever
@@ -146,7 +144,7 @@ def prepare_start(
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg = cfg.changed({"ckpt_path": "last"})
-    checkpoint = find_checkpoint(cfg, lock, world_size)
+    checkpoint = find_checkpoint(cfg, lock, find_devices(cfg).world_size)
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     if cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         add_start(cfg.run_dir, read_manifest(checkpoint)["step"] if checkpoint else 0)
@@ -233,19 +231,15 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """Return the entries of status.json that say how to resume the run."""
-    return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
-
-
-def resume_command(cfg: RunConfig) -> str:
-    """Return the shell command that resumes this run from its newest checkpoint, or repeats it.
+    """Return the entries of status.json that say how to resume the run, or to repeat it.
 
     `from_run` is left out, because by now its overrides are among those of this run.
     """
-    has_saved = cfg.task == "fit" and newest_checkpoint(cfg.run_dir)
-    ckpt_path = "last" if has_saved else cfg.ckpt_path
+    checkpoint = newest_checkpoint(cfg.run_dir)
+    ckpt_path = "last" if cfg.task == "fit" and checkpoint else cfg.ckpt_path
     values = {"run_dir": cfg.run_dir, "ckpt_path": ckpt_path, "from_run": None}
-    return shell.train_command(*typed_words(("hydra.searchpath=",), **values))
+    resume = shell.train_command(*typed_words(("hydra.searchpath=",), **values))
+    return {"checkpoint": checkpoint, "resume": resume}
 
 
 def typed_words(kept: tuple[str, ...], **values: object) -> list[str]:
