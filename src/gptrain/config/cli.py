@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -130,7 +129,7 @@ def run_command(
 
 def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
     """Check the config of a single job, and run it under Hydra."""
-    cfg = compose_words(words)
+    cfg = compose_words(words, schema)
     HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
     run = check(cfg, schema)
     if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
@@ -147,15 +146,17 @@ def run_sweep(job: Job, schema: type[RunConfig], words: list[str], codes: list[i
         raise ConfigError.of("-m", None, "not in the ranks of a launcher")
     with open_hydra(words) as hydra:
         parsed = OverridesParser.create(hydra.config_loader).parse_overrides(words)
-        cfg = compose("train", [*map(first_value, parsed)], return_hydra_config=True)
-        # The folder of a job is named by the keys that the sweep varies.
-        keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
-        words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
-        words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
-        try:
+        first_words = [*map(first_value, parsed)]
+    cfg = compose_words(first_words, schema)
+    # The folder of a job is named by the keys that the sweep varies.
+    keys = [item.key_or_group for item in parsed if not item.is_sweep_override()]
+    words = [*words, f"hydra.job.config.override_dirname.exclude_keys={keys}"]
+    words += [f"{key}=WARNING" for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
+    try:
+        with open_hydra(words) as hydra:
             hydra.multirun("train", partial(run_job, job, schema, codes, True), words)
-        finally:
-            report_sweep(Path(cfg.hydra.sweep.dir))
+    finally:
+        report_sweep(Path(cfg.hydra.sweep.dir))
 
 
 def first_value(item: Override) -> str:

@@ -4,7 +4,8 @@ import copy
 import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ REFUSALS = (
 SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its context length
 # Largest default data.seq_len: longer contexts are an extension of a trained net.
 LONG_SEQ_LEN = 8192
+UNKNOWN = "unknown key"
 Config = TypeVar("Config", bound=RunConfig)
 
 
@@ -105,10 +107,38 @@ def open_hydra(words: Sequence[str] = ()) -> Generator[Any, None, None]:
             raise ConfigError([_explain(error, words)]) from error
 
 
-def compose_words(words: Sequence[str]) -> DictConfig:
-    """Compose the config of a command line, with Hydra's own node, and without checks."""
+def compose_words(words: Sequence[str], schema: type[RunConfig] = RunConfig) -> DictConfig:
+    """Compose the config of a command line, with Hydra's own node.
+
+    Raises a ConfigError with all words that Hydra refuses and, if there are any, all wrong values
+    of the others.
+    """
+    problems, accepted = [], [*words]
     with open_hydra(words):
-        return compose("train", [*words], return_hydra_config=True)
+        while True:
+            try:
+                cfg = compose("train", accepted, return_hydra_config=True)
+                break
+            except REFUSALS as error:
+                problems.append(_explain(error, accepted))
+                left = [word for word in accepted if key_of(word) != problems[-1].key]
+                if left == accepted:  # the error names no word
+                    raise
+                accepted = left
+    if not problems:
+        return cfg
+    known = flatten(OmegaConf.to_container(cfg, resolve=False))
+    problems = [
+        replace(problem, message=UNKNOWN + _did_you_mean(problem.key, known))
+        if problem.message == UNKNOWN
+        else problem
+        for problem in problems
+    ]
+    try:
+        typed(plain(cfg), schema)
+    except ConfigError as error:
+        problems += error.problems
+    raise ConfigError(problems)
 
 
 def key_of(word: str) -> str:
@@ -125,13 +155,8 @@ def _explain(error: Exception, words: Sequence[str]) -> ConfigIssue:
     for word in reversed(words):
         key, value = key_of(word), word.partition("=")[2] or None
         if re.search(rf"(?:'|for ){re.escape(key)}(?:['/=\s]|\.\s)", str(error)):
-            if str(error).startswith("Could not override"):
-                known: dict[str, Any] = {}
-                with suppress(*REFUSALS):  # another override is wrong, too
-                    cfg = compose("train", [other for other in words if key_of(other) != key])
-                    known = flatten(OmegaConf.to_container(cfg, resolve=False))
-                text = f"unknown key{_did_you_mean(key, known)}"
-            return ConfigIssue(key, value, text)
+            is_unknown = str(error).startswith("Could not override")
+            return ConfigIssue(key, value, UNKNOWN if is_unknown else text)
     return ConfigIssue("", None, text)
 
 
@@ -190,7 +215,7 @@ def _find_problems(error: ValidationError, values: dict[str, Any]) -> Iterator[C
             message = details["msg"].removeprefix("Value error, ")
         key = ".".join(keys)
         if details["type"] == "extra_forbidden":
-            message = f"unknown key{_did_you_mean(key, flatten(values).keys() - {key})}"
+            message = f"{UNKNOWN}{_did_you_mean(key, flatten(values).keys() - {key})}"
         message = message.replace("Input should be", "must be")
         problems.setdefault((key, shown), []).append(message)
     for (key, shown), messages in problems.items():
