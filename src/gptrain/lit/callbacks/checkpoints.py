@@ -75,9 +75,7 @@ class Checkpoints(Checkpoint):
     saved_step: int = 0
 
     def __post_init__(self) -> None:
-        mirror, store = self.mirror, self.store
-        if mirror is not None:
-            store.on_commit = lambda: mirror.update(store)
+        self.store.on_commit = self._prune
         # Config key -> logged name that the first validation must log, and the effect if it does
         # not. Empty after the first validation.
         self._expected_metrics = {
@@ -159,7 +157,6 @@ class Checkpoints(Checkpoint):
         resume.warn_about_missing(self._expected_metrics, metrics)
         self._expected_metrics = {}
         self.store.set_metrics(trainer.global_step, metrics)
-        self._prune(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step if it is not saved yet, and finish a background save."""
@@ -203,7 +200,6 @@ class Checkpoints(Checkpoint):
         self._interval_start_s = monotonic()
         if step == self.saved_step:
             return
-        self.finish(trainer)
         self.saved_step = step
         self.beat(phase="save", allow_s=WRITING_S)
         is_last = self.stopping or step == trainer.max_steps
@@ -223,8 +219,6 @@ class Checkpoints(Checkpoint):
                 trainer.save_checkpoint(self.store.folder, False, storage_options=save)
             finally:  # after an error OnExceptionCheckpoint may write a file of its own
                 strategy.saves_to_store = False
-        if not self.store.is_unfinished:
-            self._prune(trainer)
 
     def ranking(self) -> list[Path]:
         """Return the folders of the checkpoints that have the monitored metric, the best first."""
@@ -240,18 +234,16 @@ class Checkpoints(Checkpoint):
         with self.timeline.during("saves", trainer.global_step):
             self.beat(phase="save", allow_s=WRITING_S)
             self.store.finish()
-            self._prune(trainer)
 
     def votes_to_save(self, trainer: Trainer) -> bool:
         """Return whether rank 0 votes to save, because `checkpoint.every_minutes` have passed."""
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
             return False
-        now_s = monotonic()
-        if now_s - self._interval_start_s < 60 * every:
-            return False
-        self._interval_start_s = now_s
-        return True
+        is_over = monotonic() - self._interval_start_s >= 60 * every
+        if is_over:
+            self._interval_start_s = monotonic()
+        return is_over
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Return on all ranks whether a step is saved even if no validation follows it."""
@@ -259,10 +251,11 @@ class Checkpoints(Checkpoint):
         is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
         return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
 
-    def _prune(self, trainer: Trainer) -> None:
-        """Remove on rank 0 all checkpoints except the newest `checkpoint.keep` and the best one."""
-        if trainer.is_global_zero:
-            self.store.prune(self.options.keep, protect=self.ranking()[:1])
+    def _prune(self) -> None:
+        """Remove all checkpoints except the newest ones and the best one, also from the mirror."""
+        self.store.prune(self.options.keep, protect=self.ranking()[:1])
+        if self.mirror is not None:
+            self.mirror.update(self.store)
 
     def _wait_for_mirror(self, trainer: Trainer) -> None:
         """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
