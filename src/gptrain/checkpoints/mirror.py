@@ -98,7 +98,7 @@ class Mirror:
         store.folder.mkdir(exist_ok=True)
         damaged = {}
         for name in self._names():
-            draft = store.folder / f".draft-{name}"  # `store.clean` removes a draft that is left
+            draft = store.folder / f".copy-{name}"  # `store.clean` removes a draft that is left
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 text = self._manifest(name)
@@ -141,7 +141,7 @@ class Mirror:
             _log.warning(text, self.url, errors.first_line(error))
 
     def _put(self, source: Path) -> None:
-        """Copy a checkpoint to the mirror: the files that it does not have yet, then the manifest.
+        """Copy a checkpoint to the mirror: its files, then the manifest.
 
         An older manifest is removed before a file is copied. One that lists the same files is only
         replaced, so that new metrics do not make the copy incomplete.
@@ -149,20 +149,19 @@ class Mirror:
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
         entries = parse(text, source)["files"]
-        old_text, copied = b"", {}
+        old_text, copied = b"", None
         with suppress(FileNotFoundError, DamagedCheckpointError):
             old_text = self._manifest(source.name)
             copied = parse(old_text, source)["files"]
-        if old_text == text:
-            return
-        if old_text and copied != entries:
-            self.files.rm_file(f"{target}/{MANIFEST_NAME}")
-        self.files.makedirs(target, exist_ok=True)
-        for file, entry in entries.items():
-            if copied.get(file) != entry:
+        if copied != entries:
+            if old_text:
+                self.files.rm_file(f"{target}/{MANIFEST_NAME}")
+            self.files.makedirs(target, exist_ok=True)
+            for file in entries:
                 self.files.put_file(str(source / file), f"{target}/{file}")
         # Write the manifest as it was read. If the step was saved again, the next update sees it.
-        self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
+        if text != old_text:
+            self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 
     def _run_id(self) -> str:
         """Return the identity of the run in the mirror, or "" if it has no complete checkpoint."""

@@ -12,6 +12,7 @@ against forgery.
 
 `step-00000500.corrupt` failed its verification and is kept for the user to look at.
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
+`.copy-step-00000500` is being copied from a mirror, and is not verified yet.
 """
 
 from __future__ import annotations

@@ -46,12 +46,13 @@ class BatchDataset(Dataset):
 class WrappedDataset(Dataset):
     """Base class of datasets that read the samples of another one, and have its attributes.
 
-    `name` is the config key of the dataset, for error messages.
+    `name` is the config key of the dataset, for error messages. `samples` replaces its samples.
     """
 
-    def __init__(self, dataset: Any, name: str):
+    def __init__(self, dataset: Any, name: str, samples: Any = None):
         self.dataset = dataset
         self.name = name
+        self.samples = dataset if samples is None else samples
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute == "dataset":  # not yet set, for example while the object is unpickled
@@ -59,12 +60,15 @@ class WrappedDataset(Dataset):
         return getattr(self.dataset, attribute)
 
     def __len__(self) -> int:
-        return len_of(self.dataset)
+        return len_of(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Return the samples of the inner dataset: a list, or a batch that it stacks itself."""
-        read = getattr(self.dataset, "__getitems__", None)
-        return read(indices) if read else [self.dataset[index] for index in indices]
+        """Return several of the samples: a list, or a batch that the dataset stacks itself."""
+        read = getattr(self.samples, "__getitems__", None)
+        return read(indices) if read else [self.samples[index] for index in indices]
 
 
 class BatchReader(WrappedDataset):
@@ -94,9 +98,6 @@ class BatchReader(WrappedDataset):
         self.n_positions = n_positions
         self.vocab_size = vocab_size
         self.seed = seed
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the samples of a batch as a tuple or a dict of stacked tensors."""

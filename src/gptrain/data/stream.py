@@ -187,20 +187,6 @@ class StreamPositions:
         return dict(self._after_steps)[n_batches] if n_batches else self.start
 
 
-class StoredStream(WrappedDataset):
-    """Dataset that reads a stream, or its first samples, into memory at once, for an evaluation."""
-
-    def __init__(self, dataset: Any, name: str, n_samples: int | None):
-        super().__init__(dataset, name)
-        self.samples = list(islice(iter(dataset), n_samples))
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
 def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """Wrap a stream as a dataset whose samples have an index, and return others unchanged.
 
@@ -209,8 +195,9 @@ def as_indexed(dataset: Any, name: str, n_samples: int | None) -> Any:
     """
     if not is_stream(dataset):
         return dataset
-    is_training = name == "data.train"
-    return StreamDataset(dataset, name) if is_training else StoredStream(dataset, name, n_samples)
+    if name == "data.train":
+        return StreamDataset(dataset, name)
+    return WrappedDataset(dataset, name, list(islice(dataset, n_samples)))
 
 
 def find_stream(dataset: Any) -> StreamDataset | None:
