@@ -17,7 +17,7 @@ from gptrain.assemble.load import build_target
 from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import BatchPlan, RunLengths, phase_steps
 from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES
+from gptrain.core.strategies import ANY_NET, PIPELINE, STRATEGIES, strategy_name
 from gptrain.lit.module import LanguageModel
 from gptrain.loss import LossOptions
 from gptrain.optim import decay_groups, scaled_lr
@@ -32,8 +32,9 @@ SCHEDULE_KEYS = {
 SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 
 
-def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
-    """Return the class of the module group."""
+def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
+    """Return the class of the module group, which must fit the strategy."""
+    strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     has_pipeline = PIPELINE in STRATEGIES[strategy].axes
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):

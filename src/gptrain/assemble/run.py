@@ -51,12 +51,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.lit.user_data import UserData, has_loader
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
-from gptrain.parallel.requirements import (
-    IncompatibleModelError,
-    check_batch,
-    check_fit,
-    check_layout,
-)
+from gptrain.parallel.requirements import check_batch, check_fit, check_layout
 from gptrain.runtime.devices import RunDevices, find_devices, native_precision, set_threads
 from gptrain.runtime.process import Process, start_store, this_process
 from gptrain.runtime.watchdog import Guard
@@ -142,16 +137,15 @@ def check(cfg: RunConfig) -> None:
     if isinstance(cfg.data, DummyTextConfig) and not batch.steps_per_epoch(cfg.data.num_samples):
         message = f"one step needs {batch.global_batch_size} sequences"
         raise ConfigError.of("data.num_samples", cfg.data.num_samples, message)
-    name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
-        module_type = module_class(cfg, name)
+        module_type = module_class(cfg, dims.world_size)
         check_metrics(cfg, module_type)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
         limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
-            message = f"longer than the {limit} positions of the net; try: data.seq_len={limit}"
-            raise IncompatibleModelError("data.seq_len", message)
+            message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
+            raise ConfigError.of("data.seq_len", cfg.value_of("data.seq_len"), message, hint=hint)
         check_fit(
             net,
             cfg.strategy,
@@ -203,8 +197,7 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     """
     process, devices = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, devices.world_size, devices.n_nodes)
-    name = strategy_name(cfg.strategy.name, devices.world_size)
-    module_type = module_class(cfg, name)
+    module_type = module_class(cfg, devices.world_size)
     guard.beat(phase="connect", allow_s=cfg.strategy.timeout_s + CONNECTING_S)
     with guard.nothing_to_save():  # a rank that never starts does not delay a request to stop
         start_rank(cfg, process, devices)
