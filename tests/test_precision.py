@@ -19,7 +19,6 @@ AMPERE, TURING = 8, 7
         ("cuda", TURING, "32-true"),  # Turing emulates bf16
         ("cpu", 0, "32-true"),
         ("mps", 0, "32-true"),
-        ("tpu", 0, "32-true"),
     ],
 )
 def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision, monkeypatch):

@@ -178,7 +178,7 @@ class TrainerConfig(TargetConfig):
     The keys below differ from Lightning's in their meaning, their unit or their default.
     """
 
-    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"]
     devices: types.Devices
     num_nodes: Literal["auto"] | Count
     precision: types.PrecisionName

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
@@ -20,7 +19,7 @@ class RunDevices:
     """Devices of one run on all of its nodes, one device for each rank.
 
     Attributes:
-        accelerator: Lightning's name of the accelerator: "cpu", "cuda", "mps" or "tpu".
+        accelerator: Lightning's name of the accelerator: "cpu", "cuda" or "mps".
         n_local: Number of ranks on this node.
         n_nodes: Number of nodes of the job.
         gpu_numbers: GPU index of each local rank, if trainer.devices lists them; otherwise empty.
@@ -44,15 +43,13 @@ class RunDevices:
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a local rank, with the index that the device has in this process.
 
-        A process that sees a single GPU gets index 0, whatever its rank is. Under the accelerator
-        "tpu" the result is the CPU.
+        A process that sees a single GPU gets index 0, whatever its rank is.
         """
-        if self.accelerator == "cuda":
-            if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank one GPU
-                return torch.device("cuda", 0)
-            numbers = self.gpu_numbers
-            return torch.device("cuda", numbers[local_rank] if numbers else local_rank)
-        return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
+        if self.accelerator != "cuda":
+            return torch.device(self.accelerator)
+        index = self.gpu_numbers[local_rank] if self.gpu_numbers else local_rank
+        # `srun --gpus-per-task=1` shows each rank one GPU.
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else index)
 
 
 def find_devices(cfg: RunConfig) -> RunDevices:
@@ -75,14 +72,9 @@ def accelerator_of(name: str) -> str | None:
 
     `auto` takes CUDA, MPS or the CPU, the first that this machine has, and `gpu` CUDA or MPS.
     """
-    is_available = {
-        "cuda": torch.cuda.is_available,
-        "mps": torch.backends.mps.is_available,
-        "tpu": lambda: find_spec("torch_xla") is not None,
-        "cpu": lambda: True,
-    }
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     candidates = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(name, (name,))
-    return next((candidate for candidate in candidates if is_available[candidate]()), None)
+    return next((candidate for candidate in candidates if has[candidate]), None)
 
 
 def native_precision(devices: RunDevices) -> str:
