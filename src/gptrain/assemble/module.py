@@ -1,7 +1,6 @@
 """Builds the LightningModule, its metrics, its optimizer and its learning-rate schedule."""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -108,34 +107,20 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     with as_config_errors(cfg, "optimizer._target_"):
         optimizer_class = get_method(target)
         if make_groups := getattr(optimizer_class, "parameter_groups", None):
-            groups = _own_groups(cfg, batch, module, make_groups, options)
+            net, named = module, dict(module.named_parameters())  # a net on the meta device
+            if isinstance(module, LanguageModel):
+                net, named = module.net, module.named_net()
+            names = {parameter: name for name, parameter in named.items()}
+            keys = inspect.signature(make_groups).parameters.keys() & options.keys()
+            own = {key: options.pop(key) for key in keys}
+            own |= {key: peak_lr(cfg, batch, lr) for key, lr in own.items() if key.endswith("_lr")}
+            groups = make_groups(net, module.parameters(), names, **own)
         else:
             # Parameters outside the net are never sharded and need groups of their own.
             extra = named_extra_parameters(module)
             of_net = [p for name, p in module.named_parameters() if name not in extra]
             groups = decay_groups(of_net) + decay_groups(extra.values())
         return optimizer_class(groups, **options)
-
-
-def _own_groups(
-    cfg: RunConfig,
-    batch: BatchPlan,
-    module: nn.Module,
-    make_groups: Callable[..., list[dict[str, Any]]],
-    options: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer whose class makes them itself."""
-    if isinstance(module, LanguageModel):
-        net, named = module.net, module.named_net()
-    else:  # a net on the meta device
-        net, named = module, dict(module.named_parameters())
-    names = {parameter: name for name, parameter in named.items()}
-    own = inspect.signature(make_groups).parameters.keys() & options.keys()
-    group_options = {key: options.pop(key) for key in own}
-    for key in own:
-        if key.endswith("_lr"):
-            group_options[key] = peak_lr(cfg, batch, group_options[key])
-    return make_groups(net, module.parameters(), names, **group_options)
 
 
 def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
