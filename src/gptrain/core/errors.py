@@ -50,13 +50,12 @@ IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One problem of the input: `<key>=<value>: <message>; allowed: <allowed>; try: <hint>`.
+    """One problem of the input: `<key>=<value>: <message>; try: <hint>`.
 
     Attributes:
         key: Dotted key, flag or environment variable. Empty if the problem has no single key.
         value: Given value. None shows no value, the string "null" shows a null.
         message: Reason why the value is wrong.
-        allowed: Values that are allowed, or an empty string.
         hint: Override or command to type instead, or an empty string.
         code: Exit code of the command. DONE (0) makes the problem a warning.
     """
@@ -64,14 +63,12 @@ class ConfigIssue:
     key: str
     value: object
     message: str
-    allowed: str = ""
     hint: str = ""
     code: int = BAD_CONFIG
 
     def __str__(self) -> str:
         head = f"{self.key}={show(self.value)}" if self.value is not None else self.key
         line = f"{head}: {self.message}" if head else self.message
-        line += f"; allowed: {self.allowed}" if self.allowed else ""
         line += f"; try: {self.hint}" if self.hint else ""
         return printable(line)
 

@@ -142,7 +142,7 @@ def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
     for key, known in COMPARED.items():
         value = cfg.value_of(key)
         if value != known:
-            raise ConfigError.of(key, value, "the other loops have", allowed=known)
+            raise ConfigError.of(key, value, f"the other loops have {known}")
     seq_len = values["data"]["seq_len"]
     return {
         "net": cfg.model.target,

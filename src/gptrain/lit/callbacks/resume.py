@@ -49,8 +49,8 @@ def warn_about_missing(
     logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
     for key, (name, effect) in expected.items():
         if name not in metrics and not str(name).startswith("perf/"):
-            message = f"not logged in the first validation; {effect}"
-            log.warning("%s", ConfigIssue(key, name, message, logged_names, code=DONE).line)
+            message = f"not logged in the first validation; {effect}; allowed: {logged_names}"
+            log.warning("%s", ConfigIssue(key, name, message, code=DONE).line)
 
 
 def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
