@@ -175,10 +175,7 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 
     The planner compares strategies in this way.
     """
-    kind = STRATEGIES[name]
-    if type(given) is kind:
-        return given.model_copy(update={"name": name})
-    shared = kind.model_fields.keys() & given.model_fields_set - {"name"}
+    shared = STRATEGIES[name].model_fields.keys() & given.model_fields_set - {"name"}
     return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
 
 
