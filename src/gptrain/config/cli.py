@@ -174,11 +174,8 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """Check a composed config and return the typed config. Warnings are printed.
 
     The run folder and the launcher are checked only for a training or an evaluation, classes and
-    devices only if `schema.runs_here` is true.
-
-    Raises:
-        ConfigError: If there are errors: all of the first kind of check that finds one. Also if the
-            environment variables of a launcher are damaged.
+    devices only if `schema.runs_here` is true. A ConfigError has all problems of the first kind of
+    check that finds one.
     """
     values = plain(cfg)
     run = typed(values, schema)
@@ -207,9 +204,8 @@ def run_job(
 ) -> float | None:
     """Run one job and return its objective, or None after an error that was printed.
 
-    In a sweep a job that has finished in its folder earlier is not run again. After an error
-    Hydra's basic sweeper runs its next job. Other sweepers (a search) and launchers (jobs in other
-    processes) need an exception to notice the failure.
+    In a sweep a job that has finished earlier is not run again. After an error the basic sweeper
+    runs its next job. Other sweepers and launchers need an exception to notice the failure.
     """
     node: Any = HydraConfig.get()
     folder = Path(node.runtime.output_dir)

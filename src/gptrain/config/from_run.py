@@ -1,10 +1,7 @@
 """Implements `from_run=<folder>`: the overrides of an earlier run, followed by those typed now.
 
-python train.py from_run=outputs/a task=test            evaluates the run's best checkpoint
-python train.py from_run=outputs/a optimizer.lr=1e-3    trains again with another learning rate
-
-The overrides of a run may name any class that is installed here. So a run that this user did not
-start is refused, unless `trust=true` is typed.
+They may name any class that is installed here. So a run that this user did not start is refused,
+unless `trust=true` is typed.
 """
 
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ PHASES = ("warmup", "decay", "total")
 def problem(
     run: RunConfig, key: str, message: str, hint: str = "", code: int = BAD_CONFIG
 ) -> ConfigIssue:
-    """Return a problem of a key, with its value in the config. `code` 0 makes it a warning."""
+    """Return the problem of a key, with its value in the config. `code` 0 makes it a warning."""
     return ConfigIssue(key, show(run.value_of(key)), message, hint=hint, code=code)
 
 

@@ -7,11 +7,6 @@ def line(label: str, text: object) -> str:
     """Return one printed line: the label, padded to a column of ten characters, and the text.
 
     Further lines of the text are indented by the same ten characters.
-
-    Args:
-        label: First word of the line, such as `result`. A label of ten characters or more is
-            followed by a single space.
-        text: Text after the label, converted with `str()`.
     """
     indented = str(text).replace("\n", "\n" + " " * _WIDTH)
     return f"{label:{_WIDTH - 1}} {indented}"

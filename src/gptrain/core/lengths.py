@@ -120,14 +120,8 @@ def plan_lengths(
 ) -> RunLengths:
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
-    An epoch has at least one step.
-
-    Args:
-        cfg: Configuration of the run.
-        n_samples: Number of training samples.
-        sample_tokens: Positions of one sample. None for data that are not tokens; then a sample
-            counts as one position.
-        data_parallel_size: Number of ranks that see different samples.
+    An epoch has at least one step. `sample_tokens` is None for data that are not tokens; then a
+    sample counts as one position.
 
     Raises:
         ConfigError: If max_tokens is less than one step.

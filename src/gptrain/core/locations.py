@@ -69,11 +69,8 @@ def default_output_dir() -> str:
 def report_to_fit(**facts: object) -> None:
     """Write the facts as JSON to the file that `gptrain.fit` reads, if that started this process.
 
-    A second call does nothing.
-
-    Args:
-        facts: Either `folder`, the run folder of a run that starts, or `lines`, the error messages
-            of a run that is refused.
+    They are `folder`, the run folder of a run that starts, or `lines`, the error messages of a run
+    that is refused. A second call does nothing.
     """
     if path := os.environ.pop(REPORT_VARIABLE, None):
         Path(path).write_text(json.dumps(facts))

@@ -11,14 +11,9 @@ if TYPE_CHECKING:
 
 
 def progress_bar(what: str, n_bytes: int) -> tqdm:
-    """Return a progress bar that counts bytes on stderr.
+    """Return a progress bar that counts bytes on stderr. `close` removes it from the screen.
 
-    The bar appears after two seconds, and only if stderr is a terminal and the environment variable
-    RANK is 0 or not set. `close` removes the bar from the screen. The lock of all bars of tqdm in
-    this process is replaced by one for threads only.
-
-    Raises:
-        ModuleNotFoundError: If tqdm is not installed.
+    It appears after two seconds, and only on rank 0, if stderr is a terminal.
     """
     from tqdm import tqdm  # imported late: `gptrain.plan` runs without tqdm installed
 

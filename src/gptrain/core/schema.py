@@ -136,11 +136,8 @@ class SchedulerConfig(TargetConfig):
     def phase(self, name: str) -> tuple[float | None, float | None]:
         """Return the length of a phase in optimizer steps and in tokens, as the config gives it.
 
-        A number of steps below 1 is a fraction of the run. If both are None, the length has a
-        default.
-
-        Args:
-            name: `warmup`, `decay` or `total`.
+        The name is `warmup`, `decay` or `total`. A number of steps below 1 is a fraction of the
+        run. If both are None, the length has a default.
         """
         keys = self.arguments
         return keys.get(f"{name}_steps"), keys.get(f"{name}_tokens")
@@ -330,10 +327,8 @@ class RunConfig(Section):
     def changed(self, values: Mapping[str, Any]) -> Self:
         """Return a copy in which some keys have other values, which are not validated.
 
-        Other keys keep their values, also those whose yaml line refers to a changed key.
-
-        Args:
-            values: New value of each key. A key has at most one dot, as `data.batch_size`.
+        Other keys keep their values, also those whose yaml line refers to a changed key. A key has
+        at most one dot, as `data.batch_size`.
         """
         copy = self.model_copy()
         for key, value in values.items():

@@ -14,12 +14,7 @@ from gptrain.core.errors import DataError, first_line
 
 
 class UnreadableFileError(DataError):
-    """Raised for a file that exists but whose content cannot be used.
-
-    Attributes:
-        path: Path of the file.
-        reason: Why the file cannot be used. The message is `<path>: <reason>`.
-    """
+    """Raised for the file `path`, which exists but cannot be used, for the `reason`."""
 
     def __init__(self, path: str | os.PathLike, reason: str):
         super().__init__(f"{path}: {reason}")
@@ -33,7 +28,7 @@ def read_bytes(path: str | os.PathLike) -> bytes:
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Open a regular file for reading, and return it in binary mode. Symbolic links are followed.
+    """Open a regular file for reading in binary mode. Symbolic links are followed.
 
     Raises:
         OSError: If the file does not exist or cannot be opened.

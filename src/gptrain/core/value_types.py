@@ -165,12 +165,8 @@ class TargetConfig(OpenSection):
 def chosen(kinds: Mapping[str, type[Section]], read_name: Callable[[Any], object]) -> Any:
     """Return the mark of a group whose section type depends on one of its values.
 
-    It is written as `Annotated[ModelConfig, chosen(kinds, read_name)]`. The annotated type stands
-    for every name that is not in `kinds`, such as that of a user's class.
-
-    Args:
-        kinds: Type of the section by name.
-        read_name: Function that returns the name in a group, for example its `_target_`.
+    It is written as `Annotated[ModelConfig, chosen(kinds, read_name)]`. `kinds` has the type of the
+    section by name. The annotated type stands for any other name, such as that of a user's class.
     """
 
     def validate(node: Any, of_other_name: Callable[[Any], Section]) -> Section:

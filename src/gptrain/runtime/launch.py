@@ -34,17 +34,8 @@ def launch(script: str, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> dict[st
     """Run the command of this job once per device of this machine, and return its metrics.
 
     After a failure for which a restart may help, all ranks are started again from the newest
-    checkpoint, at most `launcher.max_restarts` times.
-
-    Args:
-        script: Python file of the command.
-        cfg: Configuration of the run.
-        n_ranks: Number of ranks.
-        stop: Flag that is true once the run was asked to stop. A signal is sent on to the ranks,
-            which save, and end. A second Ctrl-C ends this process, and the ranks notice it.
-
-    Returns:
-        The metrics in result.json. Empty if rank 0 has written no such file.
+    checkpoint, at most `launcher.max_restarts` times. A signal is sent on to the ranks, which save,
+    and end. A second Ctrl-C ends this process, and the ranks notice it.
 
     Raises:
         JobFailedError: If the job fails, or if it was asked to stop. It has the exit code.

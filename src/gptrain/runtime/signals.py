@@ -102,9 +102,8 @@ def ignore_in_worker(_worker_id: int = 0) -> None:
 def kill_workers() -> None:
     """Kill the data workers of this process, at the end of a run and, by atexit, of the process.
 
-    multiprocessing itself would end the workers by SIGTERM, which they ignore, and wait forever.
-    torch would wait ten seconds for each worker of a loader that is collected as garbage. Only
-    daemonic child processes count as workers.
+    multiprocessing would end the workers by SIGTERM, which they ignore, and wait forever. torch
+    would wait ten seconds for each worker of a loader that is collected as garbage.
     """
     # torch's handler raises for a killed worker.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -77,12 +77,8 @@ class Guard:
     def beat(self, step: int | None = None, phase: str | None = None, allow_s: float = 0.0) -> None:
         """Record that the main thread has made progress.
 
-        Args:
-            step: Optimizer step. Defaults to the step of the last heartbeat.
-            phase: Phase of the run that begins, such as "train". Defaults to the phase of the last
-                heartbeat.
-            allow_s: Longest time until the next heartbeat, in seconds, if the phase may take longer
-                than the timeout, such as a compilation. 0 allows the timeout.
+        `allow_s` is the longest time until the next heartbeat, in seconds, if the phase may take
+        longer than the timeout, such as a compilation. Step and phase stay if they are None.
         """
         self.step = self.step if step is None else step
         self.phase = phase or self.phase
