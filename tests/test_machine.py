@@ -6,14 +6,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import assign_devices
+from gptrain.core.shell import override
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.base import ManyRanks
 from gptrain.parallel.base import Parallel
 from gptrain.runtime.devices import RunDevices, find_devices
 from gptrain.runtime.process import Process
+from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def visible(monkeypatch):
 
 
 def machine_of(devices, n_nodes=1):
-    options = {"accelerator": "cuda", "devices": devices, "num_nodes": n_nodes}
-    return find_devices(OmegaConf.create({"trainer": options}))
+    words = ("trainer.accelerator=cuda", f"trainer.num_nodes={n_nodes}", "run_dir=a")
+    return find_devices(compose_run(override("trainer.devices", devices), *words))
 
 
 def numbers(machine):
