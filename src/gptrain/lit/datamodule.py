@@ -137,10 +137,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """Return the dataset indices of the samples of one optimizer step, for error messages.
-
-        The list is empty for a stream. It has the samples of all data ranks if `rank` is None.
-        """
+        """Return the dataset indices of a step, of a rank or of all. A stream has none."""
         if self.stream is not None:
             return []
         samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)

@@ -1,11 +1,8 @@
-"""Every use of Lightning's private names and undeclared attributes.
+"""Every use of Lightning's private names and undeclared attributes, as of Lightning 2.6.6.
 
-The private names are needed for four purposes, each as of Lightning 2.6.6 and each with a test that
-the name still exists: Lightning's signal handlers, its broadcast of a stop request, its automatic
-search for a checkpoint, and the state of its loops in a checkpoint.
-
-Lightning's connectors set some attributes of a Trainer that the class does not declare
-(`callbacks`, `datamodule`, `fast_dev_run`). The functions below read them with their types.
+The private names are needed for four purposes, each with a test that the name still exists:
+Lightning's signal handlers, its broadcast of a stop request, its automatic search for a checkpoint,
+and the state of its loops in a checkpoint.
 """
 
 from pathlib import Path
@@ -138,8 +135,7 @@ def is_validated(trainer: pl.Trainer, step: int) -> bool:
 def finish_step(trainer: pl.Trainer, step: int) -> None:
     """Update ReduceLROnPlateau schedules as Lightning does after the hooks that save a step.
 
-    A run that resumes from a step within an epoch would otherwise miss the update. Repeating the
-    validation passes this part of Lightning's loop again.
+    A run that resumes from a step within an epoch, without a validation, would miss the update.
     """
     step_in_epoch = step % data_of(trainer).lengths.epoch_steps
     if not step_in_epoch or is_validated(trainer, step):
@@ -162,11 +158,7 @@ def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) ->
 
 
 def clear_restarting_flags(trainer: pl.Trainer) -> None:
-    """Clear the flags by which Lightning treats a resumed run differently from any other run.
-
-    If max_steps is set, it marks all loops as restarting, and would leave out the ReduceLROnPlateau
-    update at the end of the first epoch.
-    """
+    """Clear the flags of a resumed run, because of which it would leave out a ReduceLROnPlateau."""
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False

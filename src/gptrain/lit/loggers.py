@@ -111,10 +111,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
-        """Write a text into the TEXT tab, on rank 0, as it is and not as Markdown.
-
-        The tag is `run/<name>`, because TensorBoard opens only the first section of the tab.
-        """
+        """Write a text as it is into the TEXT tab. TensorBoard opens its first section, `run`."""
         self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
@@ -135,9 +132,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 class WandbLogger(pl_loggers.WandbLogger):
     """Logger that gives the Weights & Biases run the id of the run folder `save_dir`.
 
-    A resumed or requeued run therefore continues the same Weights & Biases run, and each job of a
-    sweep has its own. The service does not delete points: the steps that a resumed run repeats are
-    logged twice. The options are arguments of Lightning's WandbLogger and of wandb.init.
+    A resumed or requeued run therefore continues the same Weights & Biases run. The service does
+    not delete points: the steps that a resumed run repeats are logged twice.
     """
 
     def __init__(self, save_dir: str, **options: Any):

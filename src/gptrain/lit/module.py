@@ -127,10 +127,7 @@ class LanguageModel(pl.LightningModule):
     def validation_step(
         self, batch: tuple[Tensor, ...], batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Add a batch to the sums and metrics of the evaluation. Nothing is logged here.
-
-        If the data are a mixture, `batch_idx` determines the part whose loss the batch counts for.
-        """
+        """Add a batch to the sums of the evaluation, and to those of its part of a mixture."""
         tokens, targets, *documents = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
         self.evaluate(tokens, targets, part_of(batch_idx) if part_of else None, *documents)
@@ -138,10 +135,7 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of the evaluation, if this module is used with a plain Trainer.
-
-        In a run of gptrain TrainingMonitor has logged them before.
-        """
+        """Log the metrics with a plain Trainer. In a run TrainingMonitor has logged them before."""
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -155,15 +149,8 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Add a batch to the sums of the evaluation and update the metrics.
 
-        All ranks that compute one net together must call this method. Its errors are those of
-        `loss`.
-
-        Args:
-            tokens: Token ids (B, T), int64.
-            targets: Next tokens (B, T), int64; -100 is ignored.
-            part: Part of a mixture to which the batch belongs, whose loss is also logged
-                separately.
-            documents: Index of the document of each token, (B, T), or None.
+        All ranks that compute one net together must call this method. Arguments and errors are
+        those of `loss`. `part` is the part of a mixture whose loss is also logged separately.
         """
         parallel = self._parallel()
         batch = Batch(tokens, targets, documents)
@@ -259,11 +246,7 @@ class LanguageModel(pl.LightningModule):
 
         Under precision 16-mixed, Lightning leaves the loss scale in the gradients of fused
         optimizers, which remove it themselves. Here the gradients are unscaled before they are
-        clipped.
-
-        Raises:
-            RefusedStepError, DataError: As `GPTStrategy.clip`.
-            IncompatibleModelError: In a pipeline, if a hook has changed the gradients before.
+        clipped. Raises the errors of `GPTStrategy.clip`.
         """
         strategy = self.trainer.strategy
         self._parallel().check_gradients()

@@ -79,11 +79,7 @@ class Speed:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes.
-
-    On a CUDA device it is that of tensors since `Report.start`, else the resident memory of the
-    process.
-    """
+    """Return the peak memory of this rank: of tensors on a CUDA device, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -91,11 +87,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Return the number of weights that are multiplied with every token.
-
-    These are all parameters with two or more dimensions, except those that only an nn.Embedding
-    holds.
-    """
+    """Return the number of weights in matrices, except those that only an nn.Embedding holds."""
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
     return sum(weight.numel() for weight in weights if weight.ndim >= 2)

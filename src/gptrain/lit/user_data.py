@@ -108,10 +108,7 @@ class UserData(Dataset):
 
 
 def count_batches(loader: DataLoader, batch_size: int, world_size: int) -> int:
-    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream.
-
-    `batch_size` is 1 if each index of the sampler gives a batch.
-    """
+    """Return the number of batches of an epoch on each rank, or UNKNOWN_LENGTH for a stream."""
     n_batches = sized_len(loader) or UNKNOWN_LENGTH
     is_divided = isinstance(loader.sampler, DistributedSampler)
     if world_size == 1 or is_divided or isinstance(loader.dataset, IterableDataset):

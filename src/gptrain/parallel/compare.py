@@ -252,10 +252,7 @@ def first_difference(expected: Tensors, found: Tensors) -> str:
 
 
 def make_batch(sample: Tensor, parallel: Parallel) -> Batch:
-    """Return a batch for a comparison: beginnings of rotated copies of one sample.
-
-    Its length has the remainder of the sample's, so that the strategy pads both or neither.
-    """
+    """Return beginnings of rotated copies of a sample, which need padding if the sample does."""
     n_tokens, world_size = len(sample), parallel.dims.world_size
     if n_tokens > N_TOKENS + world_size:
         n_tokens = N_TOKENS + (n_tokens - N_TOKENS) % world_size

@@ -3,14 +3,11 @@
 The ranks of a context group read the same samples. Each rank computes a contiguous part of the
 positions. Only attention needs other positions: before attention each rank exchanges its positions
 of all heads for all positions of some heads, and afterwards it exchanges them back. Each exchange
-is one all-to-all, which sends (n-1)/n of a rank's values.
-Source: Jacobs et al. 2023 (DeepSpeed-Ulysses), arXiv:2309.14509.
+is one all-to-all, which sends (n-1)/n of a rank's values. Source: Jacobs et al. 2023
+(DeepSpeed-Ulysses), arXiv:2309.14509.
 
-A net states with `context_plan` that it may be computed in this way (see `gptrain.models`).
-
-The loss and the outputs of the net are those of the full sequence on every rank of the group. All
-backward passes are exact adjoints of the communication. The mean of the gradients over the data and
-the context ranks is then the gradient of the mean of the losses, as under DDP.
+All backward passes are exact adjoints of the communication. The mean of the gradients over the data
+and the context ranks is then the gradient of the mean of the losses, as under DDP.
 """
 
 # B batch, T time, n ranks of the context axis, T' = T padded to a multiple of n, t = T' / n,
@@ -33,11 +30,10 @@ from gptrain.parallel.tensor import gather_sequence
 
 @dataclass(frozen=True)
 class PartLayout(SequenceLayout):
-    """Layout of the part of each sequence that one rank computes.
+    """Layout of the part of each sequence that one rank computes: its `positions`.
 
-    `positions` are those of the part, `documents` and `block_mask` those of the full sequences.
-    `index` (t,) has the places of the part in the full sequences, `is_padding` (t,) is True for
-    padding.
+    `documents` and `block_mask` are those of the full sequences. `index` (t,) has the places of the
+    part in them, `is_padding` (t,) is True for padding.
     """
 
     index: Tensor = field(kw_only=True)
@@ -64,10 +60,7 @@ def run_part(
     cache: None = None,
     layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Run a method of the net on this rank's part of the sequences.
-
-    With a `PartLayout`, tokens and result are this rank's t positions, otherwise full sequences.
-    """
+    """Run a method of the net on own positions, of full sequences or of those of a PartLayout."""
     if cache is not None:
         raise ValueError("strategy=context_parallel has no cache; use a net of gptrain.load")
     if isinstance(layout, PartLayout):
@@ -84,10 +77,7 @@ def run_part(
 def part_layout(
     tokens: Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
 ) -> PartLayout:
-    """Return the layout of this rank's part of the sequences.
-
-    They are padded at their end with copies of the last token, which a causal net does not see.
-    """
+    """Return the layout of own positions. Copies of the last token pad the sequences."""
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
     padded = torch.arange(part_length * group.size(), device=tokens.device)  # (T',)

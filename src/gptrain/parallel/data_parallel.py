@@ -1,9 +1,7 @@
 """Data parallelism: DDP keeps full nets and averages their gradients, FSDP2 shards the nets.
 
-Under FSDP2 each of N ranks stores 1/N of every parameter, gradient and optimizer moment. The
-parameters of a block are gathered before its forward and its backward pass, and its gradients are
-reduce-scattered after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054
-(stage 3); Zhao et al. 2023, arXiv:2304.11277.
+Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao et al. 2023,
+arXiv:2304.11277.
 """
 
 from collections.abc import Callable
@@ -44,11 +42,7 @@ def ddp_arguments(options: DDPOptions) -> dict[str, Any]:
 
 
 def build_comm_hook(name: str) -> tuple[object, Callable] | None:
-    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook, or None.
-
-    "powersgd" sends factors of rank 1 with error feedback after 1000 steps of plain all-reduce.
-    Source: Vogels et al. 2019, arXiv:1905.13727.
-    """
+    """Build the arguments (state, hook) of DistributedDataParallel.register_comm_hook, or None."""
     if name == "none":
         return None
     if name == "powersgd":
@@ -112,11 +106,7 @@ def watch_use(net: Any) -> set[str]:
 
 
 def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    """Return the dimension in which FSDP2 shards a parameter. None is its default, the rows.
-
-    If tensor parallelism shards the rows, FSDP shards the columns if they divide evenly: two
-    shardings of one dimension would interleave, which DTensor cannot represent for odd sizes.
-    """
+    """Return the dimension in which FSDP2 shards a parameter. None is its default, the rows."""
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
     rows_are_sharded = parameter.placements[0].is_shard(0)

@@ -18,10 +18,7 @@ def sum_gradients(
     divisor: int = 1,
     finds_unused: bool | None = None,
 ) -> None:
-    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective.
-
-    `finds_unused` is None if all ranks are known to have the same gradients.
-    """
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective."""
     if group.size() == 1:
         return
     if finds_unused is not None:

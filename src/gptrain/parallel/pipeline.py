@@ -105,11 +105,7 @@ class Pipeline(Parallel):
         return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss of this pipeline's samples, in nats per target, on all of its ranks.
-
-        With gradients enabled, it also runs the backward pass, and keeps the gradients for that of
-        the returned loss.
-        """
+        """Return the mean loss per target on all ranks, after its gradients were computed."""
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
         divisor = self.count_and_get_divisor(batch.targets)
@@ -145,10 +141,7 @@ class Pipeline(Parallel):
         return self.evaluate(batch, partial(self.head_loss, net, options=options))
 
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits (C, V) and targets (C,) of C positions at a time, on the last stage only.
-
-        All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
-        """
+        """Yield logits (C, V) and targets (C,) on the last stage only. All ranks must iterate."""
         outputs: list[tuple[Tensor, Tensor]] = []
 
         def keep(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -270,9 +263,7 @@ class Stage(nn.Module):
 def keep_stage(net: Net, stage: int, n_stages: int) -> None:
     """Remove from a net, in place, all layers that do not belong to a stage, and keep all names.
 
-    `blocks` becomes an nn.ModuleDict, whose keys are the indices in the full net. The last stage
-    keeps `norm` and `head`. The first stage keeps all other modules and parameters, which `embed`
-    may use.
+    The last stage keeps `norm` and `head`, the first one all others that `embed` may use.
     """
     blocks = list(net.blocks)
     kept = stage_blocks(stage, n_stages, len(blocks))

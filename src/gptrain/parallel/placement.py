@@ -1,8 +1,4 @@
-"""Full tensors and the shards that ranks hold: building a partitioned net, copying, gathering.
-
-Shards are those of DTensor, which splits a dimension like torch.chunk: all ranks hold the same
-number of rows, except that the last ranks may hold fewer or none.
-"""
+"""Full tensors and the shards that ranks hold: building a partitioned net, copying, gathering."""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -42,11 +42,7 @@ def check_fit(
 ) -> None:
     """Check that a net has everything that strategy, compile and checkpointing need.
 
-    Args:
-        net: Net, for example on the meta device.
-        compile: Value of model.compile.
-        activation_checkpointing: Value of model.activation_checkpointing.
-        documents: True if samples hold documents that must not see each other.
+    `documents` is True if samples hold documents that must not see each other.
 
     Raises:
         IncompatibleModelError: If the net lacks an attribute, or if it cannot be divided over the
@@ -125,13 +121,9 @@ def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[st
 def check_layout(net: nn.Module, n_positions: int = 0) -> None:
     """Check that a net can keep packed documents apart.
 
-    Args:
-        n_positions: Number of positions of a sample, which the net itself does not check for packed
-            documents. 0 checks the arguments of `forward` only.
-
     Raises:
-        IncompatibleModelError: If `forward` has no argument `layout`, or a sample is longer than
-            the net.
+        IncompatibleModelError: If `forward` has no argument `layout`, or if a sample of
+            `n_positions` is too long, which the net itself does not check for packed documents.
     """
     if "layout" not in signature(type(net).forward).parameters:
         message = f"needs an argument `layout` of {type(net).__name__}.forward (see gptrain.models)"

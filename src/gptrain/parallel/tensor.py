@@ -3,18 +3,14 @@
 The first matrices of attention and MLP are split by outputs and the last by inputs, so that a rank
 computes its own heads and its own part of the MLP without communication. The partial sums are
 reduce-scattered into shards of the sequence. Norms, dropout and the residual stream work on these
-shards, which are all-gathered after each norm. Gradients take the reverse way. Each collective
-sends (n-1)/n of the full tensor per rank, half as much as an all-reduce. Every rank applies dropout
-to its own positions or heads, so the ranks use different seeds.
-Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+shards, which are all-gathered after each norm. Gradients take the reverse way. Every rank applies
+dropout to its own positions or heads, so the ranks use different seeds. Source: Shoeybi et al.
+2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 
 Parameters are DTensors, for the optimizer, FSDP and checkpoints. The layers compute on local shards
 with the collectives of this file. DTensor's own SequenceParallel requires that T is a multiple of
 the number of ranks, and its dispatcher runs at every operation. This file pads the sequence at its
 end instead, which does not change the logits of a causal net.
-
-The loss is computed from each rank's columns of the logits, in chunks of tokens, with the gradients
-in the same pass. The ranks exchange three numbers per token.
 """
 
 # B batch, T time, D d_model, V vocab, C tokens of a chunk, n ranks of the tensor axis,
@@ -232,10 +228,7 @@ _ROLES: dict[str, tuple[type, dict[str, int]]] = {
 
 
 def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the shards (..., t, D) of a sequence into (..., T', D). Collective.
-
-    Its backward pass is a reduce-scatter of the gradients of the full sequence.
-    """
+    """All-gather the shards (..., t, D) of a sequence into (..., T', D). Collective."""
     full = functional.wait_tensor(all_gather(shard.contiguous(), 0, group))
     full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
     return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)

@@ -20,8 +20,7 @@ class Vote:
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
         """Start new votes, and return the results of those that the previous call started, or None.
 
-        All ranks must call it at the same points of the run. A single rank gets its votes back at
-        once.
+        All ranks must call it together. A single rank gets its votes back at once.
         """
         if self._group is None:
             return votes

@@ -113,8 +113,8 @@ class GPTStrategy(SavingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Free the old gradients and compute the divisor of the losses before each step.
 
-        Lightning would free the gradients after the forward pass, which raises the peak memory by
-        their size. gptrain's loader knows the targets of all micro-batches of a step.
+        Lightning would free them after the forward pass, which raises the peak memory by their
+        size.
         """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
@@ -150,10 +150,7 @@ class GPTStrategy(SavingStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients of a step, and average its losses for the log. Collective.
-
-        It must be called before a hook reads the gradients.
-        """
+        """Complete the gradients of a step before hooks read them, and average its losses."""
         self.parallel.finish_gradients()
         self.step_mean.reduce(self.module.trainer.accumulate_grad_batches)
 
@@ -262,10 +259,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients inside the block without communication between ranks.
-
-        With `strategy.accumulate_shards` FSDP communicates in every micro-step to save memory.
-        """
+        """Accumulate gradients inside the block without communication between ranks."""
         net = getattr(self.module, "net", None)
         is_held = isinstance(net, FSDPModule) and not self.parallel.options.accumulate_shards
         with super().block_backward_sync():
