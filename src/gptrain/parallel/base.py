@@ -180,9 +180,11 @@ class Parallel:
         """Split layers and sequences in place, before activation checkpointing and compile."""
         self.net = net
         if TENSOR in self.axes:
-            apply_tensor_parallel(net, cast(DeviceMesh, self.mesh), self.check_length)
+            apply_tensor_parallel(net, cast(DeviceMesh, self.mesh))
         if CONTEXT in self.axes:
-            apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)), self.check_length)
+            apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
+        if not self.may_pad:
+            net.register_forward_pre_hook(lambda _, args: self.check_length(args[0].shape[1]))
 
     def shard(self, net: Net) -> None:
         """Apply FSDP2 in place, if the strategy has it."""
@@ -243,10 +245,10 @@ class Parallel:
         bias. Under context parallelism each rank computes its own positions, and all get the sum.
         """
         tokens, targets, documents = batch
+        self.check_length(tokens.shape[1])
         layout: dict[str, Any] = layout_argument(documents)
         group = self.group_along(CONTEXT) if CONTEXT in self.axes else None
         if group is not None:
-            self.check_length(tokens.shape[1])
             part = part_layout(tokens, group, **layout)
             # The targets were shifted before they are divided, so the target of a part's last
             # position is the first token of the next part.
@@ -290,6 +292,7 @@ class Parallel:
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) of C positions at a time, for metrics."""
         tokens, targets, documents = batch
+        self.check_length(tokens.shape[1])
         layout = layout_argument(documents)
         if self.uses_hidden(net):
             return logits_in_chunks(net.hidden(tokens, **layout), net.head, targets)

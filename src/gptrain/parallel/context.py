@@ -40,22 +40,19 @@ class PartLayout(SequenceLayout):
     is_padding: Tensor = field(kw_only=True)
 
 
-def apply_context_parallel(
-    net: Net, group: dist.ProcessGroup, check_length: Callable[[int], None]
-) -> None:
+def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
     """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place."""
     exchange = AllToAllHeads(group)
     for _, attention, _ in planned_layers(net, net.context_plan):
         attention.exchange = exchange
     for name in ("forward", "hidden"):
         if hasattr(net, name):
-            setattr(net, name, partial(run_part, getattr(net, name), group, check_length))
+            setattr(net, name, partial(run_part, getattr(net, name), group))
 
 
 def run_part(
     method: Callable[..., Tensor],
     group: dist.ProcessGroup,
-    check_length: Callable[[int], None],
     tokens: Tensor,
     cache: None = None,
     layout: SequenceLayout | None = None,
@@ -66,7 +63,6 @@ def run_part(
     if isinstance(layout, PartLayout):
         return method(tokens, layout=layout)
     n_tokens = tokens.shape[1]
-    check_length(n_tokens)
     part = part_layout(tokens, group, layout)
     output = method(tokens[:, part.index], layout=part)  # (B, t, ...)
     output = gather_sequence(output, group)  # (B, T', ...)

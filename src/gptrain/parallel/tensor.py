@@ -41,9 +41,7 @@ else:
     reduce_scatter = functional.reduce_scatter_tensor_autograd
 
 
-def apply_tensor_parallel(
-    net: Net, mesh: DeviceMesh, check_length: Callable[[int], None] = lambda _: None
-) -> None:
+def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
     `net(tokens)` and `net.hidden(tokens)` still return full tensors on every rank. After the last
@@ -62,9 +60,9 @@ def apply_tensor_parallel(
         if role_class is not None:
             module.__class__ = _mixed_class(role_class, type(module))
             module.tensor_group = group
-    net.forward = partial(_without_padding, net.forward, group.size(), check_length)
+    net.forward = partial(_without_padding, net.forward, group.size())
     if hasattr(net, "hidden"):
-        net.hidden = partial(_without_padding, net.hidden, group.size(), check_length)
+        net.hidden = partial(_without_padding, net.hidden, group.size())
 
 
 def partial_parameters(net: Net) -> list[nn.Parameter]:
@@ -87,11 +85,8 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _without_padding(
-    method, n_ranks: int, check_length, tokens: Tensor, *arguments, **options
-) -> Tensor:
+def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options) -> Tensor:
     """Call a method of the net and cut its result to the length of the tokens."""
-    check_length(tokens.shape[1])
     if layout := options.get("layout"):
         options["layout"] = _pad_layout(layout, n_ranks)
     result = method(tokens, *arguments, **options)  # (B, T', ...)
