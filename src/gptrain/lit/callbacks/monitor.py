@@ -94,11 +94,9 @@ class TrainingMonitor(Callback):
         self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.compile_s)
         if not pl_module.automatic_optimization:
-            message = (
-                "automatic_optimization=False, but Lightning's loop counts and saves the steps"
-            )
-            hint = "use one optimizer with several parameter groups"
-            raise IncompatibleModelError("module._target_", f"{message}; {hint}")
+            message = "automatic_optimization=False, but Lightning's loop counts the steps; use one"
+            hint = "optimizer with several parameter groups"
+            raise IncompatibleModelError("module._target_", f"{message} {hint}")
         self.first_step = trainer.global_step
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None

@@ -60,8 +60,7 @@ class GPTStrategy(SavingStrategy):
 
     Attributes:
         info: Facts about the strategy and the net. `build_strategy` sets them.
-        decide_step: Function that makes the optimizer skip its update, for example if a gradient is
-            NaN. `clip` calls it. None before the training starts.
+        decide_step: Function that makes the optimizer skip its update if the step is bad.
         conclude_step: Function that waits until the last decision is known and reports it. All
             ranks call it before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor.
@@ -69,8 +68,8 @@ class GPTStrategy(SavingStrategy):
     """
 
     info: StrategyInfo
-    decide_step: Callable[[Optimizer], None] | None = None
-    conclude_step: Callable[[], object] = staticmethod(bool)  # there is nothing to conclude
+    decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
+    conclude_step: Callable[[], object] = staticmethod(bool)
     grad_norm: Tensor | None = None
     step_mean: StepMean
     _saved_buffers: Sequence[str] = ()  # names in the module
@@ -81,7 +80,8 @@ class GPTStrategy(SavingStrategy):
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
-        self._saved_buffers = find_saved_buffers(self.module)
+        if self.parallel.dims.data > 1:
+            self._saved_buffers = find_saved_buffers(self.module)
         owners = (self.module, getattr(trainer, "datamodule", None))
         self._changes_batches = any(
             is_overridden(h, owner) for h in TRANSFER_HOOKS for owner in owners
@@ -94,11 +94,9 @@ class GPTStrategy(SavingStrategy):
         a checkpoint holds those of one rank: the others would evaluate, and resume, with other
         values.
         """
-        group = self.parallel.data_group
-        if group is None or group.size() == 1:
-            return
         for name in self._saved_buffers:
-            dist.broadcast(self.module.get_buffer(name), group=group, group_src=0)
+            buffer = self.module.get_buffer(name)
+            dist.broadcast(buffer, group=self.parallel.data_group, group_src=0)
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a batch to the device, and note its targets if gptrain's loader has counted them."""
@@ -167,8 +165,7 @@ class GPTStrategy(SavingStrategy):
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm)
-        if self.decide_step is not None:
-            self.decide_step(optimizer)
+        self.decide_step(optimizer)
 
     def teardown(self) -> None:
         """Tear down the precision plugin and the accelerator, but leave the net on its device.
