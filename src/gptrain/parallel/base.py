@@ -55,6 +55,7 @@ from gptrain.loss import (
 )
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
+from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.context import apply_context_parallel, part_layout
 from gptrain.parallel.data_parallel import apply_fsdp, ddp_arguments, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
@@ -176,6 +177,14 @@ class Parallel:
 
     # Partitioning, while the net is built
 
+    def partition(self, net: Net, activation_checkpointing: str, compile: str) -> None:
+        """Turn a full net into the part that this rank holds, in place."""
+        self.split(net)
+        apply_activation_checkpointing(net, activation_checkpointing)
+        apply_compile(net, compile)
+        if self.shard_mesh is not None:
+            apply_fsdp(net, self.shard_mesh, self.options, self.precision)
+
     def split(self, net: Net) -> None:
         """Split layers and sequences in place, before activation checkpointing and compile."""
         self.net = net
@@ -185,11 +194,6 @@ class Parallel:
             apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
         if not self.may_pad:
             net.register_forward_pre_hook(lambda _, args: self.check_length(args[0].shape[1]))
-
-    def shard(self, net: Net) -> None:
-        """Apply FSDP2 in place, if the strategy has it."""
-        if self.shard_mesh is not None:
-            apply_fsdp(net, self.shard_mesh, self.options, self.precision)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Connect with the module and its optimizer, once both are built.

@@ -70,16 +70,16 @@ class Comparison:
     Attributes:
         full_net: Net before it is partitioned, for example on the meta device.
         make_net: Function that builds it, with the same initial weights in every call.
-        partition: Function that changes a full net in place into the part that this rank runs.
         parallel: Strategy of the run.
+        mode: Value of model.activation_checkpointing.
     """
 
     full_net: nn.Module
     make_net: Callable[[], nn.Module]
-    partition: Callable[[nn.Module, Parallel], None]
     parallel: Parallel
+    mode: str
 
-    def check(self, sample: Tensor, activation_checkpointing: str) -> None:
+    def check(self, sample: Tensor) -> None:
         """Check that the strategy trains the function that the net computes.
 
         All ranks must call this method, before the net of the run is built. It changes the state of
@@ -100,7 +100,7 @@ class Comparison:
         try:
             for dtype in TOLERANCES:
                 torch.set_default_dtype(dtype)
-                self._compare_in_training(batch, activation_checkpointing)
+                self._compare_in_training(batch)
                 if not (reason := self._compare_partitioned(batch)):
                     parallel.may_pad = self._is_same_with_padding(batch)
                     return
@@ -112,7 +112,7 @@ class Comparison:
         # `hidden` and `head` may compute other logits than `forward`.
         parallel.forward_only = not parallel.is_pipeline
 
-    def _compare_in_training(self, batch: Batch, mode: str) -> None:
+    def _compare_in_training(self, batch: Batch) -> None:
         """Compare `forward` with the parts that the strategy calls, and with recomputing blocks."""
         parallel = self.parallel
         calls_parts = parallel.is_pipeline or supports_chunked_loss(self.full_net)
@@ -124,7 +124,7 @@ class Comparison:
             found, reason = self._run(batch, compute_logits, mode, training=True)
             return from_rank_0(reason or first_difference(expected, found))
 
-        if mode != "none" and (text := difference(net_logits, mode)):
+        if self.mode != "none" and (text := difference(net_logits, self.mode)):
             message = f"in training {text} if blocks run twice; allowed: none"
             raise IncompatibleModelError("model.activation_checkpointing", message)
         if calls_parts and (text := difference(parallel.logits_of_parts, "none")):
@@ -155,7 +155,7 @@ class Comparison:
 
         def prepare_and_partition(net: nn.Module) -> None:
             prepare_net(net, parallel)
-            self.partition(net, parallel)
+            parallel.partition(net, self.mode, compile="none")
 
         try:
             net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)

@@ -6,22 +6,14 @@ Lightning's loop and to checkpoints.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gptrain.checkpoints import rng
-from gptrain.core.strategies import (
-    PIPELINE,
-    STRATEGIES,
-    ParallelDims,
-    StrategyOptions,
-    strategy_name,
-)
+from gptrain.core.strategies import ParallelDims, PipelineOptions, StrategyOptions, strategy_name
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice, StrategyInfo
-from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
@@ -58,25 +50,17 @@ def build_strategy(
             computes.
     """
     name = strategy_name(options.name, dims.world_size)
-    row = STRATEGIES[name]
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
-    parallel_class = Pipeline if PIPELINE in row.axes else Parallel
+    parallel_class = Pipeline if isinstance(options, PipelineOptions) else Parallel
     parallel = parallel_class(options, dims, device, precision)
     parallel.may_skip_parameters = not is_of_library(full_net)
     if compile != "none":
         parallel.compile_loss()
 
-    def partition(net: Any, parallel: Parallel = parallel, compile: str = compile) -> None:
-        """Turn a full net into the part that this rank holds, in place."""
-        parallel.split(net)
-        apply_activation_checkpointing(net, activation_checkpointing)
-        apply_compile(net, compile)
-        parallel.shard(net)
-
     recomputes = activation_checkpointing != "none"
     changes = parallel.is_partitioned or supports_chunked_loss(full_net) or recomputes
-    if sample is not None and changes and not is_of_library(full_net):
+    if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user
         rng_state = rng.capture()
 
         def make_same_net() -> nn.Module:
@@ -85,15 +69,17 @@ def build_strategy(
             return make_net()
 
         try:
-            split = partial(partition, compile="none")
-            comparison = Comparison(full_net, make_same_net, split, parallel)
-            comparison.check(sample, activation_checkpointing)
+            Comparison(full_net, make_same_net, parallel, activation_checkpointing).check(sample)
         finally:
             rng.restore(rng_state)
-    net = make_net_on(parallel.weights_device, make_net, partition)
-    strategy = ManyRanks(parallel) if row.axes else OneDevice(parallel)
-    n_parameters = sum(parameter.numel() for parameter in full_net.parameters())
-    n_trained = sum(p.numel() for p in full_net.parameters() if p.requires_grad)
-    sizes = n_parameters, count_matrix_weights(full_net), n_trained
-    strategy.info = StrategyInfo(name, type(full_net).__name__, *sizes)
+    modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
+    net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
+    strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel)
+    strategy.info = StrategyInfo(
+        name,
+        type(full_net).__name__,
+        n_parameters=sum(p.numel() for p in full_net.parameters()),
+        n_matrix_weights=count_matrix_weights(full_net),
+        n_trained=sum(p.numel() for p in full_net.parameters() if p.requires_grad),
+    )
     return net, strategy
