@@ -124,8 +124,7 @@ class TextDataModule(pl.LightningDataModule):
         """Return the loader of this rank's training batches, from the run's position on."""
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
-        if self.stream is not None:
-            loader.positions = self.positions
+        loader.positions = None if self.stream is None else self.positions
         return loader
 
     def val_dataloader(self) -> DataLoader:
@@ -162,9 +161,6 @@ class TextDataModule(pl.LightningDataModule):
         """Return a loader of the batches whose sample indices a batch sampler yields."""
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
-        parallel = getattr(getattr(self.trainer, "strategy", None), "parallel", None)
-        if n_positions is not None and parallel is not None:
-            parallel.check_length(n_positions)
         reader: Any = BatchReader(dataset, name, n_positions, self.vocab_size, self.seed)
         n_workers = self.num_workers
         n_ahead = None  # torch's default, 2 batches of each worker
@@ -231,8 +227,7 @@ class Loader(DataLoader):
         while step := list(islice(batches, self.read_ahead)):
             self.waited_s += time.perf_counter() - start_s
             counts = [count_batch_targets(batch) for batch in step]
-            known = [count for count in counts if count is not None]
-            self.step_targets.append(sum(known) if len(known) == len(counts) else None)
+            self.step_targets.append(None if None in counts else sum(filter(None, counts)))
             yield from step
             self.number += 1
             start_s = time.perf_counter()

@@ -76,8 +76,7 @@ class JsonLinesLogger(Logger):
     @rank_zero_only
     def discard_after(self, step: int) -> None:
         """Remove the rows of later steps, and a last row that was written only in part."""
-        if self.path.exists():
-            self._cut(step)
+        self._cut(step)
 
     def _cut(self, last_step: float) -> Row:
         """Remove the rows of steps after `last_step`, and return the last row, or {}."""
