@@ -323,17 +323,20 @@ class Parallel:
         self.average(self.extra_parameters)
         group = self.gradient_group
         if self.used is not None and group is not None:
-            named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
-            is_used = [name in self.used for name, _ in named]
+            named = self.net.named_parameters()
+            is_used = {p: name in self.used for name, p in named if p.requires_grad}
             self.used.clear()
-            check_use([parameter for _, parameter in named], is_used, group, self.finds_unused)
+            check_use(is_used, group, self.finds_unused)
         if TENSOR in self.axes:
             sum_gradients(self.partial_parameters, cast(Any, self.group_along(TENSOR)))
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average gradients over the ranks that read other samples, or other parts of them."""
-        if (group := self.gradient_group) is not None:
-            sum_gradients(parameters, group, group.size(), finds_unused=self.finds_unused)
+        group = self.gradient_group
+        if group is not None and group.size() > 1:
+            is_used = {p: p.grad is not None for p in parameters if p.requires_grad}
+            check_use(is_used, group, self.finds_unused)
+            sum_gradients(is_used, group, divisor=group.size())
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip the gradients of the entire net, and return their norm before. Collective.

@@ -1,6 +1,6 @@
 """Sums of gradients over groups of ranks, the global gradient norm, and clipping."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,11 @@ from gptrain.parallel.requirements import IncompatibleModelError
 
 @torch.no_grad()
 def sum_gradients(
-    parameters: Iterable[nn.Parameter],
-    group: dist.ProcessGroup,
-    divisor: int = 1,
-    finds_unused: bool | None = None,
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
     """Replace each gradient by its sum over a group of ranks, divided by `divisor`. Collective."""
     if group.size() == 1:
         return
-    if finds_unused is not None:
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        is_used = [parameter.grad is not None for parameter in parameters]
-        check_use(parameters, is_used, group, finds_unused)
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = _communication_device(gradients)
     vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
@@ -40,10 +33,7 @@ def sum_gradients(
 
 @torch.no_grad()
 def check_use(
-    parameters: Sequence[nn.Parameter],
-    is_used: Sequence[bool],
-    group: dist.ProcessGroup,
-    finds_unused: bool,
+    is_used: Mapping[nn.Parameter, bool], group: dist.ProcessGroup, finds_unused: bool
 ) -> None:
     """Make the ranks of a group agree on which parameters have a gradient in this step.
 
@@ -51,9 +41,10 @@ def check_use(
     IncompatibleModelError if `finds_unused` is False. One that no rank uses gets none, so that an
     optimizer skips it. Only a rank without one of the gradients waits for its device.
     """
-    if not parameters:
+    if not is_used:
         return
-    unused = [index for index, used in enumerate(is_used) if not used]
+    parameters = list(is_used)
+    unused = [index for index, parameter in enumerate(parameters) if not is_used[parameter]]
     counts = torch.ones(len(parameters), device=_communication_device(parameters))
     counts[unused] = 0
     dist.all_reduce(counts, group=group)
