@@ -82,7 +82,7 @@ class WithExtraParameters(LanguageModel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.randn(3))  # the same on all ranks
         self.register_buffer("steps_seen", torch.zeros(()))
         self.samples = nn.Module()
         self.samples.register_buffer("token_sum", torch.zeros(()))
