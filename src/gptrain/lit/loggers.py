@@ -8,6 +8,7 @@ the console. Every Lightning logger works. gptrain calls two more methods if a l
 - `log_note(name, text, step)`, with sampled text. `step` is the number of optimizer steps done.
 """
 
+import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +67,9 @@ class JsonLinesLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write metrics into the row of a step, on rank 0 only."""
-        last = self._cut(float("inf")) if self._last_row is None else self._last_row
+        if self._last_row is None:
+            self.discard_after(math.inf)
+        last = self._last_row or {}
         row = {STEP: max(int(step or 0), last.get(STEP, -1))}
         row |= {name: float(value) for name, value in metrics.items() if name != STEP}
         is_same = row[STEP] == last.get(STEP)
@@ -74,17 +77,12 @@ class JsonLinesLogger(Logger):
         files.append_or_replace(self.path, self._last_row, last if is_same else None)
 
     @rank_zero_only
-    def discard_after(self, step: int) -> None:
+    def discard_after(self, step: float) -> None:
         """Remove the rows of later steps, and a last row that was written only in part."""
-        self._cut(step)
-
-    def _cut(self, last_step: float) -> Row:
-        """Remove the rows of steps after `last_step`, and return the last row, or {}."""
         rows = [row for row in files.read_rows(self.path) if isinstance(row.get(STEP), int)]
-        rows = [row for row in rows if row[STEP] <= last_step]
+        rows = [row for row in rows if row[STEP] <= step]
         files.replace(self.path, b"".join(map(files.encode, rows)))
         self._last_row = rows[-1] if rows else {}
-        return self._last_row
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
