@@ -14,7 +14,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 COPIED = ("train.py", "conf", "src/project", "src/recipes", "tests/test_project.py",
           "tests/recipes", ".gitignore", "outputs/.gitkeep")  # fmt: skip
-LEFT_OUT = ("__pycache__", "local", "conftest.py", "new_project.py", "test_new_project.py")
+LEFT_OUT = ("__pycache__", "local", "new_project.py", "test_new_project.py")
 PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
-import runpy
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,23 +16,9 @@ from gptrain.core.errors import DataError
 from gptrain.generate.__main__ import main
 from recipes.chat import ChatDataset
 
-TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
          "model.n_layers=1", "model.d_ff=32", "data.seq_len=256")  # fmt: skip
 OPTIONS = {"seq_len": 256, "held_out": 0.1, "too_long": "cut", "documents": "separate"}
-
-
-@pytest.fixture
-def run(monkeypatch):
-    """Do what a command line does, in this process."""
-
-    def call(main: Callable[[], object], *words: str, code: int = 0) -> None:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert (left.value.code or 0) == code
-
-    return call
 
 
 @pytest.fixture
@@ -77,13 +60,11 @@ def own_loss(net: torch.nn.Module, talks: list[list[dict]]) -> float:
 
 
 def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
-    run, chats, tmp_path, capfd, monkeypatch
+    run, train, chats, tmp_path, monkeypatch
 ):
     words = ("experiment=chat", *SIZES, f"data.path={chats}", "data.tokenizer=bytes")
     here = ("trainer.accelerator=cpu", f"run_dir={tmp_path}/run")
-    train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
-    run(train, *words, *here, "data.held_out=0.5", "trainer.max_steps=4", "optimizer.lr=1e-2")
-    out = capfd.readouterr().out
+    out = train(*words, *here, "data.held_out=0.5", "trainer.max_steps=4", "optimizer.lr=1e-2")
     talks = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
     answers = [message["content"] for message in talks[0] if message["role"] == "assistant"]
     # The example is the first conversation of the training set.
@@ -96,12 +77,10 @@ def test_the_loss_is_that_of_a_plain_loop_and_the_run_is_a_chat(
         expected = own_loss(net, talks[1::2])
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     assert metrics["val/loss"] == pytest.approx(expected, abs=1e-5)
-    run(train, *words, here[0], "data.seq_len=257", f"run_dir={tmp_path}/long", code=2)
-    assert "data.seq_len=257: longer than the 256 positions of" in capfd.readouterr().err
+    err = train(*words, here[0], "data.seq_len=257", f"run_dir={tmp_path}/long", code=2)
+    assert "data.seq_len=257: longer than the 256 positions of" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("reads?\nand?\n"))
-    run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
-    shown = capfd.readouterr()
-    assert "reads" not in shown.out
+    assert "reads" not in run(main, f"from_run={tmp_path}/run", "interactive=true", "n_tokens=3")
 
 
 def dataset(path: Path, **options) -> ChatDataset:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,7 @@ from gptrain.generate.__main__ import main as generate
 from recipes.docstrings import main
 from recipes.scores import cleaned, read_questions
 
-ROOT = next(path for path in Path(__file__).parents if (path / "train.py").is_file())
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +28,6 @@ def docs(tmp_path_factory) -> Path:
     counts = [len(read_lines(folder / f"{name}.jsonl")) for name in ("chats", "held_out")]
     assert said == f"{folder}: {counts[0]} questions to train on, {counts[1]} held out\n"
     return folder
-
-
-@pytest.fixture
-def run(monkeypatch, capfd) -> Callable[..., str]:
-    """Return a function that does what a command line does, and returns what it prints."""
-
-    def call(main: Callable[[], object], *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capfd.readouterr()
-        assert not left.value.code, captured
-        return captured.out
-
-    return call
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -77,7 +59,7 @@ def test_functions_that_are_asked_about_are_not_trained_on(docs):
 
 
 @pytest.mark.slow
-def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, tmp_path):
+def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, train, tmp_path):
     """The story of the recipes' README, with fewer steps and fewer questions."""
     for name, n_lines in (("held_out", 20), ("questions", 4)):
         lines = (docs / f"{name}.jsonl").read_text().splitlines()[:n_lines]
@@ -88,11 +70,10 @@ def test_a_small_net_is_trained_fine_tuned_scored_and_asked(docs, run, tmp_path)
         for key, name in (("path", "chats"), ("held_out", "held_out"))
     ]
     scores = f"callbacks.scores.files.docs={docs}/questions.jsonl"
-    train = partial(runpy.run_path, str(ROOT / "train.py"), run_name="__main__")
     start = (f"output_dir={tmp_path}", "trainer.max_steps=2")
     text = ("data.tokenizer=bpe", "model.vocab_size=512", f"data.path={ROOT}/src")
-    run(train, *start, "experiment=quickstart", f"run_dir={base}", *text)
-    run(train, *start, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files,
+    train(*start, "experiment=quickstart", f"run_dir={base}", *text)
+    train(*start, "experiment=docstrings", f"init_from={base}", f"run_dir={chat}", *files,
         scores)  # fmt: skip
     metrics = json.loads((chat / "result.json").read_text())["metrics"]
     assert metrics.keys() >= {"eval/docs/acc", "eval/docs/acc_norm"}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,7 @@ from gptrain.export.files import write_net
 from gptrain.parallel.placement import make_net_on
 from recipes.lora import LoRALinear, adapters, with_adapters
 
-TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 SIZES = {"vocab_size": 256, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "n_layers": 2, "d_ff": 32}
-
-
-train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
 
 
 def test_an_adapter_adds_its_product_times_alpha_over_rank_and_can_be_merged():

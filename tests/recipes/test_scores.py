@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,6 @@ from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
 from recipes.scores import Scores, count, named_scores, read_questions
 
-TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 HELLASWAG = [
     {"ctx": "a", "endings": ["bb", "cccc", "d"], "label": "1"},
     {"activity_label": "A", "ctx_a": "x", "ctx_b": "y  z", "endings": ["p [q]", "r"], "label": 0},
@@ -35,19 +30,6 @@ def files(tmp_path) -> dict[str, Path]:
     for name, rows in (("hs", HELLASWAG), ("arc", ARC)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {name: tmp_path / f"{name}.jsonl" for name in ("hs", "arc")}
-
-
-@pytest.fixture
-def run(monkeypatch):
-    """Do what a command line does, in this process."""
-
-    def call(main: Callable[[], object], *words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert not left.value.code
-
-    return call
 
 
 def test_questions_have_the_form_of_hellaswag_or_arc(files, tmp_path, monkeypatch):
@@ -124,9 +106,8 @@ def test_with_chat_a_choice_is_the_answer_to_a_message_of_the_user(files):
     ],
 )
 def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
-    run, ranks, files, tmp_path
+    train, ranks, files, tmp_path
 ):
-    train = partial(runpy.run_path, str(TRAIN), run_name="__main__")
     words = ("model=llama_nano", "model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1",
              "model.n_layers=1", "model.d_ff=32", "data=text", f"data.path={Path(__file__)}",
              "data.seq_len=32", "data.batch_size=2", "trainer.accelerator=cpu", *ranks)  # fmt: skip
@@ -136,13 +117,13 @@ def test_a_run_logs_its_scores_and_its_best_checkpoint_is_chosen_by_them(
     )
     monitored = ("checkpoint.monitor=eval/hs/acc_norm", "checkpoint.mode=max")
     here = ("trainer.max_steps=2", f"run_dir={tmp_path}/run", f"output_dir={tmp_path}")
-    run(train, *words, *scored, *monitored, *here)
+    train(*words, *scored, *monitored, *here)
     metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
     logged = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     start = {name: logged.pop(name) for name in [*logged] if name.endswith("_start")}
     assert start.keys() == {f"{name}_start" for name in logged} and len(logged) == 4
     words = (f"from_run={tmp_path}/run", "ckpt_path=last", f"run_dir={tmp_path}/new")
-    run(train, *words, "task=validate", f"+callbacks.scores.files.second={files['arc']}")
+    train(*words, "task=validate", f"+callbacks.scores.files.second={files['arc']}")
     metrics = json.loads((tmp_path / "new" / "result.json").read_text())["metrics"]
     for name in ("acc", "acc_norm"):
         logged[f"eval/second/{name}"] = logged[f"eval/arc/{name}"]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import sys
-from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from gptrain.core.errors import DataError
 from recipes.stream import TextStream
-
-TRAIN = next(path for path in Path(__file__).parents if (path / "train.py").is_file()) / "train.py"
 
 
 @pytest.fixture
@@ -112,25 +107,22 @@ def test_a_rank_reads_its_documents_in_each_pass_and_continues_with_the_next_tok
 
 @pytest.mark.engine("datasets")
 @pytest.mark.slow
-def test_a_run_on_two_ranks_that_was_stopped_ends_as_one_that_was_not(files, tmp_path, monkeypatch):
-    def train(folder: str, *words: str) -> list[dict]:
+def test_a_run_on_two_ranks_that_was_stopped_ends_as_one_that_was_not(files, tmp_path, train):
+    def metrics_of(folder: str, *words: str) -> dict[str, float]:
         sizes = ("model.d_model=16", "model.n_heads=2", "model.n_kv_heads=1", "model.n_layers=1")
-        words = ("experiment=stream", "model=llama_nano", *sizes, "model.d_ff=32", *words)
         data = ("data.path=json", f"data.files=[{','.join(files)}]", "data.seq_len=16")
-        run = ("trainer.accelerator=cpu", "trainer.devices=2", f"run_dir={tmp_path / folder}")
-        monkeypatch.setattr(sys, "argv", ["train.py", *words, *data, *run, "data.batch_size=2"])
-        with pytest.raises(SystemExit) as left:
-            partial(runpy.run_path, str(TRAIN), run_name="__main__")()
-        assert not left.value.code
+        place = ("trainer.accelerator=cpu", "trainer.devices=2", f"run_dir={tmp_path / folder}")
+        train("experiment=stream", "model=llama_nano", *sizes, "model.d_ff=32", *words, *data,
+              *place, "data.batch_size=2")  # fmt: skip
         return json.loads((tmp_path / folder / "result.json").read_text())["metrics"]
 
     kept = ("checkpoint.every_n_steps=2", "checkpoint.keep=9", "trainer.max_steps=6")
-    full = train("full", *kept)
+    full = metrics_of("full", *kept)
     shutil.copytree(tmp_path / "full", tmp_path / "again")
     for folder in (tmp_path / "again" / "checkpoints").glob("step-*"):
         if int(folder.name[5:]) > 2:
             shutil.rmtree(folder)
     (tmp_path / "again" / "result.json").unlink()
-    again = train("again", *kept, "ckpt_path=last")
+    again = metrics_of("again", *kept, "ckpt_path=last")
     for name in ("train/loss", "val/loss"):
         assert again[name] == full[name]
