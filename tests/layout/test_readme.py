@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shlex
-import sys
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +14,7 @@ from gptrain.core.strategies import STRATEGIES
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
+from tests.run import new_place, redirected, run_script
 from tests.tools.campaign.scenarios import SCENARIOS
 
 README = (ROOT / "README.md").read_text()
@@ -57,46 +53,36 @@ def small(words: list[str]) -> list[str]:
     return [*words, *SMALL, *gpt, *steps, *ranks, *data]
 
 
-def run_train(words: list[str], monkeypatch, output: Path) -> int:
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
-    with forked_ranks(output, output):
-        return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
+def typed(words: list[str], module: str = "") -> str:
+    """Run train.py, or a module, in this process; return what it prints."""
+    place = new_place()
+    with redirected(place), forked_ranks(place / "out", place / "err"):
+        code = run_script(words, module)
+    out, err = ((place / name).read_text() for name in ("out", "err"))
+    assert code == 0, (module, words, out, err)
+    return out
 
 
-def exit_code(run: Callable[[], object]) -> int:
-    try:
-        run()
-    except SystemExit as left:
-        return left.code or 0
-    return 0
-
-
-def run_verb(command: str, monkeypatch) -> int:
-    """Run the line `python -m gptrain.<verb> <words>` in this process."""
+def run_verb(command: str) -> str:
+    """Run the line `python -m gptrain.<verb> <words>`, and return what it prints."""
     _, _, module, *words = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", [module, *words])
-    return exit_code(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
+    return typed(words, module)
 
 
 @pytest.mark.slow
-def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
+def test_every_train_command_runs(tmp_path, monkeypatch):
     """Commands run in the order of the README, because some resume an earlier run."""
     monkeypatch.chdir(tmp_path)
     assert len(TRAIN) > 8
-    output = tmp_path / "output"  # output of the ranks
     for number, command in enumerate(TRAIN):
         words = shlex.split(command)[2:]
         if not any(word.startswith(("run_dir=", "--")) for word in words):
-            words.append(
-                f"run_dir={tmp_path / str(number)}"
-            )  # two runs in one second would share a folder
-        code = run_train(words, monkeypatch, output)
-        out, err = capfd.readouterr()
-        assert code == 0, (command, out, err, output.exists() and output.read_text())
+            words.append(f"run_dir={tmp_path / str(number)}")  # two runs may begin in one second
+        out = typed(small(words))
         if "experiment=quickstart" in words:
             assert re.search(r"^sample +def ", out, re.MULTILINE), out
     (export,) = [command for command in COMMANDS if "gptrain.export" in command]
-    assert run_verb(export, monkeypatch) == 0
+    run_verb(export)
     # An earlier test may have imported the package of `python -m gptrain.generate`, which hides the
     # function of the same name.
     monkeypatch.delitem(vars(gptrain), "generate", raising=False)
@@ -160,10 +146,6 @@ def test_the_answer_to_a_wrong_option_is_as_shown():
     assert "\n".join(refused(*shown[0].split())) == shown[1].strip()
 
 
-def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
+def test_what_is_known_before_a_run_is_printed():
     shown = [command for command in COMMANDS if command.startswith("python -m gptrain.plan")]
-    assert len(shown) == 2
-    for command in shown:
-        code = run_verb(command, monkeypatch)
-        out, err = capfd.readouterr()
-        assert code == 0 and out, (command, err)
+    assert len(shown) == 2 and all(map(run_verb, shown))
