@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.interruption.parts import STOP
+from tests.lit.own.callbacks import STOP
 from tests.run import Run, same, train
 
-PARTS = "tests.interruption.parts"
+OWN = "tests.lit.own"
+PARTS = f"{OWN}.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
 NET = (
     "model=gpt_nano", "model.d_model=16", "model.n_heads=2", "model.n_layers=1",
@@ -44,9 +45,11 @@ AVERAGED = (
 RICH = (*AVERAGED, DRAWS)
 LLAMA = (
     "model=llama_nano", "model.d_model=32", "model.n_heads=4", "model.n_kv_heads=2",
-    "model.d_ff=40", "model.n_layers=4",
+    "model.d_ff=40", "model.n_layers=2",
 )  # fmt: skip
-SAMPLES = f"{{_target_: {PARTS}.Samples, seq_len: 17, num_samples: %d, seed: %d}}"
+SAMPLES = (
+    f"{{_target_: {OWN}.data.Samples, seq_len: 18, vocab_size: 256, num_samples: %d, seed: %d}}"
+)
 MIXTURE = (
     "data=mixture",
     f"+data.parts.a={{weight: 3, train: {SAMPLES % (11, 1)}, val: {SAMPLES % (3, 2)}}}",
@@ -59,7 +62,7 @@ class Start:
     """A start of a run.
 
     Attributes:
-        how: How it is stopped (`parts.Stop`). It ends by itself if this is empty.
+        how: How it is stopped (`Stop`). It ends by itself if this is empty.
         at: Hook in which it is stopped.
         step: Number of steps that are done then.
         code: Exit code.
@@ -119,21 +122,17 @@ class Row:
 
 TABLE = {
     # Ways of stopping
-    "signals outside of a step": Row(RICH, (
-        asked("on_train_start", 0), asked("on_train_batch_end", 1, "SIGINT"),
+    "signals in each hook, and an error in a step": Row(RICH, (
+        asked("on_train_start", 0), asked("on_before_backward", 1, "SIGINT"),
+        failed("on_before_backward", 2), asked("on_save_checkpoint", 3),
         asked("on_validation_batch_end", 3), asked("on_train_epoch_end", 4),
-        Start("SIGTERM", "on_validation_batch_end", 7),
-    )),
-    "signals in a step and in a save": Row(RICH, (
-        asked("on_before_backward", 1), asked("on_save_checkpoint", 3),
-        asked("on_train_batch_start", 4, "SIGUSR1"), asked("on_validation_start", 6),
-    )),
-    "a signal, then an error, in a validation": Row(PLAIN, (
-        asked("on_validation_batch_end", 3), failed("on_validation_batch_end", 6),
+        asked("on_train_batch_start", 5, "SIGUSR1"),
+        asked("on_validation_start", 6), Start("SIGTERM", "on_validation_batch_end", 7),
     )),
     "errors": Row(AVERAGED, (
         failed("on_before_backward", 1), failed("on_validation_batch_end", 3),
-        failed("on_train_batch_end", 5), failed("on_validation_batch_end", 7),
+        failed("on_train_epoch_end", 4), failed("on_train_batch_end", 5),
+        failed("on_validation_batch_end", 7),
     )),
     "errors in a validation at the end of an epoch, and after it": Row(
         (*PLAIN, DRAWS, EARLY % 9, "trainer.val_check_interval=4"),
@@ -143,14 +142,12 @@ TABLE = {
         (*PLAIN, "optimizer=muon", "scheduler._target_=torch.optim.lr_scheduler.StepLR",
          "+scheduler.step_size=1"), (Start("nan", "on_before_backward", 2, code=79),),
     ),
-    "an error at the end of an epoch": Row(AVERAGED, (failed("on_train_epoch_end", 4),)),
     "a signal in the last step of an epoch": Row(
         (*PLAIN, DRAWS), (asked("on_before_backward", 3),)
     ),
-    "an error in a step of a callback with a state": Row(RICH, (failed("on_before_backward", 2),)),
     "SIGKILL": Row(RICH, (
         killed("on_before_backward", 5, words=("checkpoint.every_n_steps=2",)),
-        killed("in_save", 6), killed("on_validation_batch_end", 7),
+        killed("in_save", 6),
     )),
     "a full disk": Row(RICH, (
         full_disk("on_train_batch_start", 1), full_disk("in_save", 3), full_disk("in_save", 6),
@@ -165,26 +162,27 @@ TABLE = {
         (asked("on_train_batch_end", 2),),
     ),
     "samples with random numbers, read by two workers": Row(
-        (*PLAIN, *(f"data.{name}._target_={PARTS}.RandomSamples" for name in ("train", "val")),
+        (*PLAIN, *(f"data.{name}._target_={OWN}.data.RandomSamples" for name in ("train", "val")),
          "data.num_workers=2"),
         (asked("on_train_batch_end", 2), failed("on_validation_batch_end", 6)),
     ),
     "samples with random numbers, read by the training process": Row(
-        (*PLAIN, f"data.train._target_={PARTS}.RandomSamples"), (asked("on_train_batch_end", 2),),
+        (*PLAIN, f"data.train._target_={OWN}.data.RandomSamples"),
+        (asked("on_train_batch_end", 2),),
     ),
     "a stream, read by two workers": Row(
-        (*PLAIN, f"data.train._target_={PARTS}.Stream", "data.num_workers=2"),
+        (*PLAIN, f"data.train._target_={OWN}.data.Stream", "data.num_workers=2"),
         (failed("on_before_backward", 1), asked("on_train_batch_end", 4)),
     ),
     "steps that are not finite": Row(
         (*PLAIN, "on_nonfinite=skip", "scheduler._target_=torch.optim.lr_scheduler.StepLR",
          "+scheduler.step_size=2",
-         f"+callbacks.scales={{_target_: {PARTS}.Scales, steps: [1, 4], factor: inf}}"),
+         f"+callbacks.scales={{_target_: {PARTS}.SpikesLoss, steps: [1, 4], factor: inf}}"),
         (asked("on_train_batch_end", 2),),
     ),
     "a spike, and the losses before it": Row(
         (*PLAIN, "on_spike=skip", "spike.window=4",
-         f"+callbacks.scales={{_target_: {PARTS}.Scales, steps: [5], factor: 100.0}}"),
+         f"+callbacks.scales={{_target_: {PARTS}.SpikesLoss, steps: [5], factor: 100.0}}"),
         (asked("on_train_batch_end", 4),),
     ),
     "ReduceLROnPlateau, and EarlyStopping that ends the run": Row(
@@ -194,7 +192,7 @@ TABLE = {
         (asked("on_validation_batch_end", 3),),
     ),
     "a module with weights, an optimizer and a schedule": Row(
-        (*PLAIN, f"module._target_={PARTS}.OwnModule",
+        (*PLAIN, f"module._target_={OWN}.modules.OwnModule", "+module.kind=epoch",
          f"+callbacks.mean._target_={LIGHTNING}.WeightAveraging"),
         (asked("on_train_batch_end", 5),),
     ),
@@ -207,13 +205,14 @@ TABLE = {
         (asked("on_train_batch_end", 2),), base=(*LLAMA, *DATA, *LOOP, "callbacks=none"),
     ),
     # Ranks
-    "DDP: one rank gets SIGTERM, the other one SIGKILL": Row(
-        (*RICH, "strategy=ddp", "data.batch_size=1"),
-        (asked("on_train_batch_end", 1, rank=1), killed("on_validation_batch_end", 6)), ranks=2,
+    "DDP: a SIGKILL of one rank in a validation": Row(
+        (*PLAIN, DRAWS, TOP, "strategy=ddp", "data.batch_size=1"),
+        (killed("on_validation_batch_end", 6),), ranks=2,
     ),
-    "FSDP: an error of one rank, then a SIGTERM in a save": Row(
+    "FSDP: an error of one rank, then its SIGTERM in a save": Row(
         (*PLAIN, DRAWS, EARLY % 9, "strategy=fsdp", "data.batch_size=1"),
-        (failed("on_validation_batch_end", 3, rank=1), asked("on_save_checkpoint", 6)), ranks=2,
+        (failed("on_validation_batch_end", 3, rank=1), asked("on_save_checkpoint", 6, rank=1)),
+        ranks=2,
     ),
     "other ranks and other strategies": Row(
         (*LLAMA, *DATA, *LOOP, "callbacks=none", "data.global_batch_size=8",

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.run import Run, train
+from tests.run import Run, read_state, train
 
 OWN = "tests.lit.own"
 MODULES, CALLBACKS, DATA = f"module._target_={OWN}.modules", f"{OWN}.callbacks", f"{OWN}.data"
@@ -48,7 +48,7 @@ class Fitted(Run):
 
     def at(self, step: int) -> dict[str, Any]:
         """Return the state in the checkpoint of a step."""
-        return self.state(self.folder / "checkpoints" / f"step-{step:08d}")
+        return read_state(self.folder / "checkpoints" / f"step-{step:08d}")
 
     def line(self, label: str) -> str:
         """Return one of the lines that a run prints at its start and end."""

@@ -8,15 +8,14 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as of_lightning
 
-from tests.lit.conftest import OWN, differences
+from tests.lit.fit import CALLBACKS, LIGHTNING, MODULES, TWO, fit
+from tests.run import same
 
-LIGHTNING, CALLBACKS = "lightning.pytorch.callbacks", f"{OWN}.callbacks"
 BAR = "trainer.enable_progress_bar=true"
-TWO = ("trainer.devices=2", "strategy.timeout_s=60")
 FUNCTION = "{_target_: hydra.utils.get_method, path: %s}"
 # Callbacks that are together in a run, with their options, and the words of this run.
-WORKS = (
-    (
+WORKS = {
+    "one rank": (
         {
             "Callback": "",
             "Checkpoint": "",
@@ -32,7 +31,7 @@ WORKS = (
         },
         (BAR,),
     ),
-    (
+    "two ranks": (
         {
             "EMAWeightAveraging": "decay: 0.5",
             "EarlyStopping": "monitor: val/loss, patience: 99",
@@ -41,59 +40,52 @@ WORKS = (
         },
         (BAR, *TWO),
     ),
-    ({"RichModelSummary": "", "RichProgressBar": ""}, (BAR,)),
-)
+    "rich": ({"RichModelSummary": "", "RichProgressBar": ""}, (BAR,)),
+}
 # tests/refused shows how these are refused.
 REFUSED = """BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder
 GradientAccumulationScheduler LearningRateFinder ModelPruning SpikeDetection
 StochasticWeightAveraging"""
 
 
-def named(name: str, options: str = "", key: str = "mine") -> str:
-    target = name if "." in name else f"{LIGHTNING}.{name}"
+def named(name: str, options: str = "") -> str:
     options = f", {options}" if options else ""
-    return f"+callbacks.{key}={{_target_: {target}{options}}}"
+    return f"+callbacks.{name.lower()}={{_target_: {LIGHTNING}.{name}{options}}}"
 
 
 def test_every_callback_of_lightning_is_known_to_work_or_to_be_refused():
-    works = {name for callbacks, _ in WORKS for name in callbacks}
+    works = {name for callbacks, _ in WORKS.values() for name in callbacks}
     assert works | {*REFUSED.split()} == {*of_lightning.__all__}
 
 
-@pytest.mark.parametrize("callbacks, more", WORKS, ids=["one rank", "two ranks", "rich"])
-def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(fit, callbacks, more):
+@pytest.mark.parametrize("callbacks, more", WORKS.values(), ids=WORKS)
+def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(callbacks, more, tmp_path):
     pytest.importorskip("rich" if "RichProgressBar" in callbacks else "psutil")
-    parts = [named(name, options, key=name.lower()) for name, options in callbacks.items()]
+    parts = [named(name, options) for name, options in callbacks.items()]
     words = (*parts, *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
-    assert fit(*words, "trainer.max_steps=2").steps() == [1, 2]
-    resumed = fit(*words, "trainer.max_steps=3", "ckpt_path=last")
-    assert resumed.steps() == [1, 2, 3] and len(resumed.rows) >= 3
-    assert "fit(ckpt_path=" not in resumed.out  # Lightning did not choose a checkpoint by itself
+    assert fit(*words, "trainer.max_steps=2", folder=tmp_path / "run").steps == [1, 2]
+    again = fit(*words, "trainer.max_steps=3", "ckpt_path=last", folder=tmp_path / "run")
+    assert again.steps == [1, 2, 3] and len(again.rows) >= 3
+    assert "fit(ckpt_path=" not in again.out  # Lightning did not choose a checkpoint by itself
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"module._target_={OWN}.modules.BringsFinder"],
-    ],
-)
-def test_an_unsupported_callback_is_found_in_a_subclass_a_function_and_a_module(fit, words):
-    run = fit(*words, code=2, begun=True)
-    assert "Finder: " in run.errors[0] and "data.batch_size=<n>" in run.errors[0]
+def test_an_unsupported_callback_is_found_in_a_module():
+    line = fit(f"{MODULES}.BringsFinder", code=2).errors[0]
+    assert "Finder: " in line and "data.batch_size=<n>" in line
 
 
-def test_a_run_never_starts_from_a_file_that_the_user_did_not_name(fit, tmp_path, monkeypatch):
+def test_a_run_never_starts_from_a_file_that_the_user_did_not_name(tmp_path, monkeypatch):
     """Another run's OnExceptionCheckpoint file and a file with SLURM's name are ignored."""
-    left = tmp_path / "left"
+    left, new = tmp_path / "left", tmp_path / "new"
+    fails = f"{{_target_: {CALLBACKS}.Stop, how: error, at: on_train_batch_end, step: 3}}"
     words = (named("OnExceptionCheckpoint", f"dirpath: {left}"), "scheduler=constant")
-    fit(*words, f"+callbacks.fails._target_={CALLBACKS}.Fails", code=70)
+    fit(*words, f"+callbacks.fails={fails}", code=70)
     assert torch.load(left / "on_exception.ckpt", weights_only=True)["global_step"] == 3
     monkeypatch.setenv("SLURM_NTASKS", "1")  # Lightning detects SLURM by this variable
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    new = ("optimizer.lr=1e-2", "seed=7")
-    folder = tmp_path / "new"
-    folder.mkdir()
-    shutil.copy(left / "on_exception.ckpt", folder / "hpc_ckpt_3.ckpt")
-    run, alone = fit(*words, *new, name="new"), fit("scheduler=constant", *new, name="alone")
+    new.mkdir()
+    shutil.copy(left / "on_exception.ckpt", new / "hpc_ckpt_3.ckpt")
+    other = ("optimizer.lr=1e-2", "seed=7")
+    run, alone = fit(*words, *other, folder=new), fit("scheduler=constant", *other)
     assert len(run.rows) == 6 and run.column("lr") == [1e-2] * 6
-    assert not differences(run.state(6)["state_dict"], alone.state(6)["state_dict"])
+    assert not same(run.state()["weights"], alone.state()["weights"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,16 +11,18 @@ import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
-from tests.lit.conftest import ACCURACY, OWN
+from tests.lit.fit import ACCURACY, MODULES, OWN, fit
 from tests.lit.own.metrics import Nats
 
 
-def test_a_metric_equals_torchmetrics_over_all_logits(fit):
-    run = fit(
-        ACCURACY, "trainer.val_check_interval=3", "optimizer.lr=0.01",
+def test_a_metric_equals_torchmetrics_over_all_logits_and_may_choose_the_best_checkpoint():
+    words = (
+        ACCURACY, "objective=val/top5", "checkpoint.monitor=val/top5", "checkpoint.mode=max",
+        "checkpoint.keep=2", "trainer.val_check_interval=1", "optimizer.lr=0.02",
         "+data.test={_target_: gptrain.data.DummyTextDataset, num_samples: 64, seq_len: 17,"
         " vocab_size: 256, seed: 42}",  # the training data
     )  # fmt: skip
+    run = fit(*words)
     net, expected = gptrain.load(run.folder, "last"), {}
     for part, data in (
         ("val", DummyTextDataset(8, 17, 256, 43)),
@@ -36,9 +36,19 @@ def test_a_metric_equals_torchmetrics_over_all_logits(fit):
     assert expected["val"] != expected["test"]
     assert run.metrics["val/top5"] == pytest.approx(expected["val"], abs=1e-6)
     assert run.column("val/top5")[-1] == run.metrics["val/top5"]
-    assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
-    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    assert "val/top5 " in run.line("result") and "warning" not in run.out
+    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last")
     assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
+    values = run.column("val/top5")
+    best = max(range(6), key=values.__getitem__) + 1
+    assert run.result["checkpoint"].endswith(f"step-{best:08d}")
+    assert run.steps == sorted({best, 5, 6}) and best < 5
+    state = run.at(best)["weights"]
+    loaded = gptrain.load(run.folder).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state.items())
+    checkpoint = f"ckpt_path={run.folder}/checkpoints/step-{best:08d}"
+    again = fit(*words, "task=validate", checkpoint)
+    assert again.metrics["val/top5"] == values[best - 1]
 
 
 def test_a_metric_sees_masked_documents_as_the_loss_does():
@@ -65,64 +75,23 @@ def test_a_metric_sees_masked_documents_as_the_loss_does():
     assert float(metric.compute()) == pytest.approx(nats)
 
 
-def test_a_metric_may_be_objective_and_monitor_with_the_highest_value_as_the_best(fit):
-    words = (
-        ACCURACY, "objective=val/top5", "checkpoint.monitor=val/top5", "checkpoint.mode=max",
-        "checkpoint.keep=2", "trainer.val_check_interval=1", "optimizer.lr=0.02",
-    )  # fmt: skip
-    run = fit(*words)
-    assert "warning" not in run.out
-    values = run.column("val/top5")
-    best = max(range(6), key=values.__getitem__) + 1
-    result = json.loads((run.folder / "result.json").read_text())
-    assert result["checkpoint"].endswith(f"step-{best:08d}")
-    assert run.steps() == sorted({best, 5, 6}) and best < 5
-    state = run.state(best)["state_dict"]
-    loaded = gptrain.load(run.folder).state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
-    again = fit(*words, "task=validate", f"ckpt_path={run.folder}/checkpoints/step-{best:08d}",
-                name="again")  # fmt: skip
-    assert again.metrics["val/top5"] == values[best - 1]
-
-
-def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names(fit):
-    words = (
-        "checkpoint.monitor=val/none",
-        "objective=val/nil",
-    )  # gptrain.lit.LanguageModel would refuse these
-    run = fit(f"module._target_={OWN}.modules.Logs", *words, "trainer.val_check_interval=2")
-    for key, name in (word.split("=") for word in words):
-        (line,) = [line for line in run.out.splitlines() if name in line]
-        assert line.startswith(f"warning: {key}={name}: not logged in the first validation")
+def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names():
+    words = ("checkpoint.monitor=val/none", "objective=val/nil")  # LanguageModel refuses these
+    run = fit(f"{MODULES}.Logs", *words, "trainer.val_check_interval=2")
+    for word in words:
+        (line,) = [line for line in run.out.splitlines() if word.split("=")[1] in line]
+        assert line.startswith(f"warning: {word}: ")
         assert "val/loss" in line and "train/loss" in line
 
 
-@pytest.mark.parametrize("name", ["EarlyStopping"])
-def test_a_monitor_that_a_user_module_does_not_log_is_one_line_that_loses_no_step(fit, name):
-    callback = f"{{_target_: lightning.pytorch.callbacks.{name}, monitor: val/acc}}"
-    words = (f"module._target_={OWN}.modules.Logs", f"+callbacks.c={callback}")
-    run = fit(*words, "trainer.val_check_interval=2", code=2, begun=True)
-    line = run.errors[0]
-    assert line.startswith("error: trainer: ") and "val/acc" in line
-    assert "val/mine" in line and run.steps() == [2]
-
-
-TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_classes: %d%s}"
-
-
-def test_a_metric_with_several_values_is_logged_element_by_element(fit):
-    words = (TARGET % ("f1", "MulticlassF1Score", 256, ", average: none"),)
-    words += ("objective=val/f1/7", "trainer.num_sanity_val_steps=1")
-    run = fit(*words, "trainer.max_steps=2")
+def test_each_value_of_a_metric_with_several_values_has_a_name_of_its_own():
+    f1 = "torchmetrics.classification.MulticlassF1Score, num_classes: 256, average: none"
+    words = (f"+module.metrics.f1={{_target_: {f1}}}", "objective=val/f1/7")
+    own = f"+module.metrics.own={{_target_: {OWN}.metrics.Counts}}"
+    run = fit(*words, own, "trainer.num_sanity_val_steps=1", "trainer.max_steps=1")
     names = [name for name in run.metrics if name.startswith("val/f1/")]
     assert names == [f"val/f1/{i}" for i in range(256)]
-    (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
-    assert "val/f1/0 " in line and " more values in result.json · " in line
-
-
-def test_each_value_of_a_metric_that_returns_a_dict_has_a_name_of_its_own(fit):
-    run = fit(f"+module.metrics.own={{_target_: {OWN}.metrics.Counts}}", "trainer.max_steps=1")
     n_targets = 8 * 16
-    assert run.rows[-1].items() >= {
-        "val/own/counted": n_targets, "val/own/each/0": n_targets, "val/own/each/1": 256,
-    }.items()  # fmt: skip
+    counts = {"val/own/counted": n_targets, "val/own/each/0": n_targets, "val/own/each/1": 256}
+    assert run.rows[-1].items() >= counts.items()
+    assert "val/f1/0 " in run.line("result") and " more values in result.json · " in run.out

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.lit.fit import TWO, fit
+
 
 @pytest.fixture
 def mixed(tmp_path) -> tuple[str, ...]:
     """Return the overrides of a mixture of a text file and of token files."""
-    (tmp_path / "book.txt").write_text("".join(f"{n} and {n + 1}\n" for n in range(400)))
+    (tmp_path / "book.txt").write_text("".join(f"{n} and {n + 1}\n" for n in range(100)))
     for name, n_tokens in (("train", 3000), ("val", 200)):
         tokens = np.random.default_rng(n_tokens).integers(0, 256, n_tokens)
         tokens.astype("uint16").tofile(tmp_path / f"{name}.bin")
@@ -22,19 +24,14 @@ def mixed(tmp_path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed, fit):
+def test_two_ranks_read_the_same_samples_and_report_the_same_losses_as_one(mixed):
     words = (*mixed, "trainer.max_steps=3", "objective=val/web/loss")
-    one_rank = fit(*words, name="one")
-    two_ranks = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
+    one_rank, two_ranks = fit(*words), fit(*words, *TWO, "data.batch_size=2")
     for name in ("train/loss", "val/loss", "val/book/loss", "val/web/loss"):
         assert two_ranks.column(name) == pytest.approx(one_rank.column(name), rel=1e-5)
-    data_lines = [
-        next(line for line in run.out.splitlines() if line.startswith("data "))
-        for run in (one_rank, two_ranks)
-    ]
     # All ranks count: 3 of 12 samples are of this part, which has 2999 // 17 = 176 samples.
-    assert data_lines[0] == data_lines[1]
-    assert "web 0.25: 3,000 tokens · 0.017 epochs" in data_lines[0]
-    again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}", name="again")
+    assert one_rank.line("data") == two_ranks.line("data")
+    assert "web 0.25: 3,000 tokens · 0.017 epochs" in one_rank.line("data")
+    again = fit(*words, "task=validate", f"ckpt_path={one_rank.folder}")
     for name in ("val/loss", "val/book/loss", "val/web/loss"):
         assert again.metrics[name] == pytest.approx(one_rank.metrics[name], rel=1e-6)

@@ -9,16 +9,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import (
-    random_split,
-)
+from torch.utils.data import random_split
 
 from gptrain.core.errors import DataError
 from gptrain.data import as_pairs, load_tokenizer
-from tests.lit.conftest import OWN
+from tests.lit.fit import DATA, MODULES, TWO, fit
 from tests.lit.own.data import Odd, Points
-
-DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
 
 
 def of(name: str, *more: str) -> tuple[str, ...]:
@@ -27,21 +23,16 @@ def of(name: str, *more: str) -> tuple[str, ...]:
     return (*words, *(f"+data.{part}.{option}" for part in ("train", "val") for option in more))
 
 
-def line_of(run, label: str) -> str:
-    """Return one of the lines that a run prints at its start."""
-    return next(line for line in run.out.splitlines() if line.startswith(f"{label} "))
-
-
 # Every sample is evaluated once
 
 
-def test_a_plain_module_evaluates_every_sample_once(fit):
+def test_a_plain_module_evaluates_every_sample_once():
     n_samples = 37
     run = fit(
         *of("Points"), f"{MODULES}.Supervised", f"data.val.num_samples={n_samples}",
-        "trainer.devices=2", "data.batch_size=8", "data.val.seed=1",
+        *TWO, "data.batch_size=8", "data.val.seed=1",
     )  # fmt: skip
-    weights = run.state(6)["state_dict"]
+    weights = run.state()["weights"]
     data = Points(n_samples, 17, 256, seed=1)
     outputs = data.points @ weights["module.layer.weight"].T + weights["module.layer.bias"]
     loss = F.cross_entropy(outputs, data.targets)
@@ -51,17 +42,17 @@ def test_a_plain_module_evaluates_every_sample_once(fit):
     assert run.metrics["val/seen"] == n_samples
     assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
     # The lines printed at the start describe this module and these data.
-    assert line_of(run, "model").endswith("Supervised · 10 parameters")
-    batch = line_of(run, "batch")
+    assert run.line("model").endswith("Supervised · 10 parameters")
+    batch = run.line("batch")
     assert "= 16 samples per step" in batch
     assert "token" not in batch and " lr " not in batch and "\nplan " not in run.out
-    assert " samples/s" in line_of(run, "result") and "tokens/s" not in run.out
+    assert " samples/s" in run.line("result") and "tokens/s" not in run.out
 
 
 # Batches in which every target is ignored (-100)
 
 
-def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(fit):
+def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss():
     run = fit(*of("Odd", "kind=some"), "data.batch_size=1", "data.train.num_samples=8", "seed=4")
     losses, norms = run.column("train/loss"), run.column("grad_norm")
     missing = [step for step, norm in enumerate(norms) if norm == 0]
@@ -77,17 +68,17 @@ def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(
     [
         ("dict of lists", "gptrain.lit.LanguageModel"),
         ("dict of int32", "gptrain.lit.LanguageModel"),
-        ("padded", f"{OWN}.modules.Logs"),
+        ("padded", "tests.lit.own.modules.Logs"),
     ],
 )
-def test_hugging_face_dicts_train_like_the_same_pairs(fit, kind, module):
+def test_hugging_face_dicts_train_like_the_same_pairs(kind, module):
     """Hugging Face labels equal input_ids; each label is predicted from the tokens before it."""
     is_warned = kind == "dict of int32"
     unused = pytest.warns(UserWarning, match="data.train: not used: idx, text")
     with unused if is_warned else nullcontext():
         words = (*of("Odd", f"kind='{kind}'"), f"module._target_={module}")
         dicts = fit(*words, "model.max_seq_len=64")
-    pairs = fit(f"module._target_={module}", "model.max_seq_len=64", name=None)
+    pairs = fit(f"module._target_={module}", "model.max_seq_len=64")
     assert dicts.column("train/loss") == pytest.approx(pairs.column("train/loss"), rel=1e-5)
     assert dicts.metrics["val/loss"] == pytest.approx(pairs.metrics["val/loss"], rel=1e-5)
 
@@ -118,15 +109,15 @@ def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
 # Streams
 
 
-def test_a_stream_without_a_state_is_read_again_on_a_resume(fit):
+def test_a_stream_without_a_state_is_read_again_on_a_resume(tmp_path):
     words = of("Endless")
     run = fit(*words, "data.num_samples=20", "checkpoint.every_n_steps=1", "checkpoint.keep=9")
     losses = run.column("train/loss")
-    assert len(losses) == 6 and "is read again up to" in line_of(run, "data")
-    again = fit(*words, "data.num_samples=20", "ckpt_path=last", name=run.copy_until(4, "a"))
+    assert len(losses) == 6 and "is read again up to" in run.line("data")
+    copy = run.copy_until(4, tmp_path / "copy")
+    again = fit(*words, "data.num_samples=20", "ckpt_path=last", folder=copy)
     assert again.column("train/loss")[-2:] == losses[-2:]
-    refusal = {"name": "refused", "code": 2, "begun": True}
-    (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", **refusal).errors
+    (line,) = fit(*words, "trainer.max_steps=-1", "trainer.max_epochs=1", code=2).errors
     assert f"data.train._target_={DATA}.Endless: a stream without a length; try: trainer" in line
 
 
@@ -142,7 +133,7 @@ def read_by_ranks(run) -> list[dict]:
     return [json.loads(line.removeprefix("datamodule ")) for line in lines]
 
 
-def test_a_lightning_data_module_trains_validates_and_resumes(fit):
+def test_a_lightning_data_module_trains_validates_and_resumes(tmp_path):
     words = (*DATA_MODULE, *EPOCHS, "+data.n_loaders=2", "seed=5")
     run = fit(*words, "checkpoint.keep=99")
     (read,) = read_by_ranks(run)
@@ -154,13 +145,13 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
     assert len(run.column("train/loss")) == 18 and len(run.column("val/loss")) == 2
     assert run.column("tokens")[-1] == 18 * 64
     assert "DataModule · 9 batches per rank and epoch · not exact on a resume" in run.out
-    assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in line_of(run, "batch")
-    assert "task=validate" in line_of(run, "next")  # the DataModule has no test loader
-    again = fit(*words, "ckpt_path=last", name=run.copy_until(5, "again"))
+    assert "= 64 tokens per step · 18 steps by trainer.max_epochs=2" in run.line("batch")
+    assert "task=validate" in run.line("next")  # the DataModule has no test loader
+    again = fit(*words, "ckpt_path=last", folder=run.copy_until(5, tmp_path / "again"))
     (read_again,) = read_by_ranks(again)
     assert read_again["val"] == read["val"] and again.column("step")[-1] == 18
-    validated = fit(f"from_run={run.folder}", "task=validate", name="validated")
-    assert line_of(validated, "batch").endswith(" 2 x 1 ranks")  # the first loader counts
+    validated = fit(f"from_run={run.folder}", "task=validate")
+    assert validated.line("batch").endswith(" 2 x 1 ranks")  # the first loader counts
     best = min(run.column("val/loss"))
     assert validated.metrics["val/loss"] == pytest.approx(best, rel=1e-6)
     assert {*read["stages"]} == {"fit"}
@@ -168,8 +159,8 @@ def test_a_lightning_data_module_trains_validates_and_resumes(fit):
 
 
 @pytest.mark.slow
-def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
-    words = ("trainer.devices=2", f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
+def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(tmp_path):
+    words = (*TWO, f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
     run = fit(*DATA_MODULE, *EPOCHS, *words)
     ranks = read_by_ranks(run)
     assert ranks[0]["val"] == ranks[1]["val"]  # the ranks split the samples in the same way
@@ -179,4 +170,5 @@ def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(fit):
     assert [len(rank["seen"]) for rank in ranks] == [2 * 16, 2 * 16]
     assert not {*ranks[0]["seen"][:16]} & {*ranks[1]["seen"][:16]}
     assert run.column("step")[-1] == 4
-    fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", name=run.copy_until(1, "again"))
+    copy = run.copy_until(1, tmp_path / "again")
+    fit(*DATA_MODULE, *EPOCHS, *words, "ckpt_path=last", folder=copy)

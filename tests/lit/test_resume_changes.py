@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
+
+from tests.lit import fit as runs
 
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
 CONSTANT = (*SAVED, "scheduler=constant")
 
 
+@pytest.fixture
+def fit(tmp_path):
+    """Return a function that runs train.py in one folder, unless another one is given."""
+    return partial(runs.fit, folder=tmp_path / "run")
+
+
 def groups(run, step) -> list[dict]:
-    return run.state(step)["optimizer_states"][0]["param_groups"]
+    return run.at(step)["optimizer"]["groups"]
 
 
-def test_a_new_learning_rate_is_used_logged_and_saved(fit):
+def test_a_new_learning_rate_is_used_logged_and_saved(fit, tmp_path):
     words = (*SAVED, "scheduler=warmup_cosine")
-    full = fit(*words, name=None)
+    full = fit(*words)
     again = (*words, "ckpt_path=last", "optimizer.lr=3e-5")
-    name = full.copy_until(3, "changed")
-    line = fit(*again, name=name, code=2).errors[0]
+    folder = full.copy_until(3, tmp_path / "changed")
+    line = fit(*again, folder=folder, code=2).errors[0]
     assert "optimizer.lr" in line and "allow_changes=[optimizer.lr]" in line
-    run = fit(*again, "allow_changes=[optimizer.lr]", name=name)
+    run = fit(*again, "allow_changes=[optimizer.lr]", folder=folder)
     assert "optimizer.lr: 0.0003 before, 3e-05 now" in run.out
     assert run.column("lr")[:3] == pytest.approx(full.column("lr")[:3])
     assert run.column("lr")[3:] == pytest.approx([lr / 10 for lr in full.column("lr")[3:]])
@@ -29,7 +37,7 @@ def test_a_new_learning_rate_is_used_logged_and_saved(fit):
         assert now["lr"] == pytest.approx(before["lr"] / 10)
     losses = run.column("train/loss"), full.column("train/loss")
     assert losses[0][:4] == losses[1][:4] and losses[0][4:] != losses[1][4:]
-    further = fit(*again, "trainer.max_steps=8", name=name)  # the new rate now belongs to the run
+    further = fit(*again, "trainer.max_steps=8", folder=folder)  # the new rate is kept
     assert further.column("lr")[6] < 4e-5
 
 
@@ -58,20 +66,22 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     run = fit(*words, *allowed)
     tokens = [64, 128, 192, 288, 384, 480, 576, 672]
     assert run.column("tokens") == tokens
-    assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]
-    assert run.state(8)["TextDataModule"]["tokens"] == tokens[-1]
-    assert run.state(3)["TextDataModule"]["read"] == 3 * 4
+    assert run.result["tokens"] == tokens[-1]
+    assert run.at(8)["counters"]["TextDataModule"]["tokens"] == tokens[-1]
+    assert run.at(3)["counters"]["TextDataModule"]["read"] == 3 * 4
     # The order continues at the next sample, also over the end of an epoch.
-    assert [run.state(step)["TextDataModule"]["read"] for step in (4, 6, 8)] == [18, 30, 42]
-    more = fit(
-        *words, *again[:2], "trainer.max_steps=9"
-    )  # the new batch size now belongs to the run
+    assert [run.at(step)["counters"]["TextDataModule"]["read"] for step in (4, 6, 8)] == [
+        18,
+        30,
+        42,
+    ]
+    more = fit(*words, *again[:2], "trainer.max_steps=9")  # the new size belongs to the run
     assert more.column("tokens")[-1] == 768
 
 
 # Callbacks, metrics and schedules
 
-STOP = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss"
+STOP = f"+callbacks.stop={{_target_: {runs.LIGHTNING}.EarlyStopping, monitor: val/loss"
 
 
 def test_another_callback_is_refused_like_every_change(fit):
@@ -80,12 +90,12 @@ def test_another_callback_is_refused_like_every_change(fit):
              "data.num_samples=64")  # fmt: skip
     stop = f"{STOP}, min_delta: 9.0"  # no improvement is ever large enough
     first = fit(*words, f"{stop}, patience: 2}}")
-    assert first.steps()[-1] == 3
+    assert first.steps[-1] == 3
     again = (*words, f"{stop}, patience: 4}}", "ckpt_path=last")
     (line,) = fit(*again, code=2).errors
     assert "error: callbacks.stop={" in line and "allow_changes=[callbacks.stop]" in line
     assert "error: callbacks.stop: " in fit(*words, "ckpt_path=last", code=2).errors[0]
-    assert fit(*again, "allow_changes=[callbacks]").steps()[-1] == 3
+    assert fit(*again, "allow_changes=[callbacks]").steps[-1] == 3
 
 
 def test_a_schedule_of_torch_does_not_change_because_its_state_has_its_options(fit):

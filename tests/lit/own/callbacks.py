@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback
 from gptrain.assemble import report
 
 SEEN = "seen.jsonl"
+STOP = "TEST_STOP"  # environment variable with the arguments of Stop
 
 
 def note(trainer, **what) -> None:
@@ -55,18 +57,6 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
-class FailsInHook(Callback):
-    """Raises in one of the hooks, on one rank or on all."""
-
-    def __init__(self, hook, step, rank=None):
-        self.step, self.rank = step, rank
-        setattr(self, hook, self.fail)
-
-    def fail(self, trainer, *_):
-        if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
-            raise RuntimeError("the callback is broken")
-
-
 class OneRankPerNode(Callback):
     """Makes each rank the only one of its node: only the global ranks then differ."""
 
@@ -81,25 +71,95 @@ class SetsPeakMemory(Callback):
         report.peak_memory_bytes = lambda _: 2**30 * (1 + trainer.global_rank)
 
 
-class Signals(Callback):
-    """Sends SIGTERM to this process, once, in one of the hooks."""
+class Stop(Callback):
+    """Stop the run in a hook of a step, exactly, and not after some time.
 
-    def __init__(self, step, hook):
-        self.step, self.sent = step, False
-        setattr(self, hook, self.send)
+    The environment says how, so that the words of a run are those of the run that is not stopped,
+    or the arguments say it.
 
-    def send(self, trainer, *_):
-        if trainer.global_step == self.step and not self.sent:
-            self.sent = True
-            os.kill(os.getpid(), signal.SIGTERM)
+    Args:
+        how: Name of a signal that a rank sends to itself, `error` for an exception, `nan` for
+            gradients that are not numbers, or `full` for a disk on which no file may have more than
+            20,000 bytes.
+        at: Name of a hook, or `in_save` for the moment in which a checkpoint's file is written.
+        step: Number of steps that are done.
+        rank: Rank that does it.
+    """
+
+    def __init__(self, how="", at="", step=0, rank=0):
+        self.is_done = False
+        if options := os.environ.get(STOP):
+            how, at, step, rank = json.loads(options)
+        self.how, self.step, self.rank = how, step, rank
+        if at == "in_save":
+            self.on_save_checkpoint = self.add_to_save
+        elif at:
+            setattr(self, at, self.stop)
+
+    def is_due(self, trainer):
+        return (trainer.global_step, trainer.global_rank) == (self.step, self.rank)
+
+    def stop(self, trainer, module=None, loss=None, *_):
+        if self.is_due(trainer) and not self.is_done:
+            self.is_done = True
+            if self.how == "nan":
+                loss.register_hook(lambda gradient: gradient * float("nan"))
+            else:
+                self.act()
+
+    def add_to_save(self, trainer, module, checkpoint):
+        if self.is_due(trainer):
+            checkpoint["stop"] = WhenWritten(self.act)
+
+    def act(self):
+        if self.how == "error":
+            raise RuntimeError("the run was to end here")
+        if self.how == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        else:
+            os.kill(os.getpid(), signal.Signals[self.how])
 
 
-class Fails(Callback):
-    """Raises an exception at step 3."""
+class WhenWritten:
+    """An object that calls a function when it is pickled."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __reduce__(self):
+        self.function()
+        return int, ()
+
+
+class Draws(Callback):
+    """Draws random numbers in most hooks, logs them and keeps a state."""
+
+    def __init__(self):
+        self.n_drawn, self.mean = 0, torch.zeros(2)
+
+    def draw(self, *_):
+        self.n_drawn += 1
+        self.mean = 0.5 * self.mean + torch.rand(2)
+
+    on_train_batch_start = on_train_epoch_start = on_validation_batch_end = draw
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.draw()
+        self.log("drawn", self.mean[0])
+
+    def state_dict(self):
+        return {"n_drawn": self.n_drawn, "mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.n_drawn, self.mean = state["n_drawn"], state["mean"]
+
+
+class Freezes(Callback):
+    """Freezes the first block after the third step, once."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == 3:
-            raise RuntimeError("step 3")
+            module.net.blocks[0].requires_grad_(False)
 
 
 class BreaksLayer(Callback):
@@ -115,11 +175,11 @@ class BreaksLayer(Callback):
 
 
 class SpikesLoss(Callback):
-    """Multiplies loss and gradient by 100 in some steps, on the last rank."""
+    """Multiplies loss and gradient by a factor in some steps, on the last rank."""
 
-    def __init__(self, steps):
-        self.steps = steps
+    def __init__(self, steps, factor=100.0):
+        self.steps, self.factor = steps, factor
 
     def on_before_backward(self, trainer, pl_module, loss):
         if trainer.global_step in self.steps and trainer.global_rank == trainer.world_size - 1:
-            loss.register_hook(loss.data.mul_(100.0).new_tensor(100.0).mul)
+            loss.register_hook(loss.data.mul_(self.factor).new_tensor(self.factor).mul)

@@ -1,9 +1,11 @@
 """Datasets as a user writes them."""
 
 import json
+import random
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -17,8 +19,8 @@ from torch.utils.data import (
 from gptrain.data import DummyTextDataset
 
 
-class Dicts(Dataset):
-    """Samples that are dicts of tensors."""
+class Samples(Dataset):
+    """The samples of DummyTextDataset, one at a time."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed):
         self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
@@ -27,8 +29,23 @@ class Dicts(Dataset):
         return len(self.inner)
 
     def __getitem__(self, index):
+        return self.inner[index]
+
+
+class Dicts(Samples):
+    """Samples that are dicts of tensors."""
+
+    def __getitem__(self, index):
+        return dict(zip(("tokens", "targets"), self.inner[index], strict=True))
+
+
+class RandomSamples(Samples):
+    """Samples that draw random numbers, as an augmentation does, by each of the generators."""
+
+    def __getitem__(self, index):
         tokens, targets = self.inner[index]
-        return {"tokens": tokens, "targets": targets}
+        drawn = [random.randrange(256), np.random.randint(256), torch.randint(256, ())]
+        return torch.cat((torch.tensor(drawn), tokens[3:])), targets
 
 
 class Points(Dataset):
@@ -46,7 +63,7 @@ class Points(Dataset):
         return self.points[index], self.targets[index]
 
 
-class Odd(Dataset):
+class Odd(Samples):
     """The token samples of DummyTextDataset in the formats that users bring.
 
     Args:
@@ -55,11 +72,8 @@ class Odd(Dataset):
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind, odd=0):
-        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+        super().__init__(num_samples, seq_len, vocab_size, seed)
         self.kind, self.odd = kind, odd
-
-    def __len__(self):
-        return len(self.inner)
 
     def __getitem__(self, index):
         tokens, targets = self.inner[index]
@@ -101,7 +115,7 @@ class Odd(Dataset):
         }[self.kind]
 
 
-class Broken(Dataset):
+class Broken(Samples):
     """The samples of DummyTextDataset, one of which cannot be used.
 
     Args:
@@ -110,11 +124,8 @@ class Broken(Dataset):
     """
 
     def __init__(self, num_samples, seq_len, vocab_size, seed, kind, at=5):
-        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+        super().__init__(num_samples, seq_len, vocab_size, seed)
         self.kind, self.at = kind, at
-
-    def __len__(self):
-        return len(self.inner)
 
     def __getitem__(self, index):
         tokens, targets = self.inner[index]
@@ -137,11 +148,34 @@ class Broken(Dataset):
 class Endless(IterableDataset):
     """An iterable dataset, whose samples have no index."""
 
-    def __init__(self, num_samples, seq_len, vocab_size, seed):
-        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+    def __init__(self, **options):
+        self.options, self.samples = options, Samples(**options)
 
     def __iter__(self):
-        return iter(self.inner)
+        return iter(self.samples.inner)
+
+
+class Stream(Endless):
+    """A stream that saves its position and divides itself over its readers."""
+
+    position, first, stride = 0, 0, 1
+
+    def split_by_rank(self, rank, world_size):
+        part = Stream(**self.options)
+        part.first, part.stride = rank, world_size
+        return part
+
+    def __iter__(self):
+        while (number := self.first + self.position * self.stride) < len(self.samples):
+            self.position += 1
+            yield self.samples[number]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
 
 
 class Nothing:

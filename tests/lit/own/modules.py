@@ -131,6 +131,10 @@ class OwnOptimizers(LanguageModel):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class OwnModule(OwnOptimizers, WithExtraParameters):
+    """A module with parameters, buffers, an optimizer and a schedule of its own."""
+
+
 class Manual(LanguageModel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
