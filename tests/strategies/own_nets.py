@@ -6,41 +6,41 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptrain.models import SimpleGPT
-
 
 class Attention(nn.Module):
-    """Causal attention that computes the number of heads from the width of q, k and v."""
+    """Attention that computes the number of heads from the width of q, k and v."""
+
+    is_causal = True
 
     def __init__(self, width, n_heads):
         super().__init__()
         self.n_heads, self.head_width = n_heads, width // n_heads
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         q, k, v = (
             part(x).unflatten(-1, (-1, self.head_width)) for part in (self.q, self.k, self.v)
         )
-        return self.out(attend(q, k, v, mask))
+        return self.out(attend(q, k, v, self.is_causal))
 
 
 class CountedHeads(Attention):
     """Attention that stores the number of heads on the module, as is usual."""
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         B, T, _ = x.shape
         q, k, v = (part(x).view(B, T, self.n_heads, -1) for part in (self.q, self.k, self.v))
-        return self.out(attend(q, k, v, mask))
+        return self.out(attend(q, k, v, self.is_causal))
 
 
 class CountedWidth(Attention):
     """Attention that stores the number of heads and their width, which fails on a shard."""
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         B, T, _ = x.shape
         shape = (B, T, self.n_heads, self.head_width)
         q, k, v = (part(x).view(shape) for part in (self.q, self.k, self.v))
-        return self.out(attend(q, k, v, mask))
+        return self.out(attend(q, k, v, self.is_causal))
 
 
 class FusedProjection(Attention):
@@ -51,15 +51,15 @@ class FusedProjection(Attention):
         del self.q, self.k, self.v
         self.qkv = nn.Linear(width, 3 * width)
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         parts = self.qkv(x).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in parts)
-        return self.out(attend(q, k, v, mask))
+        return self.out(attend(q, k, v, self.is_causal))
 
 
-def attend(q, k, v, mask):
+def attend(q, k, v, is_causal):
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K)
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -71,8 +71,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, mask=None):
-        x = x + self.drop(self.attention(self.norm_1(x), mask))
+    def forward(self, x):
+        x = x + self.drop(self.attention(self.norm_1(x)))
         return x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
 
 
@@ -110,6 +110,20 @@ class OnlyChain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class AllPositions(Attention):
+    is_causal = False
+
+
+class SeesAll(OnlyChain):
+    """A net without a causal mask and without positions."""
+
+    attention = AllPositions
+
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size, dropout=0.0)
+        nn.init.normal_(self.head.weight)
 
 
 class OwnNet(OnlyChain):
@@ -198,42 +212,12 @@ class SoftCapped(OnlyChain):
         return 3 * torch.tanh(super().forward(tokens) / 3)
 
 
-class ScaledEmbedding(OnlyChain):
-    def forward(self, tokens):
-        x = self.scale * self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 class ResidualOfEmbedding(OnlyChain):
     def forward(self, tokens):
         first = x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x + first))
-
-
-class ExtraBias(OnlyChain):
-    def __init__(self, vocab_size=61, **sizes):
-        super().__init__(vocab_size, **sizes)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-
-    def forward(self, tokens):
-        return super().forward(tokens) + self.bias
-
-
-class MaskOfTokens(OnlyChain):
-    """A net that masks the positions of one token in the attention."""
-
-    def forward(self, tokens):
-        n_tokens = tokens.shape[1]
-        mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril()
-        is_seen = (tokens % 5 > 0)[:, None, None] | torch.eye(n_tokens, dtype=torch.bool)
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, mask & is_seen)
-        return self.head(self.norm(x))
 
 
 class ScaledBlock(Block):
@@ -243,9 +227,9 @@ class ScaledBlock(Block):
         super().__init__(*sizes)
         self.gain = nn.Parameter(torch.ones(1))
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         gain = getattr(self.gain, "to_local", lambda: self.gain)()
-        return gain * super().forward(x, mask)
+        return gain * super().forward(x)
 
 
 class UnplannedScale(OwnNet):
@@ -285,17 +269,3 @@ class ScalesInLayer(OwnNet):
         super().__init__(**sizes)
         width = self.norm.normalized_shape[0]
         self.blocks[1].down = DoublingLinear(4 * width, width)
-
-
-class CappedGPT(SimpleGPT):
-    """A subclass of SimpleGPT that overrides forward."""
-
-    def forward(self, tokens, cache=None):
-        return 2 * torch.tanh(super().forward(tokens, cache) / 2)
-
-
-class Infinite(OwnNet):
-    """A net whose logits are not finite."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) / 0

@@ -123,16 +123,6 @@ class Counts(Sent):
         return super().__torch_dispatch__(op, types, args, kwargs)
 
 
-class FailEachStart(pl.Callback):
-    """Fails at the first step of every start, and records the start in a file."""
-
-    def on_train_batch_start(self, trainer, *_):
-        if trainer.global_rank == 0:
-            with open(Path(trainer.default_root_dir) / "starts.txt", "a") as file:
-                print(trainer.global_step, file=file)
-            raise RuntimeError("this start was to fail")
-
-
 class HangAt(pl.Callback):
     """Makes rank 1 hang before a step."""
 

@@ -67,14 +67,6 @@ def test_each_rank_gets_the_result_and_a_wrong_sum_is_an_error():
         collectives.compare_all_reduces(torch.device("cpu"), 2**16)
 
 
-@pytest.mark.slow  # the fast test runs its parts
-def test_the_command_starts_its_ranks():
-    words = ["-m", "gptrain.collectives", "trainer.accelerator=cpu", "max_bytes=65536"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    check_pictures(done.stdout, 2)
-
-
 @pytest.mark.gpu
 def test_nccl_gives_every_rank_the_same():
     n_ranks = torch.cuda.device_count()

@@ -152,11 +152,12 @@ def test_what_a_pipeline_would_compute_for_one_stage_only_is_refused_in_every_st
 
 # Nets. 16 samples of 8 positions are read in steps of 2.
 
+GPT_KEYS = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
+OWN_NET = ("model=gpt_nano", *(f"~model.{key}" for key in GPT_KEYS))
 NET_WORDS = (
-    *COMMON, "model=gpt_nano", "model.vocab_size=64", "~model.d_model", "~model.n_heads",
-    "~model.n_layers", "~model.max_seq_len", "~model.dropout", "~model.activation",
-    "data.seq_len=9", "data.num_samples=16", "data.val.num_samples=4", "data.batch_size=2",
-    "optimizer.lr=1e-2", "trainer.max_steps=3", "trainer.val_check_interval=3",
+    *COMMON, *OWN_NET, "model.vocab_size=64", "data.seq_len=9", "data.num_samples=16",
+    "data.val.num_samples=4", "data.batch_size=2", "optimizer.lr=1e-2",
+    "trainer.max_steps=3", "trainer.val_check_interval=3",
 )  # fmt: skip
 PIPELINE = ("strategy=pipeline", "strategy.microbatches=2")
 FSDP = ("strategy=fsdp", "data.batch_size=1")  # two ranks read the step of one process
@@ -243,8 +244,7 @@ def test_a_limited_evaluation_reads_the_same_set_on_any_number_of_ranks():
 
 
 def test_padding_never_changes_the_loss_of_a_net_that_sees_all_positions():
-    keys = ("d_model", "n_heads", "n_layers", "max_seq_len", "dropout", "activation")
-    net = ("model=gpt_nano", f"model._target_={OWN}.SeesAll", *(f"~model.{key}" for key in keys))
+    net = (*OWN_NET, "model._target_=tests.strategies.own_nets.SeesAll")
     expected, found = values(*net), values(*net, strategy="tensor_parallel")
     for name in ("train/loss", "val/loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
