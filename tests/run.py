@@ -39,7 +39,7 @@ from tests.forked import server
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train.py")
-PEERS_S = 3.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
+PEERS_S = 1.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
 KILLED_S = 15.0  # after SIGTERM, they get SIGKILL
 LIMIT_S = 240.0
 # (rank) -> None, called in each process of a run before train.py starts; or a signal and an

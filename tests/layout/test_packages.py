@@ -119,30 +119,6 @@ def test_private_names_of_lightning_stand_in_one_file():
                 assert PRIVATE.get(name) == str(path.relative_to(PACKAGE)), f"{path}: {name}"
 
 
-def test_the_private_names_that_are_relied_on_are_there():
-    from lightning.pytorch import Trainer
-    from torch.utils.data import get_worker_info
-    from torch.utils.data._utils import worker
-
-    assert worker._worker_info is None and get_worker_info.__globals__ is vars(worker)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
-    assert callable(trainer._signal_connector.register_signal_handlers)
-    assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
-    assert trainer._checkpoint_connector._user_managed is False
-    assert isinstance(vars(type(trainer._logger_connector))["metrics"], property)
-    assert trainer.fit_loop._restarting is False
-    assert trainer.fit_loop.epoch_loop._results == {}
-    state = trainer.fit_loop.state_dict()
-    assert "_batches_that_stepped" in state["epoch_loop.state_dict"]
-    assert {
-        "epoch_progress",
-        "epoch_loop.batch_progress",
-        "epoch_loop.scheduler_progress",
-        "epoch_loop.automatic_optimization.optim_progress",
-        "epoch_loop.val_loop.batch_progress",
-    } <= state.keys()
-
-
 def count_code_lines(path: Path) -> int:
     """Count the lines of a file that are neither docstring nor comment nor blank."""
     text = path.read_text()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.strategies.sent import Sent
-
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
     "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
@@ -32,7 +35,6 @@ class Record(pl.Callback):
     def __init__(self, look_at: int = 1):
         self.look_at = look_at
         self.seen = {
-            "tokens": [],  # (B, T) of every micro-step
             "places": [],  # (epoch, step) of every micro-step
             "samples": [],  # sample indices of this rank in every step
             "validated": [],  # steps
@@ -65,7 +67,6 @@ class Record(pl.Callback):
                 part.register_forward_hook(self._note_dtype)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen["tokens"].append(batch[0].clone())
         self.seen["places"].append((trainer.current_epoch, trainer.global_step))
         if batch_idx % trainer.accumulate_grad_batches == 0:
             step, rank = trainer.global_step, trainer.global_rank
@@ -98,11 +99,23 @@ class Record(pl.Callback):
         self.seen.setdefault("dtype", str(output.dtype))
 
 
-class Counts(Sent):
-    """Counts bytes sent, bytes saved for the backward pass, and matrix multiplications."""
+class Counts(TorchDispatchMode):
+    """Counts the bytes that this rank sends, those saved for the backward pass, and products.
+
+    Collectives count as rings. For a tensor of b bytes on n ranks, a rank sends (n-1)/n b in an
+    all-gather, a reduce-scatter or an all-to-all, as much on average in a broadcast, and 2 (n-1)/n
+    b in an all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The collectives of
+    DDP, FSDP and DTensor all pass through torch's dispatcher.
+
+    Attributes:
+        n_bytes: Bytes that this rank sent, by kind of collective, such as `allreduce`.
+        calls: Number of calls, by kind of collective.
+    """
 
     def __init__(self):
         super().__init__()
+        self.n_bytes = dict.fromkeys(COLLECTIVES, 0.0)
+        self.calls = dict.fromkeys(COLLECTIVES, 0)
         self.products = self.saved_bytes = 0
         self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
@@ -120,7 +133,41 @@ class Counts(Sent):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.products += op.namespace == "aten" and op._opname in PRODUCTS
-        return super().__torch_dispatch__(op, types, args, kwargs)
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # the dispatch of DTensor calls collectives of plain tensors
+        out = op(*args, **(kwargs or {}))
+        if op.namespace in ("c10d", "_c10d_functional"):
+            name = op._opname.strip("_").replace("_", "")
+            for kind in COLLECTIVES:
+                if name.startswith(kind):
+                    self.n_bytes[kind] += sent_bytes(kind, args, out)
+                    self.calls[kind] += 1
+        return out
+
+
+def sent_bytes(kind: str, args: Any, out: Any) -> float:
+    """Return the bytes that a rank sends in one collective.
+
+    Args:
+        kind: Kind of the collective, one of COLLECTIVES, such as `allreduce`.
+        args: Arguments of the operation. Operations of `c10d` change their arguments in place.
+        out: Result of the operation. Operations of `_c10d_functional` return the new tensor.
+    """
+    if kind in ("allgather", "reducescatter"):
+        # One tensor is the full tensor, the other the shard of a rank: (n-1)/n b is the difference.
+        first, second = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
+        return abs(first.nbytes - second.nbytes)
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    if kind == "send":
+        return n_bytes
+    names = [argument for argument in args if isinstance(argument, str)]
+    if names:  # `_c10d_functional`: the name of the group is the last string
+        size = dist.distributed_c10d._resolve_process_group(names[-1]).size()
+    else:  # the group is the first object of C++
+        group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+        size = dist.ProcessGroup.unbox(group).size()
+    return (2 if kind == "allreduce" else 1) * n_bytes * (size - 1) / size
 
 
 class HangAt(pl.Callback):
