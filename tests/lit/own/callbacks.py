@@ -35,7 +35,7 @@ class SeesAll(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         keys = sorted(outputs) if isinstance(outputs, dict) else str(type(outputs))
         note(trainer, hook="batch_end", step=trainer.global_step, metrics=values(trainer),
-             outputs=keys, bar=sorted(trainer.progress_bar_metrics))  # fmt: skip
+             outputs=keys)  # fmt: skip
 
     def on_validation_epoch_end(self, trainer, module):
         note(trainer, hook="validation_epoch_end", metrics=values(trainer))

@@ -118,17 +118,13 @@ class OwnOptimizers(LanguageModel):
         schedulers = torch.optim.lr_scheduler
         if self.kind == "none":
             return optimizer
+        if self.kind == "two":
+            return [optimizer, torch.optim.SGD(self.parameters(), 0.1)]
         if self.kind == "epoch":
             return [optimizer], [schedulers.StepLR(optimizer, step_size=1, gamma=0.5)]
-        if self.kind == "two":
-            half = len(list(self.parameters())) // 2
-            parts = list(self.parameters())
-            return [torch.optim.SGD(parts[:half], 0.1), torch.optim.SGD(parts[half:], 0.1)]
         plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-        config = {"scheduler": plateau, "monitor": "val/loss"}
-        if self.kind == "plateau_steps":
-            config |= {"interval": "step", "frequency": 4, "monitor": "train/loss"}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        config = {"scheduler": plateau, "monitor": "train/loss", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config | {"frequency": 4}}
 
 
 class OwnModule(OwnOptimizers, WithExtraParameters):
