@@ -81,10 +81,9 @@ class Odd(Samples):
             return tokens, targets
         ignored = torch.full_like(targets, -100)
         whole = torch.cat((tokens, targets[-1:]))  # (seq_len,)
-        tokens_list, labels_list = whole.tolist(), whole.tolist()
+        listed = whole.tolist()
         return {
             "dict": {"input_ids": whole, "labels": whole.clone()},
-            "dict of lists": {"input_ids": tokens_list, "labels": labels_list},
             "dict of int32": {
                 "input_ids": whole.int(),
                 "labels": whole.int(),
@@ -92,13 +91,13 @@ class Odd(Samples):
                 "text": "a text",
             },
             "padded": {
-                "input_ids": [*tokens_list, 0, 0],
-                "labels": [*labels_list, 0, 0],
+                "input_ids": [*listed, 0, 0],
+                "labels": [*listed, 0, 0],
                 "attention_mask": [1] * len(whole) + [0, 0],
             },
             "padded left": {
-                "input_ids": [0, *tokens_list],
-                "labels": [0, *labels_list],
+                "input_ids": [0, *listed],
+                "labels": [0, *listed],
                 "attention_mask": [0] + [1] * len(whole),
             },
             "shifted": {"input_ids": tokens, "labels": targets},
@@ -107,7 +106,7 @@ class Odd(Samples):
             "fewer targets": (tokens, targets[1:]),
             "int32": (tokens.int(), targets.int()),
             "float": (tokens.float(), targets),
-            "list": tokens_list,
+            "list": listed,
             "text": "a text",
             "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
             "ignored": (tokens, ignored),
