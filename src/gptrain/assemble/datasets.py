@@ -170,25 +170,26 @@ def check_pair(key: str, dataset: Dataset) -> None:
     raise ConfigError.of(key, None, f"sample 0 is {of}", hint=hint, code=BAD_DATA)
 
 
-def find_tokens(cfg: RunConfig, sample: Any) -> Tensor | None:
-    """Return the tokens (T,) of a sample, if its first tensor with a dimension holds integers (T,).
+def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
+    """Return the first integers (T,) of a sample, and whether they come first, as in text.
 
-    Token ids above the vocabulary are refused: on a GPU the first step would end in a device-side
-    assertion without a message.
+    Token ids of text above the vocabulary are refused: on a GPU the first step would end in a
+    device-side assertion without a message.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
     arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]
     tensors = [*map(torch.as_tensor, arrays)]
-    sequences = [t for t in tensors if t.ndim == 1 and not t.dtype.is_floating_point]
-    if not sequences or sequences[0] is not tensors[0]:
-        return None
+    sequences = [t for t in tensors if t.ndim == 1 and not t.dtype.is_floating_point and len(t)]
+    if not sequences:
+        return None, False
+    is_text = sequences[0] is tensors[0]
     vocab_size = cfg.model.arguments.get("vocab_size")
     highest = int(max(sequence.max() for sequence in sequences))
-    if isinstance(vocab_size, int) and highest >= vocab_size:
+    if is_text and isinstance(vocab_size, int) and highest >= vocab_size:
         message = f"data.train has token {highest} in its first sample"
         hint = f"model.vocab_size={highest + 1} or above"
         raise ConfigError.of("model.vocab_size", vocab_size, message, hint=hint, code=BAD_DATA)
-    return sequences[0]
+    return sequences[0], is_text
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:

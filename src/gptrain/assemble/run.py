@@ -215,10 +215,10 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.batch_plan(dims.data))
     sample, sized = train[0], cfg
-    tokens = find_tokens(cfg, sample)
+    tokens, is_text = find_tokens(cfg, sample)
     if isinstance(train, UserData):  # the batch size is that of the user's loader
         sized = cfg.changed({"data.batch_size": train.batch_size})
-    sample_tokens = None if tokens is None else len(tokens)
+    sample_tokens = len(tokens) if tokens is not None and is_text else None
     lengths = plan_lengths(sized, len_of(train), sample_tokens, dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
