@@ -177,7 +177,7 @@ class Mirror:
     def _names(self) -> list[str]:
         """Return the folders of all copies, complete or not, the newest first."""
         self.files.invalidate_cache()
-        if not self.files.exists(self.root):
-            return []
-        names = (Path(path).name for path in self.files.ls(self.root, detail=False))
+        names: list[str] = []
+        with suppress(FileNotFoundError):  # `exists` would also be False if the store is away
+            names = [Path(path).name for path in self.files.ls(self.root, detail=False)]
         return sorted(filter(STEP_NAME.fullmatch, names), reverse=True)
