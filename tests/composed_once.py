@@ -1,8 +1,9 @@
 """Let Hydra find and merge the yaml files of a choice of groups once for all tests.
 
 A run composes its config twice, which takes 0.1 s each time, more than the steps of a tiny run.
-Most tests choose the same groups. The later parts (overrides of keys, references, checks) are not
-cached. If a yaml file has changed, nothing is taken from the cache.
+Most tests choose the same groups. Overrides of keys, references and checks are not cached, but the
+second composition of a run is the first one. If a yaml file has changed, nothing is taken from the
+cache.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, wraps
 from hashlib import sha1
@@ -18,8 +20,10 @@ from typing import Any
 from unittest.mock import patch
 
 from hydra._internal import config_loader_impl, config_repository, defaults_list
+from omegaconf import AnyNode, DictConfig, ListConfig, Node
 
 made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
+last: dict[tuple, bytes] = {}  # the config that was composed last
 
 
 @cache
@@ -29,15 +33,35 @@ def compose_once() -> None:
     for owner, name, wrap in (
         (defaults_list, "_create_defaults_list", _find_once),
         (loader, "_compose_config_from_defaults_list", _make_once),
+        (loader, "_load_configuration_impl", _make_again),
         (config_repository.ConfigRepository, "load_config", _make_once),
     ):
         if hasattr(owner, name):
             patch.object(owner, name, wrap(getattr(owner, name))).start()
     # Hydra makes a deep copy for each command, in 0.02 s, only to replace the list of sources.
-    repository = config_repository.ConfigRepository
-    patch.object(
-        repository, "__deepcopy__", lambda original, _: copy.copy(original), create=True
-    ).start()
+    config_repository.ConfigRepository.__deepcopy__ = lambda original, _: copy.copy(original)
+    for node in (DictConfig, ListConfig, AnyNode):
+        node.__deepcopy__ = _copy
+
+
+def _copy(node: Node, _: object) -> Node:
+    """Copy a node of a config, and share its values, which never change."""
+    made = object.__new__(type(node))
+    vars(made).update(vars(node))
+    about = vars(made)["_metadata"] = copy.copy(vars(node)["_metadata"])
+    about.flags = dict(about.flags or {})
+    about.resolver_cache = defaultdict(dict, copy.deepcopy({**about.resolver_cache}))
+    content: Any = vars(node).get("_content")
+    if isinstance(content, dict):
+        content = {key: copy.deepcopy(child) for key, child in content.items()}
+    elif isinstance(content, list):
+        content = [copy.deepcopy(child) for child in content]
+    else:
+        return made
+    vars(made)["_content"] = content
+    for child in content.values() if isinstance(content, dict) else content:
+        vars(child)["_parent"] = made
+    return made
 
 
 def _find_once(find: Callable) -> Callable:
@@ -71,6 +95,23 @@ def _make_once(make: Callable) -> Callable:
         what = {name: value for name, value in given.items() if name != "repo"}
         key = (repr(what), _files(given.get("repo", self)))
         return _made(key, lambda: make(self, **given))
+
+    return make_or_find
+
+
+def _make_again(make: Callable) -> Callable:
+    """Cache the last config."""
+
+    @wraps(make)
+    def make_or_find(self, **given):
+        what = {name: value for name, value in given.items() if name != "from_shell"}
+        key = (repr(what), os.getcwd(), repr(sorted(os.environ.items())), _files(self.repository))
+        if key not in last:
+            config = make(self, **given)
+            last.clear()
+            last[key] = pickle.dumps(config)
+            return config
+        return pickle.loads(last[key])
 
     return make_or_find
 
