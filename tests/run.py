@@ -5,8 +5,9 @@
     run.column("train/loss"), run.state()["weights"], same(run.state(), other.state())
 
 A run of one rank takes place in this process, and one of several ranks in processes that a fork
-server starts with torchrun's environment variables: torch is imported only once. A run that is
-interrupted (`stop`) always has processes of its own.
+server starts with torchrun's environment variables: torch is imported only once. With
+`trainer.devices=2` and without `ranks`, the run starts its ranks itself. A run that is interrupted
+(`stop`) always has processes of its own.
 
 A run is identified by its words. The first test that needs it makes it, in any process of the
 suite, and the other processes wait. So every test can run alone (-k) and in any order.
@@ -34,8 +35,11 @@ from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gptrain.core import shell
 from tests.fast import some_flops_per_s
-from tests.forked import server
+from tests.forked import forked_ranks, server
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "train.py")
@@ -88,9 +92,22 @@ class Run:
         """Folders of the checkpoints, the oldest first."""
         return sorted((self.folder / "checkpoints").glob("step-*"))
 
-    def state(self, checkpoint: Path | None = None) -> dict[str, Any]:
-        """Return the content of a checkpoint, by default the newest (`read_state`)."""
-        return read_state(checkpoint or self.checkpoints[-1])
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the result."""
+        return self.result["metrics"]
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """Return the content of the checkpoint of a step, by default the newest (`read_state`)."""
+        folder = self.folder / "checkpoints"
+        return read_state(self.checkpoints[-1] if step is None else folder / f"step-{step:08d}")
+
+    def cut_back(self, step: int) -> None:
+        """Change the folder as if the run had been killed after the checkpoint of this step."""
+        for path in self.checkpoints:
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        (self.folder / "result.json").unlink()
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Any]:
@@ -154,16 +171,16 @@ def train(
         cached: Whether an equal run of another test may be returned. Tests must not change a cached
             run. A run in a folder of the test's own (`run_dir=`) is always made.
     """
-    own_folder = next(
-        (w.split("=", 1)[1].strip("'") for w in words if w.startswith("run_dir=")), ""
-    )
+    typed = [word for word in words if word.startswith("run_dir=")]
+    parse = OverridesParser.create().parse_override
+    own_folder = str(parse(typed[-1]).value()) if typed else ""
     if ranks > 1 and not any(word.startswith("trainer.devices=") for word in words):
         words = (f"trainer.devices={ranks}", *words)
     key = json.dumps([words, ranks, name_of(stop), env and sorted(env.items())])
     made = Made(words, ranks, stop, dict(env or {}))
     if own_folder or not cached:
         place = new_place()
-        return made.run(place, Path(own_folder) if own_folder else place / "run")
+        return made.run(place, Path(own_folder).expanduser() if own_folder else place / "run")
     place = shared_folder() / sha1(key.encode()).hexdigest()[:12]
     place.mkdir(exist_ok=True)
     with open(place / "lock", "w") as lock:
@@ -197,12 +214,14 @@ class Made:
 
     def run(self, place: Path, folder: Path) -> Run:
         """Run the command in a run folder. Its output and its exit code go into `place`."""
-        words = [w for w in self.words if not w.startswith("run_dir=")] + [f"run_dir='{folder}'"]
+        words = [w for w in self.words if not w.startswith("run_dir=")]
+        words.append(shell.override("run_dir", folder))
         env = {"GPTRAIN_OUTPUT_DIR": str(place / "outputs"), **self.env}
         for name in ("out", "err"):
             (place / name).write_bytes(b"")
         if self.ranks == 1 and self.stop is None:
-            with redirected(place), environment(env):
+            ranks = forked_ranks(place / "out", place / "err")  # those that the run starts itself
+            with redirected(place), environment(env), ranks:
                 code = run_script(words)
         else:
             code = self.run_processes(words, env, place)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer
 
 from gptrain.core.errors import DataError
 from gptrain.data import load_tokenizer
@@ -75,8 +74,11 @@ def named(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.engine("transformers")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_tokens_are_those_of_transformers_and_the_targets_those_of_the_assistant(name, folder):
+    from transformers import AutoTokenizer
+
     tokenizer = load_tokenizer(named(folder, name))
     chat_format = ChatFormat(tokenizer)
     other = AutoTokenizer.from_pretrained(folder)

@@ -8,13 +8,14 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from gptrain.assemble.weights import load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.models.hugging_face import config_keys
 from gptrain.text.sampling import Sampling, generate
+from tests.refused.commands import answer
+from tests.run import Run, train
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -29,11 +30,14 @@ CONFIGS = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     **{name: {"model_type": name, **SIZES} for name in ("llama", "qwen2", "qwen3", "mistral")},
 }
+pytestmark = pytest.mark.engine("transformers")
 TOKENS = torch.arange(30).view(2, 15)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
     net, back = (HuggingFace(61, CONFIGS[name]).eval() for _ in range(2))
     assert len(net.blocks) == 2 and net(TOKENS).shape == (2, 15, 61)
     assert torch.equal(net(TOKENS), net.model(TOKENS).logits)
@@ -61,30 +65,35 @@ def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
     assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # a tied head and transposed matrices; neither
-def test_it_takes_a_step_of_train_py(train, name):
-    config = json.dumps(CONFIGS[name]).replace('"', "")
+def step_of(config: dict) -> Run:
+    """Take a step of train.py."""
     run = train(
-        "model=hugging_face", "model.vocab_size=256", f"model.config={config}",
-        "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
-        "data.num_samples=8", "logger=none", tiny=False,
+        "model=hugging_face", "model.vocab_size=256", "trainer.accelerator=cpu",
+        "model.config=" + json.dumps(config).replace('"', ""), "trainer.max_steps=1",
+        "data.seq_len=16", "data.batch_size=2", "data.num_samples=8", "logger=none",
     )  # fmt: skip
     assert run.code == 0, run.err
+    return run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # a tied head and transposed matrices; neither
+def test_it_takes_a_step_of_train_py(name):
     parameters = dict(HuggingFace(256, CONFIGS[name]).named_parameters())  # a tied head once
-    assert run.state(1)["state_dict"].keys() == parameters.keys()
+    assert step_of(CONFIGS[name]).state(1)["weights"].keys() == parameters.keys()
 
 
-def test_a_model_that_bounds_its_logits_trains_by_its_forward(train):
+def test_a_model_that_bounds_its_logits_trains_by_its_forward():
     sizes = SIZES | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 1e-3}
-    config = json.dumps(sizes).replace('"', "")
-    run = train(
-        "model=hugging_face", "model.vocab_size=256", f"model.config={config}",
-        "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
-        "data.num_samples=8", "logger=none", tiny=False,
-    )  # fmt: skip
-    assert run.code == 0 and "computed from the logits of forward" in run.out + run.err
+    run = step_of(sizes)
+    assert "computed from the logits of forward" in run.out + run.err
     # All logits are below 0.001, so that the net cannot tell one token from another.
     assert run.metrics["val/loss"] == pytest.approx(math.log(256), abs=0.003)
+
+
+def test_a_model_that_is_none_and_a_missing_folder_are_one_line(tmp_path):
+    for word, code in (("model.config={model_type: vit}", 2), ("model.path=missing", 66)):
+        ended = answer(f"model=hugging_face trainer.accelerator=cpu '{word}'", tmp_path)
+        assert (ended.code, len(ended.err)) == (code, 1), ended.err
 
 
 def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from gptrain.runtime.process import Process, adopt_launcher, this_process
-from tests.conftest import ROOT, TINY, Finished
+from tests.conftest import ROOT, TINY
+from tests.run import Run
+from tests.run import train as run_train
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
 OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
@@ -41,26 +43,16 @@ def start(folder: Path, *command: str, words: tuple[str, ...] = ()) -> subproces
     )
 
 
-@pytest.fixture
-def loss_by_itself(train, tmp_path_factory) -> float:
-    """val/loss of the run that gptrain starts. It is trained once for all tests."""
-    kept = tmp_path_factory.getbasetemp() / "loss_by_itself"
-    if not kept.exists():
-        run = train(*WORDS, tiny=False)
-        assert run.code == 0, run.err
-        kept.write_text(repr(run.metrics["val/loss"]))
-    return float(kept.read_text())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", STARTED)
-def test_a_launcher_gives_one_run_with_the_same_loss(command, loss_by_itself, tmp_path):
+def test_a_launcher_gives_one_run_with_the_same_loss(command, tmp_path):
     if not shutil.which(command[0]):
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
     assert run.returncode == 0, run.stderr
     (folder,) = (tmp_path / "train").iterdir()  # all processes write into the same run folder
-    assert Finished(0, "", "", folder).metrics["val/loss"] == loss_by_itself
+    by_itself = run_train(*WORDS)
+    assert Run(folder, 0, "", "").metrics["val/loss"] == by_itself.metrics["val/loss"]
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
 
 
@@ -78,30 +70,6 @@ def test_torchrun_restarts_a_run_in_the_folder_that_it_has_chosen(tmp_path):
     assert "resume    from step" in run.stdout and (folder / "result.json").exists()
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
-    if not shutil.which("mpirun"):
-        pytest.skip("no mpirun on this machine")
-    run = start(tmp_path, *OPEN_MPI, sys.executable, "-c", DIES, str(ROOT / "conf"))
-    assert run.returncode == 65, run.stderr
-
-
-DIES = """
-import sys, time
-conf, *sys.argv = sys.argv[1:]
-from gptrain.runtime.rank import run
-from gptrain import config
-from gptrain.runtime.process import this_process
-from gptrain.core.errors import DataError
-
-def train(cfg, guard):
-    if this_process().rank == 1:
-        raise DataError("the other one waits")
-    time.sleep(100)
-
-config.main(lambda cfg: run(train, cfg, lambda *_: None), conf=conf)
-"""
-
 OPENMPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TASK = {  # environment of the last task of `srun --ntasks=4 --nodes=2` in SLURM 22.05
@@ -112,7 +80,7 @@ TASK = {  # environment of the last task of `srun --ntasks=4 --nodes=2` in SLURM
 
 
 @pytest.fixture
-def adopted(launched, monkeypatch):
+def adopted(monkeypatch):
     """Return a function that adopts these variables of a launcher and returns the environment."""
     environment = dict(os.environ)
     monkeypatch.setattr(os, "environ", environment)
@@ -153,19 +121,8 @@ def test_a_task_of_srun_has_a_place_an_address_a_folder_and_threads(adopted):
     assert this_process().world_size == 8
 
 
-def test_a_rank_number_without_a_launcher_is_no_rank(launched, monkeypatch):
+def test_a_rank_number_without_a_launcher_is_no_rank(adopted):
     """Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process."""
     for variables in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""}):
-        for name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+        adopted(**variables)
         assert not this_process().is_rank
-
-
-@pytest.mark.parametrize("words", [("trainer.devices=4",), ("trainer.devices=3",)])
-def test_ranks_that_the_launcher_did_not_start_are_refused(words, launched, tmp_path):
-    from command_line import refused
-
-    launched(0, 4, 0, 2)
-    refused(*words, "trainer.accelerator=cpu", f"run_dir={tmp_path}/run")

@@ -20,9 +20,8 @@ from tests.conftest import ROOT
 
 def equal(net, state) -> bool:
     weights = net.state_dict()
-    return weights.keys() == state.keys() and all(
-        torch.equal(weights[key], state[key]) for key in state
-    )
+    lone = weights.keys() - state.keys()  # a tied weight is saved once
+    return lone <= {"head.weight"} and all(torch.equal(weights[key], state[key]) for key in state)
 
 
 def best_by_lr(run) -> list[tuple[str, str, int]]:
@@ -36,15 +35,15 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     rng = torch.get_rng_state()
     best = gptrain.load(saved_twice.folder)
     last = gptrain.load(str(saved_twice.folder), which="last")
-    assert equal(best, saved_twice.state(2)["state_dict"])
-    assert equal(last, saved_twice.state(4)["state_dict"])
+    assert equal(best, saved_twice.state(2)["weights"])
+    assert equal(last, saved_twice.state(4)["weights"])
     trainer = SimpleNamespace(accelerator="cpu")
     for typed, step in ((None, 2), ("last", 4)):  # a command that generates or scores text
         cfg: Any = SimpleNamespace(
             trainer=trainer, from_run=str(saved_twice.folder), ckpt_path=typed, trust=False
         )
         net, tokenizer, device = load_for_command(cfg)
-        assert equal(net, saved_twice.state(step)["state_dict"])
+        assert equal(net, saved_twice.state(step)["weights"])
         assert (tokenizer, device) == (None, "cpu")
     assert not best.training and {p.device.type for p in best.parameters()} == {"cpu"}
     assert best(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
@@ -57,13 +56,13 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
         config.checkpoint.monitor, config.checkpoint.mode = monitor, mode
         OmegaConf.save(config, file)
         net = gptrain.load(saved_twice.folder, trust=True)
-        assert equal(net, saved_twice.state(step)["state_dict"])
+        assert equal(net, saved_twice.state(step)["weights"])
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     newest = saved_twice.folder / "checkpoints" / "step-00000004" / "state.ckpt"
     newest.write_bytes(newest.read_bytes()[:-9])
-    assert equal(gptrain.load(saved_twice.folder, "last"), saved_twice.state(2)["state_dict"])
+    assert equal(gptrain.load(saved_twice.folder, "last"), saved_twice.state(2)["weights"])
     assert newest.exists()
     shutil.rmtree(saved_twice.folder / "checkpoints" / "step-00000002")
     with pytest.raises(DamagedCheckpointError, match="step-00000004"):

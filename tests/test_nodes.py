@@ -15,8 +15,8 @@ from processes import wait_until
 
 import gptrain
 from gptrain.core.errors import FOLDER_UNUSABLE
-from tests.conftest import Finished
 from tests.nodes import two_nodes
+from tests.run import Run
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,8 +67,8 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
     assert "from step" in log.read_text()
     one_machine = train(*words, "trainer.devices=2", "trainer.num_nodes=1", name="one", tiny=False)
     assert one_machine.code == 0, one_machine.err
-    two_nodes = Finished(0, "", "", folder)
-    assert two_nodes.losses() == one_machine.losses()
+    two_nodes = Run(folder, 0, "", "")
+    assert two_nodes.column("train/loss") == one_machine.column("train/loss")
     weights, expected = (
         gptrain.load(run.folder, "last").state_dict() for run in (two_nodes, one_machine)
     )

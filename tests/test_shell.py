@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from gptrain.checkpoints.status import read_status
-from gptrain.config.compose import compose_words
 from gptrain.core import locations, shell
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT
+from tests.run import train as run_train
 
 ODD = [
     "lr=1e-3", "run #2", "été", "model (v2)", "a,b", "it's", 'say "x"', "$HOME and `id`", "[1] {2}",
@@ -27,9 +28,9 @@ def read_by_a_shell(line: str) -> list[str]:
 
 
 def value_of(word: str) -> object:
-    """Return the value of an override, as Hydra composes it."""
-    (value,) = compose_words([f"++pasted.{word}"]).pasted.values()
-    return value
+    """Return the value of an override, as Hydra's parser and OmegaConf read it."""
+    value = OverridesParser.create().parse_override(word).value()
+    return OmegaConf.create({"key": value}).key
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -56,23 +57,17 @@ def test_a_home_folder_is_expanded_once_and_a_name_with_a_tilde_stays_a_name(tmp
         assert locations.expand_home(folder) == folder == tmp_path / typed
 
 
-@pytest.mark.parametrize("name", ["-it's $HOME ~[x], lr=1e-3 (é)"])
-def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
-    name, train, tmp_path, monkeypatch
-):
-    folder = tmp_path / name
-    monkeypatch.setenv("HOME", str(tmp_path))
-    typed = f"~/{name}" if name.startswith("-") else folder
-    words = (*TINY, "logger=none", "callbacks=none", "trainer.max_steps=1")
-    run = train(*words, shell.override("run_dir", typed), tiny=False)
+def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(train, tmp_path):
+    name = "it's $HOME ~[x], lr=1e-3 (é)"
+    run = train("logger=none", "callbacks=none", "trainer.max_steps=1", name=name)
     assert run.code == 0, run.err
     (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
     test, board = line.removeprefix("next").split("; ")
-    assert read_by_a_shell(board) == ["tensorboard", f"--logdir={folder}"]
+    assert read_by_a_shell(board) == ["tensorboard", f"--logdir={tmp_path / name}"]
     python, script, *pasted = read_by_a_shell(test)
     assert (python, script) == ("python", str(ROOT / "train.py"))
-    tested = train(*pasted, tiny=False, name="tested")
+    tested = run_train(*pasted, cached=False)
     assert tested.code == 0 and "test/loss" in tested.metrics, tested.err
-    resume = read_by_a_shell(read_status(folder)["resume"])[2:]
-    more = train(*resume, "trainer.max_steps=2", tiny=False, name="unused")
+    resume = read_by_a_shell(run.status["resume"])[2:]
+    more = run_train(*resume, "trainer.max_steps=2")
     assert more.code == 0 and "from step 1 to 2" in more.out, more.err

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT, logged_rows
-from tests.run import read_state
+from tests.conftest import ROOT
+from tests.run import Run, read_state
 
 pytestmark = pytest.mark.gpu
 SIZE = (
@@ -120,7 +120,7 @@ def test_the_peak_of_memory_is_that_of_the_plan(tmp_path, strategy, words):
     common = (*words, "data.global_batch_size=null", f"strategy={strategy}", "trainer.max_steps=4")
     common += ("checkpoint=none", "logger=none")
     train(tmp_path / "run", *common, f"trainer.devices={n_devices}")
-    peak = max(row["perf/gpu_mem_peak_gib"] or 0 for row in logged_rows(tmp_path / "run"))
+    peak = max(Run(tmp_path / "run", 0, "", "").column("perf/gpu_mem_peak_gib"))
     command = [
         sys.executable, "-m", "gptrain.plan", *words, f"trainer.devices={n_devices}",
         "hardware=h100_sxm", "--json", f"output_dir={tmp_path}",

@@ -98,7 +98,7 @@ def test_the_options_that_the_readme_shows_for_own_parts_work(train):
     assert len(words) > 4
     run = train(*words, "trainer.val_check_interval=2")
     assert run.code == 0, run.err
-    assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
+    assert 0 <= run.metrics["val/top1"] <= 1 and run.column("train/loss")
 
 
 def test_files_that_the_readme_names_exist():
