@@ -8,6 +8,7 @@ writes all files again, and `git diff` shows what has changed. The tests compare
 import json
 import os
 import re
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -64,4 +65,5 @@ def check(name: str, text: str) -> None:
     if os.environ.get(WRITE):
         path.write_text(text.rstrip("\n") + "\n")
     expected = path.read_text().splitlines()
-    assert text.splitlines() == expected, "python -m tests.golden; git diff"
+    changed = [*unified_diff(expected, text.splitlines(), lineterm="", n=0)]
+    assert not changed, "\n".join(["python -m tests.golden; git diff", *changed[:40]])

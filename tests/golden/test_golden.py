@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,9 @@ def folder() -> Path:
     return place
 
 
-def run(*words: str, **options: Any) -> Run:
-    """Run train.py in the folder of the texts."""
-    where = [f"output_dir={folder()}/data"]
+def run(*words: str, data: str = "data", **options: Any) -> Run:
+    """Run train.py on the texts, with a folder for prepared data."""
+    where = [f"output_dir={folder()}/{data}"]
     changed = [word.replace("=text.txt", f"={folder()}/text.txt") for word in words]
     return train(*changed, *where, **options)
 
@@ -53,7 +55,7 @@ BUILT = {
     trainer.limit_val_batches=2 trainer.limit_test_batches=3 trainer.num_sanity_val_steps=1
     trainer.gradient_clip_val=0.5 +trainer.gradient_clip_algorithm=value
     trainer.log_every_n_steps=3 trainer.precision=bf16-mixed trainer.deterministic=true
-    trainer.detect_anomaly=true trainer.enable_progress_bar=false trainer.max_time=00:01:00:00
+    trainer.enable_progress_bar=false trainer.max_time=00:01:00:00
     +trainer.min_epochs=1 trainer.min_steps=2
     callbacks=ema callbacks.ema.decay=0.9 ~callbacks.sample
     +callbacks.stop={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,patience:7}
@@ -69,7 +71,8 @@ BUILT = {
     max_tokens=1000 trainer.accelerator=cpu trainer.log_every_n_steps=1
     trainer.enable_progress_bar=false trainer.gradient_clip_val=null
     strategy=ddp strategy.bucket_cap_mb=3 strategy.gradient_as_bucket_view=false
-    strategy.find_unused_parameters=true callbacks=none logger=none checkpoint=none""": 2,
+    strategy.find_unused_parameters=true callbacks=none logger=none checkpoint=none
+    trainer.detect_anomaly=true""": 2,
 }
 
 
@@ -80,7 +83,7 @@ def test_a_built_run_has_the_options_that_were_typed():
         look = f"+callbacks.look={{_target_:tests.golden.look.Look,path:'{path}'}}"
         other = words.replace("other.txt", f"{folder()}/other.txt")
         place = f"run_dir={folder()}/built"
-        ended = run(*other.split(), look, f"{place}-{number}", ranks=n_ranks)
+        ended = run(*other.split(), look, f"{place}-{number}", data="built", ranks=n_ranks)
         assert ended.code == 0, ended.err
         seen.append(json.loads(path.read_text()))
     check("built.json", masked(as_lines(seen, depth=3), folder()))
@@ -96,6 +99,8 @@ PLANS = (
     "model.dropout=0.1 strategy=ddp strategy.bucket_cap_mb=50",
     "hardware=v100_sxm2 model=llama_124m trainer.devices=8 trainer.num_nodes=3 "
     "trainer.precision=32-true data.batch_size=4 data.seq_len=512",
+    f"hardware=v100_sxm2 topology={ROOT}/tests/topologies/v100_hybrid_mesh.txt model=gpt2 "
+    "trainer.devices=8 data.batch_size=4",
     "hardware=t4 model=simple_gpt trainer.devices=1 trainer.precision=16-mixed",
     "hardware=rtx_4090 model=llama_1b trainer.devices=2 data.batch_size=1 data.seq_len=2048",
     "hardware=h200 model=qwen3_4b trainer.devices=4 strategy=tensor_parallel "
@@ -117,11 +122,15 @@ def test_plans():
 
 
 def choices() -> list[str]:
-    """Return each choice of each group of the two conf folders."""
+    """Return words that take each choice of the two conf folders: one of each group at a time."""
     files = [*ROOT.glob("conf/*/*.yaml"), *ROOT.glob("src/gptrain/conf/*/*.yaml")]
-    pairs = {(file.parent.name, file.stem) for file in files}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for group, name in sorted({(file.parent.name, file.stem) for file in files}):
+        groups[group].append(f"{group}={name}")
     # A search needs a package of its own, and conf/local is that of this machine.
-    return [f"{g}={name}" for g, name in sorted(pairs) if g not in ("hparams_search", "local")]
+    alone = [groups.pop(name, []) for name in ("experiment", "hparams_search", "local")]
+    rows = zip_longest(*groups.values())
+    return [" ".join(filter(None, row)) for row in rows] + alone[0]
 
 
 def flat(values: Any, key: str = "") -> dict[str, Any]:
@@ -136,17 +145,17 @@ def flat(values: Any, key: str = "") -> dict[str, Any]:
 def compose(words: str) -> dict[str, Any]:
     ended = answer(f"--cfg job {words}", folder())
     assert ended.code == 0, ended.err
-    return flat(yaml.safe_load("\n".join(ended.out)))
+    return flat(yaml.load("\n".join(ended.out), yaml.CSafeLoader))
 
 
 def test_each_choice_composes_to_the_same_config():
     default = compose("")
     configs = {"": default}
-    for word in choices():
-        composed = compose(word)
+    for words in choices():
+        composed = compose(words)
         gone = {f"~{key}": None for key in default.keys() - composed.keys()}
         changed = {k: v for k, v in composed.items() if k not in default or default[k] != v}
-        configs[word] = changed | gone
+        configs[words] = changed | gone
     check("configs.json", masked(as_lines(configs, depth=2), folder()))
 
 
