@@ -19,11 +19,7 @@ from typing import Any
 import pytest
 
 TIMEOUT_S = 40.0  # a page may be slow on a shared machine
-FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--disable-extensions", "--disable-background-networking", "--no-first-run",
-    "--window-size=1500,1000", "--force-color-profile=srgb",
-]  # fmt: skip
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 # The script returns all visible text, also that in shadow trees, which Polymer uses.
 SEEN = """
 const seen = node => {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -63,25 +62,23 @@ def write_records(file: Path, n_bytes: int) -> list[str]:
 
 
 def main() -> None:
-    megabytes, n_turns = [*map(int, sys.argv[1:]), 60, 3][:2] if sys.argv[1:] else (60, 3)
+    megabytes, n_turns = [*map(int, sys.argv[1:]), *(60, 3)[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as place:
         source, tokenizer = Path(place) / "records.jsonl", Path(place) / "tokenizer.json"
         train_bpe(write_records(source, megabytes * 1_000_000), VOCAB_SIZE, tokenizer, True)
-        size, rates_by_name = source.stat().st_size / 1e6, {"ours": [], "datasets.map": []}
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        rates = {"ours": [], "datasets.map": []}
         for turn in range(n_turns):
-            for name, code in (("ours", OURS), ("datasets.map", THEIRS)):
+            for name, code in zip(rates, (OURS, THEIRS), strict=True):
                 with tempfile.TemporaryDirectory(dir=place) as folder:
                     words = [sys.executable, "-c", HEAD + code + TAIL, source, tokenizer, folder]
-                    made = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
-                line = next(line for line in made.stdout.splitlines() if line.startswith("took"))
-                seconds, cpu_s, n_tokens = map(float, line.split()[1:])
-                rates_by_name[name].append(size / seconds)
-                print(f"{turn} {name:13}{size / seconds:7.2f} MB/s  {cpu_s:6.1f} CPU s  "
-                      f"{n_tokens:,.0f} tokens", flush=True)  # fmt: skip
-        our_rate, their_rate = (statistics.median(rates) for rates in rates_by_name.values())
-        ratio = our_rate / their_rate
-        print(f"median: ours {our_rate:.2f} MB/s, datasets.map {their_rate:.2f} MB/s: {ratio:.2f}")
+                    made = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+                seconds, cpu_s, n_tokens = made.stdout.partition("took")[2].split()
+                rates[name].append(source.stat().st_size / 1e6 / float(seconds))
+                print(
+                    f"{turn} {name:13}{rates[name][-1]:7.2f} MB/s {cpu_s} CPU s {n_tokens} tokens"
+                )
+        ours, theirs = map(statistics.median, rates.values())
+        print(f"median: ours {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s: {ours / theirs:.2f}")
 
 
 if __name__ == "__main__":

@@ -85,9 +85,6 @@ SCENARIOS = (
              first=("strategy.timeout_s=3",), **WAITS, full=20),
     Scenario("F28", "no memory", ("exhaust_memory",), ("forward",), cause="memory", blames=True,
              says="out of memory: .*activation_checkpointing", full=20),
-    Scenario("F29", "resumed on 1 or 4 ranks", full=15, one_try=trial.other_ranks,
-             reference=("data.global_batch_size=8", "model.dropout=0.0")),
-    Scenario("F30", "resumed as another run", full=20, one_try=trial.changed),
     Scenario("F31", "three starts in one folder", quick=1, full=20, one_try=trial.crowd),
     Scenario("F33", "older files of 2096", says=r"from step (15|55)", harm=lambda newest, _:
              [os.utime(path, (4e9, 4e9)) for path in newest.parent.iterdir() if path != newest]),

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-NAMES = (
-    "all_gather_object", "broadcast_object_list", "gather_object",
-    "scatter_object_list", "send_object_list", "recv_object_list",
-)  # fmt: skip
+NAMES = ("all_gather_object", "broadcast_object_list", "send_object_list", "recv_object_list")
 original = {name: getattr(c10d, name) for name in NAMES}
 
 
@@ -64,35 +61,6 @@ def broadcast_object_list(object_list, src=None, group=None, device=None, group_
     message = (data if len(data) else torch.zeros(n_bytes, dtype=torch.uint8)).to(target)
     c10d.broadcast(message, group_src=group_src, group=used)
     object_list[:] = from_bytes(message)
-
-
-def gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
-    """Gather an object of each rank on one rank."""
-    used = c10d._group_or_default_group(group)
-    if device_of(group).type != "cuda":
-        return original["gather_object"](obj, object_gather_list, dst, group, group_dst)
-    if group_dst is None:
-        group_dst = dist.get_group_rank(used, dst or 0) if group is not None else dst or 0
-    gathered = [None] * used.size()
-    all_gather_object(gathered, obj, used)
-    if used.rank() == group_dst:
-        object_gather_list[:] = gathered
-
-
-def scatter_object_list(
-    scatter_object_output_list, scatter_object_input_list=None, src=None, group=None, group_src=None
-):
-    """Give each rank one object of a rank's list."""
-    used = c10d._group_or_default_group(group)
-    if device_of(group).type != "cuda":
-        return original["scatter_object_list"](
-            scatter_object_output_list, scatter_object_input_list, src, group, group_src
-        )
-    if group_src is None:
-        group_src = dist.get_group_rank(used, src or 0) if group is not None else src or 0
-    sent = [scatter_object_input_list if used.rank() == group_src else None]
-    broadcast_object_list(sent, group=used, group_src=group_src)
-    scatter_object_output_list[0] = sent[0][used.rank()]
 
 
 def send_object_list(
