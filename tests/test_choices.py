@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from gptrain.core.errors import ConfigError
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
@@ -14,10 +13,8 @@ CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = ("data.train_path=train.bin", "data.val_path=val.bin")
 
 
-@pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m", "llama_124m"])
+@pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp"])
 def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
-    if choice.endswith("_124m"):
-        pytest.importorskip("tokenizers")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 800)
     small = [
@@ -25,26 +22,24 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
         "model.vocab_size=300", "data.seq_len=16", "data.batch_size=2", "trainer.accelerator=cpu",
         "trainer.devices=1", "trainer.fast_dev_run=true", "data.global_batch_size=null",
     ]  # fmt: skip
-    if choice in ("quickstart", "llama_124m"):
-        small += ["model.n_kv_heads=1", "model.d_ff=64"]
-    if choice != "simple_gpt_ddp":
-        small += [f"data.path={text}"]
+    if choice == "quickstart":
+        small += ["model.n_kv_heads=1", "model.d_ff=64", f"data.path={text}"]
     run = train(*small, tiny=False)
     assert run.code == 0, run.err
+    assert "test/loss" in run.out and "val/loss" in run.out
+    kept = {path.name for path in run.folder.iterdir()}
+    assert not kept & {"checkpoints", "result.json", "timeline.jsonl"}
+    assert not [name for name in kept if name.startswith("events")]
 
 
 @pytest.mark.parametrize(
     ("words", "seq_len"),
     [
-        (("model=gpt2",), 1024),
         (("model=gpt2", "data.seq_len=64"), 64),
         (("model=gpt2", "data=text", "model.max_seq_len=300"), 300),
         (("model=llama_nano", "data=text"), 256),
         (("model=llama_1b", "data=tokens", *REQUIRED), 8192),  # of 131072
-        (("model=simple_gpt",), 128),  # the tutorial's run
         (("model=my_lstm", "data=text"), 128),  # a net without max_seq_len
-        (("experiment=quickstart",), 128),
-        (("experiment=llama_124m",), 1024),
     ],
     ids=str,
 )
@@ -78,15 +73,3 @@ def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_pa
     (tmp_path / "config.json").write_text('{"vocab_size": 1, "text_config": {"vocab_size": 640}}')
     cfg = compose_run("model=hugging_face", f"model.path={tmp_path}", "model.vocab_size=auto")
     assert cfg.model.vocab_size == 640  # of a model that also reads images
-    (tmp_path / "broken.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}')
-    hugging_face = ("model=hugging_face", "model.path=/none")
-    for words, message, code in (
-        ((), "auto: neither data.tokenizer nor .* a vocabulary; try: model.vocab_size=50304", 2),
-        (("data=text", "data.tokenizer=bpe"), "bpe: needs a .*; try: model.vocab_size=4096", 2),
-        (("data=text", "data.tokenizer=/none"), "=/none: no tokenizer.json with a vocabulary", 66),
-        (("data=text", f"data.tokenizer={tmp_path}/broken.json"), "broken.json: no tokenizer", 66),
-        (hugging_face, "model.path=/none: no config.json with a vocab_size", 66),
-    ):
-        with pytest.raises(ConfigError, match=message) as refused:
-            compose_run("model.vocab_size=auto", *words)
-        assert refused.value.code == code

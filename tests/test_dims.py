@@ -2,53 +2,38 @@
 
 import pytest
 
-from gptrain.core.strategies import (
-    ParallelDims,
-    default_options,
-    parallel_dims,
-    stage_blocks,
-)
-
-
-def options(name, tensor, pipeline):
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    return default_options(name).model_copy(update=sizes)
+from gptrain.core.strategies import ParallelDims, default_options, parallel_dims, stage_blocks
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "tensor", "pipeline", "expected"),
+    ("name", "sizes", "n_ranks", "n_nodes", "expected"),
     [
-        ("auto", 1, None, None, ParallelDims()),
-        ("auto", 2, None, None, ParallelDims(data=2)),
-        ("fsdp", 8, None, None, ParallelDims(data=8)),
-        ("tensor_parallel", 4, None, None, ParallelDims(tensor=4)),
-        ("pipeline", 4, None, 4, ParallelDims(pipeline=4)),
-        ("fsdp_tensor_parallel", 8, None, None, ParallelDims(data=4, tensor=2)),
-        ("fsdp_tensor_parallel", 8, 4, None, ParallelDims(data=2, tensor=4)),
-        ("ddp_pipeline", 6, None, 3, ParallelDims(data=2, pipeline=3)),
+        ("auto", {}, 1, 1, {}),
+        ("auto", {}, 2, 1, {"data": 2}),
+        ("fsdp", {}, 8, 1, {"data": 8}),
+        ("fsdp", {"replicas": 4}, 8, 1, {"data": 8, "replicas": 4}),  # HSDP: 4 copies on 2 ranks
+        ("tensor_parallel", {}, 4, 1, {"tensor": 4}),
+        ("pipeline", {"pipeline_parallel_size": 4}, 4, 1, {"pipeline": 4}),
+        ("fsdp_tensor_parallel", {}, 8, 1, {"data": 4, "tensor": 2}),
+        ("fsdp_tensor_parallel", {"tensor_parallel_size": 4}, 8, 1, {"data": 2, "tensor": 4}),
+        ("ddp_pipeline", {"pipeline_parallel_size": 3}, 6, 1, {"data": 2, "pipeline": 3}),
+        ("context_parallel", {}, 8, 1, {"context": 8}),
+        ("context_parallel", {}, 16, 2, {"data": 2, "context": 8}),  # the ranks of a node
+        ("context_parallel", {"context_parallel_size": 3}, 6, 1, {"data": 2, "context": 3}),
     ],
 )
-def test_data_parallelism_uses_the_ranks_that_tensor_and_pipeline_leave(
-    name, world_size, tensor, pipeline, expected
+def test_data_parallelism_uses_the_ranks_that_the_other_axes_leave(
+    name, sizes, n_ranks, n_nodes, expected
 ):
-    assert parallel_dims(options(name, tensor, pipeline), world_size) == expected
+    options = default_options(name).model_copy(update=sizes)
+    dims = parallel_dims(options, n_ranks, n_nodes)
+    assert dims == ParallelDims(**expected) and dims.world_size == n_ranks
 
 
-def test_a_context_group_has_the_ranks_of_a_node_unless_its_size_is_given():
-    given = default_options("context_parallel")
-    assert parallel_dims(given, 8) == ParallelDims(context=8)
-    assert parallel_dims(given, 16, n_nodes=2) == ParallelDims(data=2, context=8)
-    sized = given.model_copy(update={"context_parallel_size": 3})
-    assert parallel_dims(sized, 6) == ParallelDims(data=2, context=3)
-    words = r"data 2 x context 3 .*= 6, but there are 8 ranks"
-    with pytest.raises(ValueError, match=words):
-        parallel_dims(sized, 8)
-
-
-def test_replicas_are_of_the_data_axis():
-    """HSDP: four copies of the net, each sharded over two ranks."""
-    dims = parallel_dims(default_options("fsdp").model_copy(update={"replicas": 4}), 8)
-    assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8
+def test_an_axis_that_does_not_divide_the_ranks_is_an_equation():
+    options = default_options("context_parallel").model_copy(update={"context_parallel_size": 3})
+    with pytest.raises(ValueError, match=r"data 2 x context 3 .*= 6, but there are 8 ranks"):
+        parallel_dims(options, 8)
 
 
 def test_the_first_stages_of_a_pipeline_hold_the_blocks_that_are_left_over():

@@ -7,21 +7,6 @@ import pytest
 import torch
 
 from gptrain.data import DummyTextDataset
-from gptrain.data.samples import BatchReader
-
-
-def test_one_by_one_and_batched_samples_are_equal():
-    dataset = DummyTextDataset(100, seq_len=17, vocab_size=50257, seed=7)
-    picked = [99, 0, 5, 5]
-    tokens, targets = dataset.__getitems__(picked)
-    assert tokens.shape == (4, 16) and tokens.is_contiguous() and targets.is_contiguous()
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert tokens.dtype == targets.dtype == torch.int64
-    for row, index in enumerate(picked):
-        assert torch.equal(tokens[row], dataset[index][0])
-        assert torch.equal(targets[row], dataset[index][1])
-    reader = BatchReader(dataset)
-    assert len(reader) == 100 and torch.equal(reader[5][1], dataset[5][1])
 
 
 def test_tokens_are_uniform_over_the_vocabulary():

@@ -13,8 +13,10 @@ from gptrain.models.attention import attend
 from gptrain.text.sampling import Sampling, generate
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {"label_smoothing": 0.1, "z_loss": 1e-3})],
+)
 def test_the_compiled_loss_is_one_graph_equal_to_the_eager_one_and_in_place(dtype, options):
     torch._dynamo.reset()  # options of an earlier call may become inputs of the graph
     graphs = []

@@ -70,26 +70,15 @@ def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(ManyRanks(Parallel()), machine, rank)
+        strategy = ManyRanks(Parallel())
+        place = RankEnvironment(Process(rank, rank, machine.world_size), machine.n_local)
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = pl.Trainer(
+            accelerator=machine.accelerator, devices=assign_devices(strategy, machine),
+            strategy=strategy, plugins=[place], **dict.fromkeys(off, False),
+        )  # fmt: skip
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices, trainer.node_rank) == (2, 2, 0)
     places = [RankEnvironment(Process(rank, rank % 2, 6), 2) for rank in range(6)]
     assert [place.node_rank() for place in places] == [0, 0, 1, 1, 2, 2]
     assert [place.local_rank() for place in places] == [0, 1] * 3
-
-
-def make_trainer(strategy, machine, rank):
-    process = Process(rank, rank, machine.world_size)
-    return pl.Trainer(
-        accelerator=machine.accelerator,
-        devices=assign_devices(strategy, machine),
-        strategy=strategy,
-        plugins=[RankEnvironment(process, machine.n_local)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-# Threads

@@ -29,10 +29,10 @@ SIZES = {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_
 # Sums in another order: a few units in the last place of fp32, of logits of about 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 PUBLISHED = {
-    "gpt2": 124_439_808, "gpt2_xl": 1_557_611_200,
-    "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248,  # Llama 3.2 1B, Llama 3 8B
-    "qwen3_0_6b": 596_049_920, "qwen3_4b": 4_022_468_096,
-}  # fmt: skip
+    "gpt2": 124_439_808,
+    "llama_1b": 1_235_814_400,  # Llama 3.2 1B
+    "qwen3_4b": 4_022_468_096,
+}
 
 
 def small_gpt(**changes) -> SimpleGPT:
@@ -69,7 +69,7 @@ def random_tokens(batch: int = 3, time: int = 16) -> torch.Tensor:
     return torch.randint(97, (batch, time))
 
 
-@pytest.mark.parametrize("preset", ["llama_nano", "llama_124m", *PUBLISHED])
+@pytest.mark.parametrize("preset", ["llama_nano", *PUBLISHED])
 def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after(preset):
     cfg = compose_run(f"model={preset}")
     with torch.device("meta"):
@@ -127,13 +127,6 @@ def test_future_tokens_do_not_change_past_logits(net):
         before, after = net(tokens), net(other)
         assert torch.equal(before[:, :changed], after[:, :changed])
         assert not torch.allclose(before[:, changed], after[:, changed])
-
-
-def test_dropout_acts_in_training_only():
-    net, tokens = small_gpt(dropout=0.5), random_tokens()
-    assert not torch.equal(net(tokens), net(tokens))
-    net.eval()
-    assert torch.equal(net(tokens), net(tokens))
 
 
 @torch.no_grad()

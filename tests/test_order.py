@@ -15,7 +15,6 @@ from gptrain.data import (
     DataError,
     DummyTextDataset,
     EvalBatches,
-    Mixture,
     SampleOrder,
     TrainBatches,
     collate,
@@ -211,14 +210,6 @@ def test_a_batch_has_its_samples_in_any_form_and_no_other(sample):
     assert str(last) == str(collate([dataset[2], dataset[3], dataset[4]]))
 
 
-def test_a_batch_that_a_dataset_stacks_itself_has_its_samples():
-    dataset = DummyTextDataset(5, seq_len=5)
-    _, (tokens, targets) = evaluated(dataset)
-    for row, sample in enumerate((2, 3, 4)):
-        assert torch.equal(tokens[row], dataset[sample][0])
-        assert torch.equal(targets[row], dataset[sample][1])
-
-
 def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
     tokens, targets = BatchReader(DummyTextDataset(5, seq_len=5)).__getitems__([-3])
     assert torch.equal(tokens[0], DummyTextDataset(5, seq_len=5)[2][0])
@@ -226,43 +217,6 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
     packed = [(torch.arange(4), torch.arange(4), torch.tensor([0, 0, 1, 1]))]
     _, targets, documents = BatchReader(packed).__getitems__([-1])
     assert (targets == -100).all() and documents.tolist() == [[0, 0, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        lambda x: (x[: 5 - x[0]],) * 2,
-        lambda x: [1] * (5 - max(2, int(x[0]))),
-        lambda x: {"xy"[int(x[0]) // 3]: x},
-        lambda x: None,
-    ],
-)
-def test_samples_that_make_no_batch_are_named(sample):
-    data = Samples(sample)
-    lengths = RunLengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
-    module = TextDataModule(data, data, None, lengths, seed=0)
-    with pytest.raises(DataError, match=r"data\.val: samples \d, \d"):
-        list(module.val_dataloader())
-
-
-def test_what_the_net_cannot_read_is_refused_in_each_set_that_it_reads():
-    data = Samples(lambda x: (x, x))
-    longer = Samples(lambda x: (torch.cat([x, x]),) * 2 if x[0] == 3 else (x, x))
-    negative = Samples(lambda x: (x - 1, x))
-    mixed = Mixture({"a": data, "b": data}, {"a": 1, "b": 1})  # stacks its samples itself
-    lengths = RunLengths(BatchPlan(1, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
-    read = {"equal_lengths": ("train", "val", "test")}
-    for val, vocab_size, message in (
-        (data, 3, r"data.val: samples \d: token \d, not of 0 to 2 \(model.vocab_size\)"),
-        (mixed, 4, r"data.val: samples [49]: token 4, not of 0 to 3 \(model"),
-        (negative, 9, r"data.val: samples 0: token -1, not of 0 to 8"),
-        (longer, 99, "data.val: samples 3: 6 positions, but sample 0 has 3"),
-    ):
-        module = TextDataModule(data, val, None, lengths, seed=0, vocab_size=vocab_size, **read)
-        with pytest.raises(DataError, match=message):
-            list(module.val_dataloader())
-        with pytest.raises(DataError, match=message.replace("val", "test")):
-            list(module.test_dataloader())
 
 
 def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():

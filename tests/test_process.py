@@ -57,11 +57,9 @@ def state_of_process() -> dict:
 RUNS = {
     "good": (0, ("trainer.deterministic=true", "seed=5")),
     "refused": (2, ("model.n_headz=2",)),
-    "refused later": (2, ("optimizer.lr=1e-3", "trainer.gradient_clip_val=no")),
     "failed": (70, ("data.train._target_=tests.test_process.Broken", "trainer.max_steps=10")),
     "sweep": (0, ("-m", "seed=1,2", "hydra.sweep.dir=${output_dir}/sweep")),
     "ddp": (0, ("strategy=ddp", "trainer.devices=1")),
-    "help": (0, ("--help",)),
 }
 
 

@@ -51,17 +51,6 @@ def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointSt
     return store
 
 
-def refused(cfg, world_size: int = 1) -> ConfigError:
-    with pytest.raises(ConfigError) as error:
-        find_checkpoint(cfg, LOCK, world_size)
-    return error.value
-
-
-CHANGES = "seed=1 optimizer.betas=[0.9,0.99] scheduler.min_factor=0 trainer.precision=bf16-mixed"
-CHANGES += " trainer.gradient_clip_val=0.5 data.num_samples=99 data.seq_len=64 data.batch_size=16"
-CHANGES += " model.vocab_size=128"
-
-
 def test_other_content_of_the_data_is_refused(compose):
     cfg = compose("ckpt_path=last")
     checkpoint = save(cfg, 5, data="0123").folder / "step-00000005"
@@ -71,18 +60,6 @@ def test_other_content_of_the_data_is_refused(compose):
     # An evaluation may read other data, and so may a training that is allowed to.
     for words in (("task=test", "ckpt_path=last"), ("ckpt_path=last", "allow_changes=[data]")):
         check_data(compose(*words), checkpoint, "4567")
-
-
-def test_a_resume_removes_what_killed_saves_left_and_completes_one_that_was_written(compose):
-    store = save(compose(), 5)
-    save(compose(), 6)
-    for name in (".draft-step-00000007", ".trash-step-00000002"):
-        (store.folder / name).mkdir()
-        (store.folder / name / "state.ckpt").write_bytes(b"half")
-    (store.folder / "step-00000006").rename(store.folder / ".draft-step-00000006")
-    assert find_checkpoint(compose("ckpt_path=last"), LOCK, 1).name == "step-00000006"
-    names = sorted(path.name for path in store.folder.iterdir())
-    assert names == ["step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
@@ -99,14 +76,3 @@ def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode
     for which, best in (("null", step), ("best", step), ("last", 7)):
         cfg = compose(*words, f"checkpoint.mode={mode}", f"ckpt_path={which}")
         assert find_trained(cfg).step == best
-
-
-def test_damage_and_absence_have_codes_of_their_own(compose):
-    store = save(compose(), 5)
-    assert refused(compose(f"ckpt_path={store.folder}/step-00000006")).code == 66
-    assert refused(compose("ckpt_path=best")).code == 66
-    (store.folder / "step-00000005" / "state.ckpt").write_bytes(b"stale")
-    assert refused(compose("ckpt_path=last")).code == 65
-    with pytest.raises(ConfigError, match="from_run=/nowhere: no such file or folder") as missing:
-        find_trained(compose("task=test", "from_run=/nowhere"))
-    assert missing.value.code == 66

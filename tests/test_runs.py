@@ -6,8 +6,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ import yaml
 from gptrain.checkpoints.store import read_manifest
 from gptrain.runs.__main__ import main
 from gptrain.runs.table import read_run
-from tests.conftest import ROOT
 
 
 def write(path: Path, text: str) -> None:
@@ -121,16 +118,3 @@ def test_a_resumed_run_shows_its_newest_checkpoint(train, show):
     assert (lost.ended, lost.steps) == ("lost", 4) and lost.metrics["val/loss"] > 0
     newest = read_manifest(run.folder / "checkpoints" / "step-00000004")
     assert newest["metrics"]["step"] == 4 and "step" not in lost.metrics  # Lightning adds it
-
-
-def test_a_table_needs_no_torch(tmp_path):
-    for number in range(3):
-        make_run(tmp_path / str(number), f"seed={number}", loss=number)
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    words = "import runpy, sys\n"
-    words += "try: runpy.run_module('gptrain.runs', run_name='__main__')\n"
-    words += "except SystemExit: print({'torch', 'hydra', 'lightning'} & sys.modules.keys())"
-    run = [sys.executable, "-c", words, tmp_path]
-    output = subprocess.run(run, capture_output=True, text=True, env=env, check=True).stdout
-    lines = output.splitlines()
-    assert len(lines) == 5 and lines[-1] == "set()" and lines[1].split()[0] == "0"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import gptrain
 from gptrain.data import load_tokenizer, train_bpe
@@ -57,7 +58,6 @@ def test_a_score_has_the_values_worked_out_by_hand():
 
 def test_bits_per_byte_count_the_bytes_of_the_scored_tokens_alone(tmp_path):
     """The first token is not scored, so its bytes do not count, however many it has."""
-    pytest.importorskip("tokenizers")
     tokenizer = train_bpe(["naïve naïve 數據 數據 and more " * 9], 280, tmp_path / "bpe.json")
     text = "naïve 數據, and more"
     tokens = torch.as_tensor(tokenizer.encode(text))
@@ -69,9 +69,8 @@ def test_bits_per_byte_count_the_bytes_of_the_scored_tokens_alone(tmp_path):
     bits = nats / math.log(2)
     assert score.bits_per_byte * (len(text.encode()) - first_bytes) == pytest.approx(bits, rel=1e-5)
     # A tokenizer that is not byte-level has no table of sizes.
-    library = pytest.importorskip("tokenizers")
-    words = library.Tokenizer(library.models.WordLevel({"größe": 0, "値": 1}, unk_token="値"))
-    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words = Tokenizer(models.WordLevel({"größe": 0, "値": 1}, unk_token="値"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "words.json"))
     (score,) = gptrain.score(net, load_tokenizer(tmp_path / "words.json"), ["größe 値"])
     assert score.n_bytes == len(" 値".encode())

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from threading import Thread
 
 import pytest
 
@@ -47,14 +46,3 @@ def test_two_ranks_listen_only_on_loopback_and_save_on_a_signal(process, tmp_pat
     assert status["checkpoint"].endswith(f"step-{status['step']:08d}")
     assert (tmp_path / "stderr").read_text() == ""
     wait_until(lambda: not any(map(is_alive, processes)), timeout_s=30)
-
-
-def test_a_run_stopped_before_its_first_step_exits_with_75(train, tmp_path):
-    def interrupt() -> None:
-        wait_until((tmp_path / "run/.hydra/config.yaml").exists, timeout_s=100)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    Thread(target=interrupt, daemon=True).start()
-    assert train(*LONG).code == 75
-    status = read_status(tmp_path / "run")
-    assert (status["cause"], status["exit_code"], status["step"]) == ("preempted", 75, 0)

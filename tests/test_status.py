@@ -7,7 +7,6 @@ import socket
 
 import pytest
 
-from gptrain.checkpoints.files import append_or_replace, append_row, read_rows
 from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
 
 FORK = multiprocessing.get_context("fork")
@@ -21,18 +20,6 @@ def test_the_first_rank_that_fails_tells(tmp_path):
     about["host"] = socket.gethostname()
     assert read_status(tmp_path).items() >= (facts | about).items()
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
-
-
-def test_the_last_row_of_a_file_is_replaced_by_a_shorter_one(tmp_path):
-    path, long = tmp_path / "rows.jsonl", {"second": "a long text"}
-    for row in ({"first": 1}, long):
-        append_row(path, row)
-    append_or_replace(path, {"b": 2}, long)
-    append_or_replace(path, {"third": float("nan")}, None)
-    assert path.read_text().count("\n") == 3
-    assert read_rows(path) == [{"first": 1}, {"b": 2}, {"third": None}]
-    (tmp_path / "link").symlink_to(path)
-    assert read_rows(tmp_path / "link") == []  # may lead out of an untrusted folder
 
 
 def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_parent_last(tmp_path):

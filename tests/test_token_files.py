@@ -53,17 +53,11 @@ def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda p: p.write_bytes(b""), "0 bytes of uint16; empty"),
         (lambda p: p.write_bytes(b"abc"), "3 bytes of uint16; .*truncated"),
         (lambda p: write_headed(p, []), "0 bytes of uint16"),
         (lambda p: write_headed(p, [1, 2], version=2), "header, or not of version 1"),
         (lambda p: write_headed(p, [1, 2], count=3), "4 bytes of uint16, and its header counts 3"),
         (lambda p: write_headed(p, [1, 2], count=1), "4 bytes of uint16, and its header counts 1"),
-        (lambda p: p.write_bytes(np.int32([20240520, 1]).tobytes()), "truncated header"),
-        (
-            lambda p: write_headed(p, [1]).open("ab").write(b"x"),
-            "3 bytes of uint16, and its header counts 1",
-        ),
         (lambda p: os.mkfifo(p), "not a regular file"),
     ],
 )
@@ -127,15 +121,6 @@ def test_a_raw_file_of_wider_tokens_is_refused_with_its_type(tmp_path, written, 
     with pytest.raises(DataError, match=f"data.dtype={hint}$"):
         TokenDataset(tmp_path / "train.bin", 64, read)
     assert TokenDataset(tmp_path / "train.bin", 64, hint)[0][0].tolist() == tokens[:64].tolist()
-
-
-def test_raw_tokens_too_narrow_for_the_vocabulary_are_refused(tmp_path):
-    path = write_raw(tmp_path / "train.bin", np.arange(1000) + 70_000, np.uint32)
-    with pytest.raises(DataError, match=r"data\.dtype=uint32$"):
-        TokenDataset(path, 64, "uint16", vocab_size=128_000)
-    assert TokenDataset(path, 64, "uint32", vocab_size=128_000)[0][0][0] == 70_000
-    headed = write_headed(tmp_path / "headed.bin", range(1000))  # the header says the type
-    assert len(TokenDataset(headed, 64, vocab_size=128_000)) == 15
 
 
 # ---- the same tokens
