@@ -81,6 +81,7 @@ def start_ranks(command: list[str], cfg: RunConfig, n_ranks: int, stop: StopFlag
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=n_ranks,
+        run_id=str(port),
         rdzv_backend="static",
         rdzv_endpoint=f"127.0.0.1:{port}",
         rdzv_configs={"rank": 0},
