@@ -89,6 +89,7 @@ def test_a_built_run_has_the_options_that_were_typed():
     check("built.json", masked(as_lines(seen, depth=3), folder()))
 
 
+HYBRID_MESH = ROOT / "tests/topologies/v100_hybrid_mesh.txt"
 PLANS = (
     "hardware=h100_sxm model=gpt2 trainer.devices=8 trainer.precision=bf16-mixed",
     "hardware=h100_sxm model=llama_8b trainer.devices=8 trainer.num_nodes=2 optimizer=muon "
@@ -99,8 +100,7 @@ PLANS = (
     "model.dropout=0.1 strategy=ddp strategy.bucket_cap_mb=50",
     "hardware=v100_sxm2 model=llama_124m trainer.devices=8 trainer.num_nodes=3 "
     "trainer.precision=32-true data.batch_size=4 data.seq_len=512",
-    f"hardware=v100_sxm2 topology={ROOT}/tests/topologies/v100_hybrid_mesh.txt model=gpt2 "
-    "trainer.devices=8 data.batch_size=4",
+    "hardware=v100_sxm2 topology=HYBRID_MESH model=gpt2 trainer.devices=8 data.batch_size=4",
     "hardware=t4 model=simple_gpt trainer.devices=1 trainer.precision=16-mixed",
     "hardware=rtx_4090 model=llama_1b trainer.devices=2 data.batch_size=1 data.seq_len=2048",
     "hardware=h200 model=qwen3_4b trainer.devices=4 strategy=tensor_parallel "
@@ -113,7 +113,8 @@ PLANS = (
 def test_plans():
     plans = {}
     for words in PLANS:
-        ended = answer(f"plan {words} --json", folder())
+        line = f"plan {words} --json".replace("HYBRID_MESH", f"""\"'{HYBRID_MESH}'\"""")
+        ended = answer(line, folder())
         assert ended.code == 0, ended.err
         plans[words] = json.loads(
             "\n".join(ended.out), parse_float=lambda x: float(f"{float(x):.4g}")
