@@ -172,11 +172,7 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 
 def reduce_by_center(buffer: Tensor) -> None:
-    """Sum a buffer over all n ranks in place, through rank 0.
-
-    Rank 0 receives n - 1 buffers and then sends n - 1 buffers, one after another. The time
-    therefore grows with the number of ranks, while all wait for the link of rank 0.
-    """
+    """Sum a buffer over all n ranks in place, through rank 0, which sends and receives n - 1 each."""
     if dist.get_rank() > 0:
         dist.send(buffer, 0)
         dist.recv(buffer, 0)

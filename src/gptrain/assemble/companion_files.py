@@ -19,12 +19,10 @@ TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 
 def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
-    """Copy the files that belong to a run's tokenizer into the run folder.
+    """Copy files such as the chat template and the generation config into the run folder.
 
-    They are files such as the special tokens, the chat template and the generation config. They are
-    copied from each source that has the same tokenizer.json as the run. For a run without a
-    tokenizer.json they are copied from each source without one. If several sources have a file,
-    that of the first source counts.
+    They are copied from each source with the same tokenizer.json as the run, or without one if it
+    has none. If several sources have a file, that of the first source counts.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])

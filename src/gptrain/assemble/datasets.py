@@ -173,8 +173,8 @@ def check_pair(key: str, dataset: Dataset) -> None:
 def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
     """Return the first integers (T,) of a sample, and whether they come first, as in text.
 
-    Token ids of text above the vocabulary are refused: on a GPU the first step would end in a
-    device-side assertion without a message.
+    Ids of text above the vocabulary are refused: a GPU would stop with an assertion without a
+    message.
     """
     leaves = tree_leaves(sample[:2] if has_documents(sample) else sample)
     arrays = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim]

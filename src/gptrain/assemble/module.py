@@ -93,10 +93,10 @@ def build_module(
 
 
 def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer for all trainable parameters, with the peak learning rate.
+    """Build the optimizer for all trainable parameters. A key that is null is left to the class.
 
-    A key that is null is left to the class. Weight decay is applied to matrices alone, unless the
-    class makes its own groups by a class method `parameter_groups`, as `gptrain.optim.Muon`.
+    Weight decay is applied to matrices alone, unless the class makes its own groups by a class
+    method `parameter_groups`, as `gptrain.optim.Muon`.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)

@@ -66,17 +66,7 @@ STARTING_S = 600.0  # the net is built and the first step taken, on a slow file 
 
 @dataclass
 class TrainingRun:
-    """All parts of one run, in one rank.
-
-    Attributes:
-        cfg: Configuration of the run.
-        module: LightningModule around this rank's part of the net.
-        datamodule: Data loaders of this rank.
-        trainer: Lightning's Trainer.
-        report: Printed start and end of the run, which also writes result.json.
-        checkpoint: Folder of the checkpoint to resume from or to evaluate. None for a start at
-            step 0.
-    """
+    """All parts of one run, in one rank. `checkpoint` is the one to resume from or to evaluate."""
 
     cfg: RunConfig
     module: pl.LightningModule
@@ -86,14 +76,9 @@ class TrainingRun:
     checkpoint: Path | None
 
     def go(self) -> dict[str, float]:
-        """Fit, validate or test, as `task` says, and return the final metrics.
+        """Fit, validate or test, as `task` says, and return the final metrics. Collective.
 
-        All ranks must call it. fast_dev_run fits and then tests, if the module has a test_step and
-        the data a test loader.
-
-        Raises:
-            ConfigError: If Lightning or a part of the run refuses the config. Other exceptions of
-                the training pass unchanged.
+        fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
         """
         cfg, trainer = self.cfg, self.trainer
         use_checkpoint(trainer, self.checkpoint)

@@ -34,20 +34,17 @@ def find_weights(
 ) -> Checkpoint | Path:
     """Return the verified checkpoint, or the file of weights, that `source` names.
 
-    Nothing is renamed or removed, not even a damaged checkpoint, because its run may still be
-    running.
+    Nothing is renamed or removed, because the run may still be running.
 
     Args:
         source: Run folder, checkpoint folder, folder of safetensors files, or a file.
-        which: For a run folder, "best" for the checkpoint with the best metric (the newest if no
-            metric was measured), or "last" for the newest complete checkpoint.
-        monitor: Logged name of the metric. The default is for a run whose config is not known.
+        which: For a run folder, "best" (the newest if no metric was measured) or "last".
+        monitor: Logged name of the metric.
         mode: "min" if its lowest value is the best, "max" if the highest is.
 
     Raises:
         FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If the checkpoint is damaged.
-        OSError: If a folder cannot be read, or the network file system does not answer.
     """
     source = expand_home(source)
     if (source / CHECKPOINTS_NAME).is_dir():
@@ -126,10 +123,10 @@ def load_weights(
 
 
 def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
-    """Load the weights that `init_from` names into the net, and log what was left out.
+    """Load the weights that `init_from` names into the net, and log what was left out. Collective.
 
     With a longer `model.max_seq_len` the learned positions are kept and the others stay as
-    initialized. All ranks must call it if the net is partitioned over a pipeline.
+    initialized.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):

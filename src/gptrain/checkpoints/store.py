@@ -144,21 +144,13 @@ def _is_manifest(manifest: object) -> bool:
 
 
 def read_manifest(path: Path) -> dict:
-    """Return the manifest of a checkpoint, whose files are not checked.
-
-    Raises:
-        DamagedCheckpointError: If the manifest is missing or damaged, or lacks an entry.
-    """
+    """Return the manifest of a checkpoint, or raise a DamagedCheckpointError."""
     with _damage(path, MANIFEST_NAME):
         return parse(read_bytes(path / MANIFEST_NAME), path)
 
 
 def verify(path: Path, run_id: str | None = None) -> Checkpoint:
-    """Read and check every byte of a checkpoint. Shows a progress bar on a terminal.
-
-    Args:
-        path: Folder of the checkpoint.
-        run_id: Identity of the run to which the checkpoint must belong. None allows any run.
+    """Read and check every byte of a checkpoint, of the run `run_id` if given, with a progress bar.
 
     Raises:
         DamagedCheckpointError: If the checkpoint is damaged or of another run.
@@ -280,10 +272,7 @@ class CheckpointStore:
         return self._unfinished is not None and not self._unfinished.is_writing
 
     def finish(self) -> None:
-        """Wait for the save in the background, if any, and turn its files into a checkpoint.
-
-        All ranks must call this method. It raises the errors of `save`.
-        """
+        """Turn the save in the background, if any, into a checkpoint. Collective, as `save`."""
         if self._unfinished is None:
             return
         save, self._unfinished = self._unfinished, None
@@ -300,11 +289,9 @@ class CheckpointStore:
         files.sync_folder(self.folder)
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of a validation into the manifest of the checkpoint of its step.
+        """Write the metrics of a validation into the manifest of its step, if it was saved.
 
-        Call it on rank 0 only. A save in the background gets them when its manifest is written.
-        Does nothing if the step has no checkpoint. Raises a DamagedCheckpointError, or a
-        SaveFailedError.
+        Call it on rank 0 only. Raises a DamagedCheckpointError, or a SaveFailedError.
         """
         if self._unfinished is not None and self._unfinished.manifest["step"] == step:
             self._unfinished.manifest["metrics"] = metrics
@@ -337,12 +324,10 @@ class CheckpointStore:
         """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
         Newer damaged checkpoints are logged as warnings and, if the store has a `run_id`, renamed
-        to `*.corrupt` once an intact one was found. Call it on one rank, and with a `run_id` under
-        the run lock.
+        to `*.corrupt`. Call it on one rank, and with a `run_id` under the run lock.
 
         Raises:
-            DamagedCheckpointError: If there are checkpoints, but all are damaged or were found
-                damaged by an earlier start.
+            DamagedCheckpointError: If all checkpoints are, or were found, damaged.
             OldFormatError: If an old version of gptrain has written the newest one.
             OSError: If the network file system does not answer.
         """
@@ -366,11 +351,10 @@ class CheckpointStore:
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
-        """Return the folders of the checkpoints that have a metric, the best value first.
+        """Return the folders of the checkpoints that have a metric, unverified, the best one first.
 
-        Of equal values the earlier step comes first. The checkpoints are not verified, and those
-        without a readable manifest are left out. The best value is the lowest with the mode "min",
-        and the highest with "max".
+        The best value is the lowest with the mode "min", the highest with "max"; of equal ones the
+        earliest step.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -382,10 +366,7 @@ class CheckpointStore:
         return [path for _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
-        """Return the first intact checkpoint of `ranking`, or None if there is none.
-
-        A damaged checkpoint is reported as a warning and not used.
-        """
+        """Return the first intact checkpoint of `ranking`, or None. Damaged ones are warnings."""
         for path in self.ranking(monitor, mode):
             try:
                 return verify(path, self.run_id)

@@ -70,8 +70,8 @@ def check_folder(run: RunConfig) -> Iterator[ConfigIssue]:
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
     """Yield a problem for each `_target_` that cannot be used in its group with its keys.
 
-    A function of the user fits every group, because its return type is unknown. Missing arguments
-    are reported when the object is built.
+    A function of the user fits every group. Missing arguments are reported when the object is
+    built.
     """
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):

@@ -11,10 +11,10 @@ KEY = "model.vocab_size"
 
 
 def vocabulary_size(values: dict[str, Any]) -> int:
-    """Return the number by which `model.vocab_size=auto` is replaced.
+    """Return what `model.vocab_size=auto` stands for, rounded up to `model.vocab_multiple`.
 
-    It is that in the config.json of `model.path`, or else that of the largest tokenizer in the data
-    group, rounded up to a multiple of `model.vocab_multiple`.
+    It is that in the config.json of `model.path`, or that of the largest tokenizer in the data
+    group.
     """
     model, size = values["model"], 0
     if path := model.get("path"):

@@ -21,11 +21,7 @@ def find_data_kind(node: dict[str, Any]) -> object:
 
 
 class DataConfig(OpenSection):
-    """Keys that every data group has.
-
-    The yaml file of a group may have more keys, to which the arguments of its datasets refer. They
-    are in `extra`.
-    """
+    """Keys that every data group has. `extra` has the others, for arguments of the datasets."""
 
     # The resulting global batch size is compared on a resume.
     batch_size: Annotated[Count, KeepsResult]

@@ -52,12 +52,8 @@ IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 class ConfigIssue:
     """One problem of the input: `<key>=<value>: <message>; try: <hint>`.
 
-    Attributes:
-        key: Dotted key, flag or environment variable. Empty if the problem has no single key.
-        value: Given value. None shows no value, the string "null" shows a null.
-        message: Reason why the value is wrong.
-        hint: Override or command to type instead, or an empty string.
-        code: Exit code of the command. DONE (0) makes the problem a warning.
+    `key` is a dotted key, flag or environment variable, or empty. The value None is not shown, the
+    string "null" shows a null. `code` is the exit code of the command; DONE (0) makes it a warning.
     """
 
     key: str

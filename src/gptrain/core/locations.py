@@ -77,11 +77,7 @@ def report_to_fit(**facts: object) -> None:
 
 
 def train_script() -> str:
-    """Return the path of the training script, for commands that are printed for the user.
-
-    A command of the library and a job that submitit started have no script of the user: then it is
-    the train.py of the project.
-    """
+    """Return the path of the user's script for printed commands, else that of the project."""
     script = Path(sys.argv[0])
     project = find_project()
     is_script = script.suffix == ".py" and script.name != "__main__.py"

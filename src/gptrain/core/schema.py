@@ -203,11 +203,9 @@ class TrainerConfig(TargetConfig):
 
 
 class LightningTrainerConfig(TrainerConfig, extra="forbid"):
-    """Keys of `lightning.pytorch.Trainer`.
+    """Keys of `lightning.pytorch.Trainer`, without those that other groups set.
 
-    The keys below are optional: no yaml file has them, and an override needs a `+`, such as
-    `+trainer.sync_batchnorm=true`. Arguments of the Trainer that another group sets, such as
-    `callbacks`, are unknown keys here.
+    An override of those below, which no yaml file has, needs a `+`: `+trainer.sync_batchnorm=true`.
     """
 
     min_epochs: Annotated[int, between(0)] | None = None

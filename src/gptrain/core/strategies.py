@@ -181,17 +181,10 @@ def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Number of ranks along each axis of the device mesh.
+    """Number of ranks along each axis of the device mesh: data x context x tensor x pipeline.
 
-    The world size is data x context x tensor x pipeline.
-
-    Attributes:
-        data: Number of data-parallel ranks.
-        tensor: Number of tensor-parallel ranks.
-        pipeline: Number of pipeline ranks.
-        replicas: Number of copies of the sharded net along the data axis. It divides `data`. With
-            1 replica, the net is sharded over all ranks of the data axis.
-        context: Number of ranks that share a sequence.
+    `context` ranks share a sequence. `replicas`, which divide `data`, are copies of the sharded
+    net.
     """
 
     data: int = 1
@@ -233,13 +226,11 @@ def strategy_name(name: str, world_size: int) -> str:
 def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -> ParallelDims:
     """Return the number of ranks along each axis of a strategy.
 
-    The data axis has the ranks that the other axes leave. A context axis without a configured size
-    has all ranks of a node. A tensor or pipeline axis without a configured size has 2 ranks if the
-    strategy has a data axis, and all ranks otherwise.
+    The data axis has the ranks that the others leave. Without a configured size a context axis has
+    all ranks of a node, and a tensor or pipeline axis 2 if there is a data axis, else all.
 
     Raises:
-        ValueError: If the sizes do not multiply to the world size. Whether the replicas divide the
-            data axis is not checked.
+        ValueError: If the sizes do not multiply to the world size.
     """
     name = strategy_name(options.name, world_size)
     axes = STRATEGIES[name].axes

@@ -142,10 +142,7 @@ class OpenSection(Section, extra="allow"):
 class TargetConfig(OpenSection):
     """Node whose `_target_` names the class or function that builds an object.
 
-    Attributes:
-        target: Dotted name of the class or function.
-        OWN_KEYS: Keys that gptrain reads and does not pass to the target. All other keys are
-            keyword arguments of the target.
+    gptrain reads OWN_KEYS itself. All other keys are keyword arguments of the target.
     """
 
     OWN_KEYS: ClassVar[frozenset[str]] = frozenset()

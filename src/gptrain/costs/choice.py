@@ -31,12 +31,8 @@ STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 def optimizer_states(target: str, options: Mapping[str, Any]) -> tuple[float, float]:
     """Return how many values an optimizer stores per weight of a block's matrices, and per other.
 
-    A class outside of torch states the number in its attribute `states_per_parameter`, in values of
-    the type of the parameter. Any other class, and one that cannot be imported, counts as Adam: 2.
-
-    Args:
-        target: The `_target_` of the optimizer group.
-        options: Keyword arguments of the optimizer.
+    A class outside of torch states the number in `states_per_parameter`. Any other class, and one
+    that cannot be imported, counts as Adam: 2.
     """
     n_states: float = 2
     if target == "gptrain.optim.Muon":  # with AdamW for all other parameters

@@ -18,13 +18,7 @@ CONTEXT_BYTES = 2**30
 
 
 class Link(NamedTuple):
-    """A connection between devices.
-
-    Attributes:
-        name: Name of the link, its key in LINKS.
-        bytes_per_s: One-way bandwidth of one device, in bytes/s.
-        latency_s: Seconds that each message of a ring takes in addition to its bytes.
-    """
+    """A connection between devices: one-way bytes/s of one device, and seconds per message."""
 
     name: str
     bytes_per_s: float

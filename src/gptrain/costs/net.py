@@ -112,11 +112,7 @@ class Net:
 
 
 def net_of(model: ModelConfig) -> Net | None:
-    """Return the sizes of the net that a config describes, or None for a net without formulas.
-
-    Args:
-        model: `model` group of the config.
-    """
+    """Return the sizes of the net of a `model` group, or None for a net without formulas."""
     if isinstance(model, SimpleGPTConfig):
         sizes = (model.vocab_size, model.d_model, model.n_heads, model.n_heads, model.n_layers)
         more: dict[str, Any] = {"has_biases": True, "is_tied": True}

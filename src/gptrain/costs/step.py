@@ -256,13 +256,10 @@ class Traffic(NamedTuple):
     """The data of one kind, such as gradients, that a rank sends in an optimizer step.
 
     Attributes:
-        what: Name of the kind, for the output of the planner.
-        axis: Axis of the device mesh over which the data is sent.
-        n_bytes: Bytes that one rank sends.
-        calls: Number of collectives in a step.
+        n_bytes: Bytes that one rank sends over the axis, in `calls` collectives.
         hops: Number of messages of one collective that follow each other.
         exposed: Fraction of the traffic that cannot overlap with computation.
-        overlap: Fraction of the step's computation during which the remaining traffic can be sent.
+        overlap: Fraction of the step's computation during which the rest can be sent.
     """
 
     what: str

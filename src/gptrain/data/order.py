@@ -89,10 +89,9 @@ class SampleOrder:
 class MixtureOrder:
     """Order that mixes the samples of several parts in given shares. Each part has its own epochs.
 
-    Each place of a run belongs to a part, and this division repeats in cycles of 2^16 places. If a
-    part has n places of a cycle, the j-th of them is at the fraction (j + 1/2) / n of the cycle, as
-    far as places of other parts leave space. In any window of places, each part therefore has its
-    share to within a few samples.
+    Each place of a run belongs to a part, in cycles of 2^16 places. The j-th of the n places of a
+    part is at the fraction (j + 1/2) / n of a cycle, as far as other parts leave space: any window
+    of places has the shares to within a few samples.
 
     Args:
         lengths: Number of samples of each part by name, in the order of the mixture.
@@ -212,15 +211,13 @@ class TrainBatches:
 class EvalBatches:
     """Batch sampler of an evaluation: gives each sample to exactly one rank, in dataset order.
 
-    All ranks yield the same number of batches, because the ranks of a partitioned model run each
-    batch together. The batches of a part have sizes that differ by at most one. They have at most
-    `batch_size` samples, or two if that is 1. A rank without a sample of a part that has fewer
-    samples than there are ranks yields [-1 - i], where i is the first sample of the part:
+    All ranks yield as many batches, because ranks of a partitioned model run each batch together.
+    The batches of a part differ by at most one sample and have at most `batch_size`, or two if that
+    is 1. A rank without a sample of a small part yields [-1 - i], where i is its first sample:
     `BatchReader` reads this index as sample i without targets.
 
     Args:
-        lengths: Number of samples of each part of the dataset, whose parts follow each other. No
-            batch has samples of two parts. The batches of the parts alternate (round robin).
+        lengths: Number of samples of each part of the dataset. The batches of the parts alternate.
         batch_size: Largest number of samples of a batch on one rank.
         rank: Data-parallel rank.
         world_size: Number of data-parallel ranks.

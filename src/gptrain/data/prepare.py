@@ -169,11 +169,11 @@ def file_states(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
 def write_tokens(
     folder: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, has_end: bool, n_bytes: int
 ) -> None:
-    """Write the token files `train.bin` and `val.bin`, the document ends of both, and their hash.
+    """Write `train.bin` and `val.bin`, the document ends of both, and their hash.
 
-    A token file begins with a context: the end token, or the tokens of a newline if there is none.
-    So every byte of the text is a target. `train.ends` and `val.ends` hold int64 positions, counted
-    in tokens: where the first document begins, then where each document ends.
+    A token file begins with a context, the end token or the tokens of a newline, so that every byte
+    of the text is a target. `train.ends` and `val.ends` hold int64 positions in tokens: where the
+    first document begins, then where each ends.
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     end = np.array([tokenizer.end_id] if has_end else [], dtype)
@@ -243,10 +243,9 @@ def warn_of_lost_characters(
 
 @contextmanager
 def fresh_folder(target: Path) -> Generator[Path, None, None]:
-    """Create a folder for new files, and rename it to `target` when the `with` block succeeds.
+    """Create a folder for new files, and rename it to `target` when the block succeeds.
 
-    So `target` is complete or does not exist. Of several processes that prepare the same target,
-    the folder that is renamed first stays.
+    Of several processes that prepare the same target, the folder that is renamed first stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=target.parent) as name:

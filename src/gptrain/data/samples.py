@@ -77,13 +77,10 @@ class BatchReader(WrappedDataset):
     Args:
         dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
         name: Config key of the dataset, for error messages.
-        n_positions: Number of positions T that every sample must have. With None, samples may have
-            any form as long as the samples of one batch have equal shapes.
-        vocab_size: Number of token ids V of the net. With `n_positions`, tokens and targets must be
-            below it. None does not check them.
-        seed: Seed of the random numbers that the dataset draws in a data worker. They depend on
-            this seed and on the place of the batch in the run only, so that a resumed run draws the
-            same. None changes no random generator.
+        n_positions: Number of positions T of every sample. None: any form that can be stacked.
+        vocab_size: With `n_positions`, tokens and targets must be below it. None: not checked.
+        seed: Seed of the random numbers that the dataset draws in a data worker, which depend on it
+            and on the place of the batch in the run only. None changes no random generator.
     """
 
     def __init__(

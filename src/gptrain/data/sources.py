@@ -36,10 +36,9 @@ _LINE_CHARS = 2**12  # a longer line may be cut between two pieces
 
 
 class Piece(NamedTuple):
-    """Some consecutive text of one document, which is tokenized separately.
+    """Some lines of one document, which are tokenized separately.
 
-    It ends with a complete line, except in long lines and at a document's end. `ends_part` is true
-    if the following text belongs to another document or to the other set.
+    `ends_part` is true if the following text belongs to another document or to the other set.
     """
 
     text: str

@@ -234,11 +234,7 @@ def train_bpe(
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the chat template in the folder of a tokenizer or a run, or None if there is none.
-
-    A file chat_template.jinja takes precedence over the template in tokenizer_config.json. If that
-    has several templates, the one with the name `default` is returned.
-    """
+    """Return the chat template of a folder: of its .jinja file, or `default` of its config."""
     file = folder / TEMPLATE_NAME
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -29,14 +29,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # name in the config -> name i
 def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     """Write the weights, and for hf and peft also a config; return the bytes of the weights.
 
-    Args:
-        net: Net to export.
-        folder: Existing folder. Its files are replaced when the new ones are complete.
-        format: safetensors (names of the net), hf (of transformers) or peft (of adapters).
-        dtype: Type of the floating point weights: fp32 or bf16.
-
-    Raises:
-        ConfigError: If the net has no `to_hugging_face` for hf, or no `to_peft` for peft.
+    The names are those of the net (safetensors), of transformers (hf) or of adapters (peft).
+    `dtype` is that of floating point weights: fp32 or bf16. A net without `to_hugging_face` or
+    `to_peft` is a ConfigError.
     """
     method, file, config = FORMATS[format]
     if method and not hasattr(net, method):
@@ -64,12 +59,6 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
 
     For hf, the special tokens and their ids are added where transformers reads them. Ids in the
     generation_config.json of the run win over those of the tokenizer, whose end token is added.
-
-    Args:
-        tokenizer: Tokenizer of the run, or None.
-        run: Run folder.
-        folder: Existing folder to write to. Files of these names are replaced.
-        format: safetensors, hf or peft.
     """
     copy_files(run, folder, (*TOKENIZER, *COMPANIONS, GENERATION))
     if format != "hf":

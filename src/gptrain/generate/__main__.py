@@ -83,10 +83,7 @@ def main() -> None:
 
 
 def quote_text(word: str) -> str:
-    """Quote the value of `prompt=` and `stop=`, so that Hydra reads it as this text.
-
-    All other words, and a value that begins as a list or a quoted text, are returned unchanged.
-    """
+    """Quote the value of `prompt=` and `stop=`, unless it begins as a list or a quoted text."""
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")
     if not is_text or value.startswith(("[", "'", '"')):

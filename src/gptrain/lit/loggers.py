@@ -127,10 +127,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
 
 class WandbLogger(pl_loggers.WandbLogger):
-    """Logger that gives the Weights & Biases run the id of the run folder `save_dir`.
+    """Logger that gives the W&B run the id of the run folder, so that a resumed run continues it.
 
-    A resumed or requeued run therefore continues the same Weights & Biases run. The service does
-    not delete points: the steps that a resumed run repeats are logged twice.
+    The service does not delete points: the steps that a resumed run repeats are logged twice.
     """
 
     def __init__(self, save_dir: str, **options: Any):

@@ -69,11 +69,7 @@ def layout_argument(documents: Tensor | None) -> dict[str, SequenceLayout]:
 
 
 def head_width(d_model: int, n_heads: int, d_head: int | None) -> int:
-    """Return the width of a head: `d_head`, or `d_model / n_heads` if it is None.
-
-    Raises:
-        ValueError: If `d_head` is None and the heads do not divide `d_model`.
-    """
+    """Return `d_head`, or `d_model / n_heads`, which raises a ValueError if it is no integer."""
     if d_head is not None:
         return d_head
     if d_model % n_heads:
@@ -90,14 +86,11 @@ class CausalSelfAttention(nn.Module):
         n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
         bias: True if the four projections have a bias.
         dropout: Dropout probability of the attention weights.
-        d_head: Width K of a head. None for `d_model // n_heads`.
-
-    Raises:
-        ValueError: If `d_head` is None and the heads do not divide `d_model`.
+        d_head: Width K of a head. None for `d_model // n_heads`, which must be an integer.
 
     Attributes:
-        exchange: Exchange of positions with the ranks that have other positions of the same
-            sequence, see `context_plan` in `gptrain.models`. None if this rank has all positions.
+        exchange: Exchange of positions with ranks that have other positions of the same sequence
+            (`context_plan` in `gptrain.models`). None if this rank has all positions.
     """
 
     exchange: Any = None
@@ -146,15 +139,10 @@ class CausalSelfAttention(nn.Module):
     def apply_positions(
         self, q: Tensor, k: Tensor, start: int = 0, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply position information to q and k. This base class returns both unchanged.
+        """Return q (B, T, heads, d_head) and k with position information. Here, unchanged.
 
-        A subclass overrides this method, for example for rotary embeddings.
-
-        Args:
-            q: Queries, (B, T, number of query heads, d_head).
-            k: Keys, (B, T, number of heads of k and v, d_head).
-            start: Position of the first of the T tokens, if `positions` is None.
-            positions: Position of each token, (T,) or (B, T), if they are not consecutive.
+        `positions`, (T,) or (B, T), are those of the tokens if they do not begin at `start` and
+        follow each other. A subclass overrides this method, for example for rotary embeddings.
         """
         return q, k
 

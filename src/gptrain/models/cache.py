@@ -18,25 +18,16 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer, for a batch of sequences of equal length.
-
-    Attributes:
-        length: Number of cached positions.
-    """
+    """Keys and values of `length` positions of one layer, for sequences of equal length."""
 
     length = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append the keys and values of new positions and return those of all positions.
-
-        Args:
-            k: Keys of the T new positions, (B, heads of k and v, T, d_head).
-            v: Values of the new positions, in the same shape.
+        """Append keys and values of T new positions, (B, heads of k and v, T, d_head), in place.
 
         Returns:
-            Keys and values of all S positions, (B, heads, S, d_head) each, and a boolean mask (T,
-            S) of the positions to which each new position attends. The mask is None if the cache
-            was empty, because the usual causal mask applies then.
+            Keys and values of all S positions, and a boolean mask (T, S) of those to which each new
+            one attends. It is None, for the causal mask, if the cache was empty.
         """
         start = self.length
         n_new = k.shape[2]

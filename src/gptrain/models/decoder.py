@@ -19,17 +19,11 @@ INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in 
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm and head: the base class of the nets of gptrain.
 
-    It fulfils the contract of `gptrain.models` except for the conversions `from_hugging_face`,
-    `to_hugging_face` and `to_peft`, which a subclass may have.
-
-    The constructor of a subclass calls this one, which creates `token_embedding`, and then `build`.
-    The layers are created on the meta device, where PyTorch's own initialization, which would be
-    overwritten, costs nothing. `init_parameter` and `tensor_plan` recognize layers by name: the
-    two projections of a block that write into the residual stream must be called
-    `attention.out_proj` and `mlp.down_proj`, and names of norms must begin with `norm`.
-
-    The constructor draws one number, the seed of all initial weights, from torch's global CPU
-    generator.
+    The constructor of a subclass calls this one, which draws the seed of all initial weights from
+    torch's CPU generator, and then `build`. The layers are created on the meta device, where
+    PyTorch's own initialization costs nothing. `init_parameter` and `tensor_plan` know layers by
+    name: the two projections that write into the residual stream are `attention.out_proj` and
+    `mlp.down_proj`, and names of norms begin with `norm`.
 
     Args:
         vocab_size: Number of token ids V.
@@ -216,14 +210,9 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D).
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D), of modules and a dropout probability.
 
-    Args:
-        norm_1: Norm before attention.
-        attention: Attention, called with x, a `LayerCache` or None, and a `SequenceLayout` or None.
-        norm_2: Norm before the MLP.
-        mlp: MLP, (B, T, D) -> (B, T, D).
-        dropout: Dropout probability of the outputs of attention and MLP.
+    `attention` is called with x, a `LayerCache` or None, and a `SequenceLayout` or None.
     """
 
     def __init__(

@@ -75,10 +75,7 @@ def from_gpt2(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tenso
     """Return a state dict for a SimpleGPT from the config.json and the tensors of GPT2LMHeadModel.
 
     The result has views of `tensors`. Unknown tensors keep their names and missing ones are
-    missing, so that the caller can report both. The attention masks of old files are left out.
-
-    Raises:
-        ValueError: If `config` describes another net. One line lists all differences.
+    missing, so that the caller can report both. A `config` of another net is a ValueError.
     """
     completed = {**_FIXED_GPT2, "activation_function": "gelu_new", **config}
     if completed["n_inner"] == 4 * net.d_model:
@@ -107,10 +104,7 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def from_llama(net: Decoder, config: Config, tensors: Tensors) -> dict[str, Tensor]:
     """Return a state dict for a Llama from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
-    Tensors are treated as by `from_gpt2`. The rotary constants of old files are left out.
-
-    Raises:
-        ValueError: If `config` describes another net. One line lists all differences.
+    Tensors and a `config` of another net are treated as by `from_gpt2`.
     """
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, **_FIXED_LLAMA}
     completed = {**defaults, **config}

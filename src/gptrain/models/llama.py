@@ -95,14 +95,8 @@ class RotaryAttention(CausalSelfAttention):
         """Normalize q and k if `qk_norm` is set, then rotate each pair of values in fp32 or above.
 
         The angle of a pair is proportional to the position, so that the product of q and k depends
-        only on the distance of their positions. Autograd saves the cosines and sines only. Source:
-        Su et al. 2021, arXiv:2104.09864.
-
-        Args:
-            q: Queries, (B, T, number of query heads, d_head).
-            k: Keys, (B, T, number of heads of k and v, d_head).
-            start: Position of the first of the T tokens, if `positions` is None.
-            positions: Position of each token, (T,) or (B, T), if they are not consecutive.
+        on the distance of their positions (Su et al. 2021, arXiv:2104.09864). Autograd saves
+        cosines and sines. The arguments are those of `CausalSelfAttention.apply_positions`.
         """
         input_dtype = q.dtype
         if self.norm_q is not None and self.norm_k is not None:

@@ -31,23 +31,17 @@ def muon_groups(
 ) -> list[dict]:
     """Return the parameter groups for Muon, with `use_muon=True` for the matrices of `net.blocks`.
 
-    The groups of all other parameters have `use_muon=False`, and Muon updates them by AdamW: an
-    update whose singular values are equal suits only a matrix that maps hidden states to hidden
-    states (kellerjordan.github.io/posts/muon). As in `decay_groups`, vectors have no weight decay,
-    and parameters without `requires_grad` are in no group.
+    Muon updates all others by AdamW: an update whose singular values are equal suits only a matrix
+    that maps hidden states to hidden states (kellerjordan.github.io/posts/muon). Vectors have no
+    weight decay, and parameters without `requires_grad` are in no group.
 
     Args:
-        net: Net whose attribute `blocks` contains the hidden matrices.
+        net: Net whose attribute `blocks` has the hidden matrices, else a ValueError is raised.
         parameters: Parameters to train, also those outside `net`. Defaults to those of `net`.
         names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
-            tied head counts as embedding if it has the embedding's name. Defaults to
-            `net.named_parameters()`.
+            tied head counts as embedding if it has the embedding's name.
         **lrs: Learning rates of the kinds `head`, `vector` (norms and biases) and `embedding` (all
-            other tensors of `net` that are not hidden matrices). A kind without a learning rate has
-            that of the optimizer, as all parameters outside `net` have.
-
-    Raises:
-        ValueError: If `net` has no attribute `blocks`.
+            other tensors of `net` that are not hidden matrices). Others have that of the optimizer.
     """
     if not hasattr(net, "blocks"):
         raise ValueError(

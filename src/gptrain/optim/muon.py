@@ -225,8 +225,8 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
 
     Args:
         matrices: Matrices of one shape and one sharding, DTensors or plain ones that are identical
-            on all ranks of `replicas`.
-        replicas: Mesh of the ranks that divide the work for plain tensors. None: no other rank.
+            on all ranks of `replicas`, which divide the work for them.
+        replicas: Mesh of these ranks. None: no other rank.
 
     Returns:
         The stack (N, rows, columns) of the local shards, in the dtype of `native_dtype`.

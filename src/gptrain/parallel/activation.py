@@ -24,17 +24,9 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """Make each of `net.blocks` recompute activations in its backward pass, to save memory.
 
-    The losses and the gradients stay the same, also with dropout. A block that changes buffers
-    would change them twice: `compare.Comparison` refuses such a net of a user.
-
-    Args:
-        net: Net with `blocks`, which are changed in place.
-        mode: "full" keeps only the input of a block: least memory, a third more FLOPs. "selective"
-            keeps the outputs of matrix multiplications and attention: hardly any additional FLOPs.
-            "none" does nothing.
-
-    Raises:
-        IncompatibleModelError: If a block has running averages of batch normalization.
+    Losses and gradients stay the same, also with dropout. "full" keeps only the input of a block:
+    least memory, a third more FLOPs. "selective" also keeps the outputs of matrix multiplications
+    and attention. A net whose blocks have running averages of batch normalization is refused.
     """
     if mode == "none":
         return

@@ -37,9 +37,8 @@ def check_use(
 ) -> None:
     """Make the ranks of a group agree on which parameters have a gradient in this step.
 
-    A parameter that only other ranks use gets a gradient of zeros, which is an
-    IncompatibleModelError if `finds_unused` is False. One that no rank uses gets none, so that an
-    optimizer skips it. Only a rank without one of the gradients waits for its device.
+    A parameter that only other ranks use gets zeros, or is an IncompatibleModelError if
+    `finds_unused` is False. Only a rank without one of the gradients waits for its device.
     """
     if not is_used:
         return

@@ -29,11 +29,9 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh over which FSDP shards the parameters. Collective.
+    """Return the mesh over which FSDP shards the parameters, of neighbouring ranks. Collective.
 
-    With a context axis it is one axis of all ranks, with replicas (hybrid sharding) "replicate" and
-    "shard". The ranks that share one copy of the net are neighbours, because they all-gather
-    weights.
+    With a context axis it is one axis of all ranks, with replicas (HSDP) "replicate" and "shard".
     """
     if dims.context > 1:
         return init_device_mesh(mesh.device_type, (dims.gradient_ranks,), mesh_dim_names=("shard",))

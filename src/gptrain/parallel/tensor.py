@@ -44,9 +44,8 @@ else:
 def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
     """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
-    `net(tokens)` and `net.hidden(tokens)` still return full tensors on every rank. After the last
-    backward pass of a step, the caller must sum the gradients of `partial_parameters` over the
-    axis.
+    `net(tokens)` and `net.hidden(tokens)` still return full tensors. After the last backward pass
+    of a step, the caller must sum the gradients of `partial_parameters` over the axis.
     """
     group = mesh["tensor"].get_group()
     roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}

@@ -35,18 +35,11 @@ class RunRecord:
     """One run, as its folder describes it.
 
     Attributes:
-        path: Folder of the run.
         overrides: Overrides as they were typed.
-        metrics: Final metrics, or those of the newest checkpoint if the run is not done. Values
-            that are not finite are left out.
-        steps: Number of optimizer steps, or None if it is not known.
-        seconds: Time that the run took, in seconds, or None if it is not done.
+        metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
         is_done: True if the run reached its own end.
-        ended: Reason of the end in a word or two, such as "done", "running" or "lost".
-        detail: Explanation of the reason. May be empty.
-        goodput: `goodput`, the fraction of the time of all starts that was spent in steps that
-            count, and the seconds of each phase such as `steps_s`. Empty for a run without a
-            timeline.
+        ended: Reason of the end, such as "done", "running" or "lost". `detail` explains it.
+        goodput: `goodput` and the seconds of each phase, such as `steps_s`. May be empty.
     """
 
     path: Path
@@ -61,14 +54,7 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Return the runs at or below each folder, each once.
-
-    A run that cannot be read is left out, and a warning is printed on stderr.
-
-    Args:
-        folders: Run folders, or folders that contain run folders at any depth. A folder that does
-            not exist has no runs.
-    """
+    """Return the runs at or below each folder, each once. One that cannot be read is a warning."""
     runs = []
     files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
     for path in dict.fromkeys(file.parents[1] for file in files):
@@ -80,12 +66,7 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Return the record of the run in a folder.
-
-    Raises:
-        OSError, ValueError, TypeError, LookupError, AttributeError or OverflowError: If a file is
-            missing, cannot be read, or has another form than gptrain's.
-    """
+    """Return the record of the run in a folder, or raise one of MALFORMED_FILE_ERRORS."""
     overrides = [str(word) for word in read_yaml(folder / OVERRIDES)]
     result = read_json(folder / RESULT_NAME) if (folder / RESULT_NAME).exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
@@ -138,9 +119,8 @@ def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
 def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     """Return the table of some runs: a row of column names, then one row per run.
 
-    The columns are the run's name, the overrides in which the runs differ (except for those that
-    hold a location), the metrics, steps, seconds, the goodput with the times that are not
-    negligible, and how the run ended. A value that a run does not have is None.
+    The columns are the name, the overrides in which the runs differ except locations, the metrics,
+    steps, seconds, goodput and the times that are not negligible, and the end. None is not known.
     """
     typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))

@@ -138,8 +138,7 @@ def run_rank(
 def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> RunConfig:
     """Find the checkpoint, and record the start and the config of the run in its folder.
 
-    A training that was restarted resumes from its newest checkpoint, if it has one, whatever
-    `ckpt_path` was typed.
+    A restarted training resumes from its newest checkpoint, whatever `ckpt_path` was typed.
     """
     start_log()
     if is_restart() and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):

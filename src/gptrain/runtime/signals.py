@@ -24,18 +24,14 @@ SAME_REQUEST_S = 0.3
 
 
 class StopFlag:
-    """Flag that becomes true when the run is asked to stop by one of SIGNALS.
+    """Flag that becomes true when the run is asked to stop by one of SIGNALS, while it is entered.
 
-    A second SIGINT, more than 0.3 s after the first, ends the process with exit code 130 at once,
-    without a checkpoint. A `with` block installs the handlers and restores the previous ones. Enter
-    it on the main thread. While the main thread is in a C++ call that does not return, no handler
-    runs, and only SIGQUIT (Ctrl+backslash) ends the process. A SIGHUP that is ignored stays so,
-    because `nohup` lets a run outlive its terminal.
+    A second SIGINT, more than 0.3 s after the first, exits with code 130 at once. While the main
+    thread is in a C++ call no handler runs, and only SIGQUIT (Ctrl+backslash) ends the process. A
+    SIGHUP that is ignored stays so, because `nohup` lets a run outlive its terminal.
 
-    Attributes:
-        signal: Name of the first signal. None if the run was not asked to stop.
-        error: Function from a signal to the exception that its handler raises, once, while there is
-            nothing to save. Usually None.
+    `signal` is the name of the first signal. `error` makes the exception that the handler raises,
+    once, while there is nothing to save.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,7 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
 def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Restore logged metrics, schedules and the RNG of a resumed run, and log what has changed.
 
-    The RNG is restored last, so that the next step draws the same random numbers as in a run that
-    was not stopped. All ranks must call this function.
+    The RNG is last, so that the next step draws what it would have drawn. Collective.
     """
     clear_restarting_flags(trainer)
     restore_logged(trainer, state)

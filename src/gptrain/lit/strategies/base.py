@@ -42,11 +42,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """Facts about the run's strategy, and about the net before it was partitioned.
-
-    Tied weights count once. `n_matrix_weights` are those that are multiplied with every token,
-    `n_trained` those that are not frozen.
-    """
+    """Facts about the strategy, and about the net before it was partitioned, tied weights once."""
 
     name: str
     net_name: str

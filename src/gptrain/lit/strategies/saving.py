@@ -26,14 +26,9 @@ from gptrain.parallel.requirements import tied_names
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
 
-    Its first argument is the object that partitions and trains the net, the others are those of
-    Lightning's strategy.
-
-    Attributes:
-        saves_to_store: True while a checkpoint of gptrain is saved. False while Lightning saves a
-            file of its own, for example for ModelCheckpoint.
-        fresh_options: Options of each parameter group as the config gives them, before a checkpoint
-            replaced them. Set when a checkpoint is loaded.
+    `saves_to_store` is True while a checkpoint of gptrain is saved, False while Lightning saves a
+    file of its own, as for ModelCheckpoint. `fresh_options` are the options of each parameter group
+    as the config gives them, before a checkpoint replaced them.
     """
 
     saves_to_store = False
