@@ -172,7 +172,7 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 
 def reduce_by_center(buffer: Tensor) -> None:
-    """Sum a buffer over n ranks in place, through rank 0, which sends and receives n - 1 buffers."""
+    """Sum a buffer over n ranks in place, through rank 0, which sends and receives n - 1."""
     if dist.get_rank() > 0:
         dist.send(buffer, 0)
         dist.recv(buffer, 0)
