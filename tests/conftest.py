@@ -27,10 +27,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import hypothesis
 import pytest
-from no_network import forbid_network
 
 from gptrain.core import shell
 from tests.fast import make_fast
+from tests.no_network import forbid_network
 from tests.run import Run
 from tests.run import train as run_train
 
@@ -103,13 +103,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed():
+def _fixed_seed_and_own_output(tmp_path_factory, monkeypatch):
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _own_output(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(tmp_path_factory.mktemp("outputs")))
 
 
@@ -118,14 +114,9 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
     """Return a function that runs `python <arguments>` in a new process, with text output."""
 
     def run(*arguments: str, timeout_s: float = 300, **options) -> subprocess.CompletedProcess:
-        options = {"cwd": ROOT, **options}
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            **options,
-        )
+        options = {"cwd": ROOT, "capture_output": True, "text": True, **options}
+        words = [sys.executable, *map(str, arguments)]
+        return subprocess.run(words, timeout=timeout_s, **options)
 
     return run
 

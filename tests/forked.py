@@ -72,16 +72,12 @@ def run_command(
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
-    of_torch = {name: os.environ[name] for name in os.environ if is_of_torchrun(name)}
+    ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    is_of_torchrun = lambda name: name.endswith(ends) or name.startswith("TORCHELASTIC_")  # noqa: E731
+    of_torch = {name: os.environ[name] for name in filter(is_of_torchrun, os.environ)}
     os.environ.clear()
     os.environ.update(environment | of_torch)
     os.chdir(folder)
     GlobalHydra.instance().clear()  # a process that was forked within a run has that of its parent
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
-
-
-def is_of_torchrun(name: str) -> bool:
-    """Return whether torch's agent sets this variable for each rank."""
-    ends = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return name.endswith(ends) or name.startswith("TORCHELASTIC_")

@@ -6,8 +6,8 @@
 
 A run of one rank takes place in this process, and one of several ranks in processes that a fork
 server starts with torchrun's environment variables: torch is imported only once. With
-`trainer.devices=2` and without `ranks`, the run starts its ranks itself. A run that is interrupted
-(`stop`) always has processes of its own.
+`trainer.devices=2` and without `ranks`, the run starts its ranks itself. A run of one rank that may
+be killed has a process of its own.
 
 A run is identified by its words. The first test that needs it makes it, in any process of the
 suite, and the other processes wait. So every test can run alone (-k) and in any order.
@@ -20,15 +20,14 @@ import json
 import os
 import runpy
 import shutil
-import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha1
 from pathlib import Path
 from tempfile import mkdtemp
@@ -46,9 +45,6 @@ SCRIPT = str(ROOT / "train.py")
 PEERS_S = 1.0  # after a rank has failed, the others get SIGTERM; torchrun does so at once
 KILLED_S = 15.0  # after SIGTERM, they get SIGKILL
 LIMIT_S = 240.0
-# (rank) -> None, called in each process of a run before train.py starts; or a signal and an
-# optimizer step: "SIGTERM@3" for all ranks, "SIGKILL@3:1" for rank 1.
-Stop = Callable[[int], None] | str | None
 
 
 @dataclass
@@ -157,8 +153,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def train(
     *words: str,
     ranks: int = 1,
-    stop: Stop = None,
     env: Mapping[str, str] | None = None,
+    own_process: bool = False,
     cached: bool = True,
 ) -> Run:
     """Run `python train.py <words>`, or find the same run, and return it.
@@ -166,8 +162,8 @@ def train(
     Args:
         words: Overrides of the command. Unless `run_dir=` is among them, the run has a new folder.
         ranks: Number of processes. `trainer.devices` is added for several.
-        stop: What interrupts the run (`Stop`).
         env: Environment variables of the run.
+        own_process: Whether a run of one rank may be killed.
         cached: Whether an equal run of another test may be returned. Tests must not change a cached
             run. A run in a folder of the test's own (`run_dir=`) is always made.
     """
@@ -176,11 +172,11 @@ def train(
     own_folder = str(parse(typed[-1]).value()) if typed else ""
     if ranks > 1 and not any(word.startswith("trainer.devices=") for word in words):
         words = (f"trainer.devices={ranks}", *words)
-    key = json.dumps([words, ranks, name_of(stop), env and sorted(env.items())])
-    made = Made(words, ranks, stop, dict(env or {}))
+    run = partial(start, words, ranks, dict(env or {}), own_process)
     if own_folder or not cached:
         place = new_place()
-        return made.run(place, Path(own_folder).expanduser() if own_folder else place / "run")
+        return run(place, Path(own_folder).expanduser() if own_folder else place / "run")
+    key = json.dumps([words, ranks, env and sorted(env.items()), own_process])
     place = shared_folder() / sha1(key.encode()).hexdigest()[:12]
     place.mkdir(exist_ok=True)
     with open(place / "lock", "w") as lock:
@@ -188,12 +184,7 @@ def train(
         if (place / "code.json").exists():
             return read_run(place, place / "run")
         shutil.rmtree(place / "run", ignore_errors=True)  # the test that made it was killed
-        return made.run(place, place / "run")
-
-
-def name_of(stop: Stop) -> str | None:
-    """Return a text that is equal for equal functions."""
-    return stop if isinstance(stop, str) or stop is None else f"{stop!r}".partition(" at 0x")[0]
+        return run(place, place / "run")
 
 
 def read_run(place: Path, folder: Path) -> Run:
@@ -203,45 +194,35 @@ def read_run(place: Path, folder: Path) -> Run:
     return Run(folder, code, out, err)
 
 
-@dataclass
-class Made:
-    """A command that `run` executes."""
-
-    words: tuple[str, ...]
-    ranks: int
-    stop: Stop
-    env: dict[str, str]
-
-    def run(self, place: Path, folder: Path) -> Run:
-        """Run the command in a run folder. Its output and its exit code go into `place`."""
-        words = [w for w in self.words if not w.startswith("run_dir=")]
-        words.append(shell.override("run_dir", folder))
-        env = {"GPTRAIN_OUTPUT_DIR": str(place / "outputs"), **self.env}
-        for name in ("out", "err"):
-            (place / name).write_bytes(b"")
-        if self.ranks == 1 and self.stop is None:
-            ranks = forked_ranks(place / "out", place / "err")  # those that the run starts itself
-            with redirected(place), environment(env), ranks:
-                code = run_script(words)
-        else:
-            code = self.run_processes(words, env, place)
-        (place / "code.json").write_text(json.dumps(code))
-        return read_run(place, folder)
-
-    def run_processes(self, words: list[str], env: dict[str, str], place: Path) -> int:
-        """Run the command in processes of its own, and return its exit code."""
-        if self.ranks > 1:
-            env = torchrun_variables(self.ranks, place) | env
-        context = server()
+def start(
+    words: tuple[str, ...],
+    ranks: int,
+    env: dict[str, str],
+    own_process: bool,
+    place: Path,
+    folder: Path,
+) -> Run:
+    """Run a command in a run folder. Its output and its exit code go into `place`."""
+    command = [word for word in words if not word.startswith("run_dir=")]
+    command.append(shell.override("run_dir", folder))
+    env = {"GPTRAIN_OUTPUT_DIR": str(place / "outputs"), **env}
+    for name in ("out", "err"):
+        (place / name).write_bytes(b"")
+    if ranks == 1 and not own_process:
+        started = forked_ranks(place / "out", place / "err")  # those that the run starts itself
+        with redirected(place), patch.dict(os.environ, env), started:
+            code = run_script(command)
+    else:
+        of_torchrun = torchrun_variables(ranks, place) if ranks > 1 else {}
         processes = []
-        for rank in range(self.ranks):
-            of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else env
-            env_of_rank = {**os.environ, **of_rank}
-            arguments = (rank, words, env_of_rank, place, self.stop)
-            processes.append(context.Process(target=run_rank, args=arguments))
-        for process in processes:
-            process.start()
-        return wait_for(processes)
+        for rank in range(ranks):
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            arguments = (command, {**os.environ, **of_torchrun, **env, **of_rank}, place)
+            processes.append(server().Process(target=run_rank, args=arguments))
+            processes[-1].start()
+        code = wait_for(processes)
+    (place / "code.json").write_text(json.dumps(code))
+    return read_run(place, folder)
 
 
 def run_script(words: list[str], module: str = "") -> int:
@@ -263,36 +244,15 @@ def run_script(words: list[str], module: str = "") -> int:
     return 0
 
 
-def run_rank(rank: int, words: list[str], env: dict[str, str], place: Path, stop: Stop) -> None:
+def run_rank(words: list[str], env: dict[str, str], place: Path) -> None:
     """Run train.py as the main program of this new process."""
     os.environ.clear()
     os.environ.update(env)
     with redirected(place):
-        if isinstance(stop, str):
-            stop_at(stop, rank)
-        elif stop is not None:
-            stop(rank)
         code = run_script(words)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def stop_at(text: str, rank: int) -> None:
-    """Send this process a signal after an optimizer step of its own: "SIGTERM@3", "SIGKILL@3:1"."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    name, _, at = text.partition("@")
-    step, _, only = at.partition(":")
-    n_steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal n_steps
-        n_steps += 1
-        if n_steps == int(step) and only in ("", str(rank)):
-            os.kill(os.getpid(), signal.Signals[name])
-
-    register_optimizer_step_post_hook(count)
 
 
 def wait_for(processes: list) -> int:
@@ -346,18 +306,6 @@ def redirected(place: Path) -> Iterator[None]:
         for number, copy in zip((1, 2), kept, strict=True):
             os.dup2(copy, number)
             os.close(copy)
-
-
-@contextmanager
-def environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the block, and restore all variables after it."""
-    before = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def shared_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Run a SLURM cluster of one controller and five node daemons on this machine, in one folder.
+"""Run a SLURM cluster of one controller and four node daemons on this machine, in one folder.
 
 The nodes' names are addresses of the loopback interface, so that no host name has to be registered.
 The cluster is stopped by the process ids that its daemons have written.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from processes import is_alive, wait_until
+from tests.processes import is_alive, wait_until
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -50,7 +50,7 @@ KillWait=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-NODES = {"main": (1, 2), "cheap": (3, 4), "frail": (5,)}  # partition -> its nodes
+NODES = {"main": (1, 2), "cheap": (3, 4)}  # partition -> its nodes
 
 
 class Cluster:
@@ -93,11 +93,6 @@ class Cluster:
         script.write_text(lines)
         return self.run("sbatch", "--parsable", f"--partition={partition}", str(script), *words)
 
-    def restart(self, node: str) -> None:
-        """Start the daemon of a node again, as a reboot of the node does."""
-        stop_daemon(self.folder / f"slurmd-{node}.pid")
-        self.run("slurmd", "-c", "-N", node)
-
     def log(self, run: Path) -> str:
         path = run.with_name(run.name + ".log")
         return path.read_text() if path.exists() else ""
@@ -112,7 +107,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    cluster, ports, host = Cluster(folder), free_ports(6), socket.gethostname().split(".")[0]
+    cluster, ports, host = Cluster(folder), free_ports(5), socket.gethostname().split(".")[0]
     (folder / "state").mkdir()
     cluster.outputs.mkdir()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
@@ -139,8 +134,8 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         cluster.run("slurmctld", "-c")
         for n in range(1, len(ports)):
             cluster.run("slurmd", "-c", "-N", f"127.0.0.{n}")
-        states = ("sinfo", "--noheader", "--Node", "--partition=main,cheap,frail", "--format=%t")
-        is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 5  # noqa: E731
+        states = ("sinfo", "--noheader", "--Node", "--partition=main,cheap", "--format=%t")
+        is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 4  # noqa: E731
         wait_until(is_up, 30, (folder / "slurmctld.log").read_text)
         yield cluster
     finally:
@@ -161,17 +156,6 @@ def stop_daemon(pid_file: Path) -> None:
     pid = int(pid_file.read_text())
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: not is_alive(pid), 15)
-
-
-def left_processes(folder: Path) -> list[str]:
-    """Return the command lines of other processes that contain the path of a folder."""
-    command_lines = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if str(folder) in words and int(path.name) != os.getpid():
-                command_lines.append(words)
-    return command_lines
 
 
 def free_ports(n: int) -> list[int]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from processes import wait_until
 
 import gptrain
 from tests.conftest import TINY
+from tests.processes import wait_until
 
 WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
@@ -69,39 +69,6 @@ try:
 except KeyboardInterrupt:
     print("stopped here", file=sys.stderr)
 """
-
-
-SAVED_AND_STOPPED = """
-import os, sys
-from gptrain.core.locations import report_to_fit
-from gptrain.checkpoints.status import write_status
-report_to_fit(folder=os.getcwd())
-write_status(".", cause="preempted", exit_code=75, message="asked to stop\\nsaved at step 5")
-report_to_fit(lines=["error: of a process that this run has started"])  # has no effect
-sys.exit(75)
-"""
-REFUSED = """
-import sys
-from gptrain.core.locations import report_to_fit
-report_to_fit(lines=["error: init_from=a: no such file"])
-sys.exit(66)
-"""
-
-
-def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_status(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SAVED_AND_STOPPED)
-    with pytest.raises(gptrain.RunFailed) as failed:
-        gptrain.fit(conf=tmp_path / "conf")
-    assert (failed.value.code, failed.value.folder) == (75, tmp_path)
-    assert failed.value.lines == ["asked to stop", "saved at step 5"]
-    assert str(failed.value) == "asked to stop\nsaved at step 5"
-    (tmp_path / "train.py").write_text(REFUSED)
-    with pytest.raises(gptrain.ConfigError, match="error: init_from=a: no such file") as refused:
-        gptrain.fit(conf=tmp_path / "conf")
-    assert refused.value.code == 66
 
 
 def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:

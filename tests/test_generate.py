@@ -122,18 +122,6 @@ def test_a_moved_run_generates_text_without_its_data(write, speaker):
         assert made == (0, tokenizer.decode(tokens) + "\n", "")
 
 
-def test_prompts_stop_texts_and_seeds(write, speaker):
-    code, out, _ = write(speaker, 'prompt=["ab","a longer one"]', "temperature=0")
-    alone = out.partition("---\n")[0]
-    assert code == 0 and out.startswith(alone + "---\na longer one")
-    made = alone.removeprefix("ab").rstrip("\n")
-    stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
-    assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
-    # A text ends at the full stop text only, not at one of its characters.
-    assert write(speaker, "prompt=ab", "temperature=0", f"stop={made[0]}{made}")[1] == alone
-    assert write(speaker)[1].startswith("\n")
-
-
 # As a person sees it
 
 

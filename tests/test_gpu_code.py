@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from gptrain.loss import cross_entropy_in_place
 from gptrain.models.attention import attend
-from gptrain.text.sampling import Sampling, generate
 
 
 @pytest.mark.parametrize(
@@ -58,24 +56,3 @@ def test_grouped_heads_are_repeated_in_fp32_on_a_gpu(monkeypatch, dtype, device,
         q, k = (torch.empty(1, n, 8, 16, dtype=dtype, device=device) for n in (4, 2))
         attend(q, k, k)
     assert seen == [(n_heads, n_heads, n_heads == 2)]
-
-
-def test_repeated_heads_give_the_attention_of_grouped_heads():
-    q, k, v = (torch.randn(2, n, 8, 16) for n in (4, 2, 2))
-    wide_k, wide_v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(attend(q, wide_k, wide_v), attend(q, k, v))
-
-
-def test_generation_leaves_cudnn_attention_out():
-    """CuDNN makes a plan for each length of the text."""
-    seen = []
-
-    class Net(nn.Module):
-        def forward(self, tokens):
-            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-            return torch.zeros(*tokens.shape, 5)
-
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    for _ in generate(Net(), [1], 3, Sampling(), torch.Generator()):
-        assert torch.backends.cuda.cudnn_sdp_enabled() == before
-    assert seen == [False] * 3

@@ -56,15 +56,6 @@ def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, 
     assert len(list(drawn)) == 33
 
 
-def test_a_longer_context_keeps_the_learned_positions_of_gpt2(tmp_path):
-    net, longer = (HuggingFace(61, CONFIGS["gpt2"] | {"n_positions": n}) for n in (32, 40))
-    write_net(net, tmp_path, "hf", "fp32")
-    _, left = load_weights(longer, tmp_path, resizes=True)
-    name = "model.transformer.wpe.weight"
-    assert len(left.positions) == 1 and left.positions[0].startswith(f"{name}: 32 ")
-    assert torch.equal(longer.state_dict()[name][:32], net.state_dict()[name])
-
-
 def step_of(config: dict) -> Run:
     """Take a step of train.py."""
     run = train(

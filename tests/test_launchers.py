@@ -105,8 +105,16 @@ def test_a_rank_of_mpi_knows_its_place(names, adopted):
     environment = adopted(**dict(zip(names, "1212", strict=True)))
     assert this_process() == Process(1, local_rank=1, world_size=2, is_rank=True)
     assert environment["MASTER_ADDR"] == "localhost"
-    adopted(**dict(zip(names, "0101", strict=True)))
-    assert not this_process().is_rank  # it starts ranks itself
+
+
+# Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process.
+ALONE = ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""})
+
+
+@pytest.mark.parametrize("variables", [*ALONE, dict(zip(MPICH, "0101", strict=True))])
+def test_one_process_is_no_rank(variables, adopted):
+    adopted(**variables)
+    assert not this_process().is_rank
 
 
 def test_a_task_of_srun_has_a_place_an_address_a_folder_and_threads(adopted):
@@ -119,10 +127,3 @@ def test_a_task_of_srun_has_a_place_an_address_a_folder_and_threads(adopted):
     assert environment["GPTRAIN_JOB"] == "slurm-40010_5.2"
     adopted(**TASK, **dict(zip(OPENMPI, "5814", strict=True)))  # srun starts a daemon of Open MPI
     assert this_process().world_size == 8
-
-
-def test_a_rank_number_without_a_launcher_is_no_rank(adopted):
-    """Some clusters set RANK=0, or the number of nodes as WORLD_SIZE, for every process."""
-    for variables in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "", "WORLD_SIZE": ""}):
-        adopted(**variables)
-        assert not this_process().is_rank

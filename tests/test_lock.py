@@ -1,8 +1,10 @@
-"""One run, one folder: the lock against real processes."""
+"""One run, one folder: the lock against real processes, and who writes status.json."""
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import pytest
 
 from gptrain.checkpoints.lock import RunLock, is_held, read_run_id
+from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
 from gptrain.core.errors import ConfigError
 
 FORK = multiprocessing.get_context("fork")
@@ -71,34 +74,46 @@ def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path)
         os.kill(worker_pid, signal.SIGKILL)
 
 
-def _compete(run_dir, start, winners, end):
-    start.wait()
-    try:
-        lock = RunLock(run_dir).acquire()
-    except ConfigError:
-        winners.put("refused")
-    else:
-        winners.put("holds")
-        end.wait()
-        lock.release()
-
-
-def test_of_simultaneous_starts_exactly_one_wins(tmp_path):
-    start, winners, end = FORK.Event(), FORK.Queue(), FORK.Event()
-    arguments = (tmp_path, start, winners, end)
-    runs = [FORK.Process(target=_compete, args=arguments) for _ in range(5)]
-    for run in runs:
-        run.start()
-    start.set()
-    answers = [winners.get(timeout=60) for _ in runs]
-    end.set()
-    for run in runs:
-        run.join()
-    assert sorted(answers) == ["holds", *["refused"] * 4]
-
-
 def test_a_start_waits_as_long_as_it_may_for_another_to_leave(holder, tmp_path):
     timer = threading.Timer(0.5, holder.kill)
     timer.start()
     with RunLock(tmp_path, wait_s=60):
         timer.join()
+
+
+def test_the_first_rank_that_fails_tells(tmp_path):
+    facts = {"cause": "error", "exit_code": 70, "rank": 1, "step": 12, "message": "the reason"}
+    assert write_status(tmp_path, checkpoint=tmp_path / "step-00000010", **facts)
+    assert not write_status(tmp_path, cause="error", exit_code=70, rank=0, message="lost a peer")
+    about = {"checkpoint": f"{tmp_path}/step-00000010", "pid": os.getpid()}
+    about["host"] = socket.gethostname()
+    assert read_status(tmp_path).items() >= (facts | about).items()
+    assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
+
+
+def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_parent_last(tmp_path):
+    write_status(tmp_path, cause="preempted", exit_code=75)
+    clear_status(tmp_path)
+    assert write_status(tmp_path, cause="done", exit_code=0, rank=0)
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=1)
+    assert not write_status(tmp_path, cause="done", exit_code=0, rank=0)
+    assert read_status(tmp_path)["rank"] == 1
+    assert write_status(tmp_path, cause="killed", exit_code=70, rank=2, replace=True)
+    assert read_status(tmp_path)["rank"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"exit_code": "x"}'])
+def test_an_invalid_status_file_is_ignored(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    assert read_status(tmp_path) is None
+    with pytest.raises(OSError):  # a status that cannot be written is an error
+        write_status(tmp_path / "missing", cause="done", exit_code=0)
+
+
+def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):
+    metrics, facts = {"val/loss": 1.5, "test/loss": float("nan")}, {"steps": 60, "tokens": 1920}
+    for _ in range(2):  # a resumed run writes its result over the old one
+        write_result(tmp_path / "result.json", metrics, **facts)
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result == {"metrics": {"val/loss": 1.5, "test/loss": None}, **facts}
+    assert os.listdir(tmp_path) == ["result.json"]

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import wait_until
 
 import gptrain
 from gptrain.core.errors import FOLDER_UNUSABLE
 from tests.nodes import two_nodes
+from tests.processes import wait_until
 from tests.run import Run
 
 pytestmark = [

@@ -53,6 +53,15 @@ def test_the_random_numbers_and_the_order_are_the_same_in_every_version():
     assert tokens.tolist() == [788, 812, 770, 287, 702, 834, 891] and targets[-1] == 503
 
 
+def test_an_index_outside_is_an_index_error_with_which_iteration_ends():
+    dataset = DummyTextDataset(7)
+    for index in (7, -8, 2**40):
+        with pytest.raises(IndexError):
+            dataset[index]
+    assert len(list(dataset)) == len(dataset) == 7
+    assert torch.equal(dataset[-1][0], dataset[6][0])
+
+
 def test_every_size_is_permuted():
     for n_samples in (*range(1, 301), 65_536, 300_007):
         order = epoch_of(n_samples, seed=n_samples, epoch=3)

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from gptrain.core.precision import PRECISIONS
 from gptrain.runtime.devices import RunDevices, native_precision
 
 AMPERE, TURING = 8, 7
@@ -26,12 +25,6 @@ AMPERE, TURING = 8, 7
 def test_bf16_is_taken_on_gpus_where_it_is_native(accelerator, cuda_major, precision, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (cuda_major, 0))
     assert native_precision(RunDevices(accelerator, 1, 1)) == precision
-
-
-def test_lightning_scales_the_loss_of_fp32_weights_that_are_multiplied_in_fp16():
-    scaled = {name for name, types in PRECISIONS.items() if types.has_loss_scaler}
-    fp16 = {name for name, types in PRECISIONS.items() if types.is_fp16}
-    assert (scaled, fp16) == ({"16-mixed"}, {"16-mixed", "16-true"})
 
 
 def test_a_run_prints_its_precision_and_a_resumed_run_keeps_that_of_its_first_start(train):

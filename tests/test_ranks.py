@@ -1,6 +1,6 @@
 """Two processes over gloo: one run, whichever launcher started them.
 
-Spawned ones, as a person's are, start in test_project.py and test_signals_run.py.
+Spawned ones, as a person's are, start in test_project.py and test_signals.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 
@@ -13,32 +12,6 @@ from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.timeline import TIMES, describe, measure
 from tests.conftest import ROOT, TINY
 from tests.run import train as run_train
-
-EARLY = (
-    "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
-    " patience: 1, min_delta: 9}"
-)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason", "detail"),
-    [
-        (["trainer.max_steps=-1", "data.num_samples=8"], "epochs done", "trainer.max_epochs=3"),
-        (
-            ["trainer.max_steps=90", "trainer.val_check_interval=2", EARLY],
-            "early stop",
-            r"val/loss=5\.\d+ patience exhausted, at step 4",
-        ),
-    ],
-    ids=["epochs", "early stop"],
-)
-def test_a_run_says_why_it_ended(train, words, reason, detail):
-    run = train("scheduler=constant", *words)
-    assert run.code == 0, run.err
-    ended = run.result["ended"]
-    assert ended["reason"] == reason and re.fullmatch(detail, ended["detail"])
-    (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
-    assert line.endswith(f" · {reason}, {ended['detail']}")
 
 
 def test_a_result_says_what_it_was_made_by():

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import DictConfig
 
 from gptrain.assemble.resume import (
     check_data,
     find_checkpoint,
-    find_trained,
     identity,
 )
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.config.cli import compose_command
-from gptrain.config.compose import plain, typed
 from gptrain.core.errors import ConfigError
-from gptrain.core.schema import RunConfig
+from tests.command_line import compose_run
 
 RUN = "a" * 32
 LOCK = SimpleNamespace(run_id=RUN)
 
 
-@cache
-def composed() -> DictConfig:
-    return compose_command(["model=gpt_nano", "trainer=cpu"])
-
-
 @pytest.fixture
 def compose(tmp_path):
     """Make typed configs of a small run in a new folder."""
-
-    def compose(*values: str) -> RunConfig:
-        cfg = copy.deepcopy(composed())
-        cfg.merge_with_dotlist([f"run_dir={tmp_path}/run", *values])
-        return typed(plain(cfg), RunConfig)
-
-    return compose
+    return partial(compose_run, "model=gpt_nano", "trainer=cpu", f"run_dir={tmp_path}/run")
 
 
 def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointStore:
@@ -71,8 +55,3 @@ def test_the_best_checkpoint_is_chosen_by_the_monitor_and_its_mode(compose, mode
     # A path of a run means its newest checkpoint.
     cfg = compose(f"ckpt_path={cfg.run_dir}", f"checkpoint.mode={mode}")
     assert find_checkpoint(cfg, LOCK, 1).name == "step-00000007"
-    # An evaluation and an export choose by the same monitor.
-    words = ("task=test", f"from_run={cfg.run_dir}", "checkpoint.monitor=mine")
-    for which, best in (("null", step), ("best", step), ("last", 7)):
-        cfg = compose(*words, f"checkpoint.mode={mode}", f"ckpt_path={which}")
-        assert find_trained(cfg).step == best

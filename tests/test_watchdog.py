@@ -5,9 +5,8 @@ import subprocess
 import sys
 import time
 
-from processes import is_alive, wait_until
-
 from gptrain.checkpoints.status import read_status
+from tests.processes import is_alive, wait_until
 
 RANK = """
 import os, sys, time

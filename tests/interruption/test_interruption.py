@@ -273,14 +273,9 @@ def begin(words: tuple[str, ...], start: Start, row: Row, number: int = 0) -> Ru
     """Make a start. torchrun restarts its ranks under another number."""
     ranks = start.ranks or row.ranks
     env = {"TORCHELASTIC_RESTART_COUNT": f"{number}"} if ranks > 1 else {}
-    own_process = process_of_its_own if start.how == "SIGKILL" else None
     if start.how:
         env[STOP] = json.dumps([start.how, start.at, start.step, start.rank])
-    return train(*words, *start.words, ranks=ranks, env=env, stop=own_process)
-
-
-def process_of_its_own(rank: int) -> None:
-    """Do nothing: a run with a `stop` has processes of its own, which may be killed."""
+    return train(*words, *start.words, ranks=ranks, env=env, own_process=start.how == "SIGKILL")
 
 
 def lasting(run: Run) -> list[dict]:

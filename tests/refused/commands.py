@@ -10,8 +10,9 @@ import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
-from tests.run import environment, new_place, redirected, run_script
+from tests.run import new_place, redirected, run_script
 
 COMMANDS = ("export", "generate", "plan", "runs")
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
@@ -110,7 +111,7 @@ def answer(line: str, folder: Path) -> Answer:
     here = os.getcwd()
     os.chdir(folder)
     try:
-        with redirected(output), environment(variables):
+        with redirected(output), patch.dict(os.environ, variables):
             code = run_script(words, module)
     finally:
         os.chdir(here)

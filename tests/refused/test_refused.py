@@ -5,10 +5,12 @@ The form of a refusal is asserted here, for all rows. The texts are in tests/gol
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -16,7 +18,7 @@ import yaml
 from gptrain import config
 from tests.golden import check, masked
 from tests.refused.commands import RUN, Answer, answer, planted
-from tests.run import ROOT, environment, new_place, redirected
+from tests.run import ROOT, new_place, redirected
 
 TABLE = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 VALUES = {key: values.split() for key, values in TABLE["values"].items()}
@@ -76,7 +78,7 @@ def test_what_is_valid_is_accepted(line, monkeypatch):
     place = new_place()
     words = ["model=gpt_nano", "trainer.accelerator=cpu", f"output_dir={place}", *line.split()]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    with pytest.raises(SystemExit) as left, redirected(place), environment({}):
+    with pytest.raises(SystemExit) as left, redirected(place), patch.dict(os.environ):
         config.main(lambda cfg: None, conf=ROOT / "conf")
     ended = Answer(left.value.code or 0, [], (place / "err").read_text().splitlines(), [])
     assert (ended.code, " ".join(ended.keys("warning"))) == (0, TABLE["accepted"][line]), ended.err
