@@ -39,7 +39,6 @@ DEFAULTS = {
     "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
     "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
 }  # fmt: skip
-SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
     "optimizer._target_": "torch.optim.AdamW",
@@ -75,12 +74,13 @@ def bench(cfg: BenchRun) -> None:
     """Run the loops in turn, print the comparison and write result.json into the run folder.
 
     Raises:
-        ConfigError: If the model lacks a size, or the dataset or the optimizer is another one.
+        ConfigError: If the dataset or the optimizer is another one.
     """
     import torch  # imported lazily: config errors are reported before torch is loaded
 
     from gptrain.lit.measure import find_peak
     from gptrain.runtime.devices import find_devices, native_precision, set_threads
+    from tests.tools.bench import loops
 
     overrides = typed_words()
     folder = Path(cfg.run_dir)
@@ -101,7 +101,7 @@ def bench(cfg: BenchRun) -> None:
             words = ["checkpoint=none", *overrides, *FIXED, f"run_dir={quoted(run_dir)}"]
             loop_spec = {**spec, "loop": name, "run_dir": run_dir, "overrides": words}
             n_threads = torch.get_num_threads()
-            contestant = Contestant(name, loop_spec, devices.n_local, n_threads, folder)
+            contestant = Contestant(loops.run, loop_spec, devices.n_local, n_threads, folder)
             stack.callback(contestant.end)
             contestant.first_step()
             contestants.append(contestant)
@@ -133,12 +133,6 @@ def make_spec(cfg: BenchRun, accelerator: str) -> dict[str, Any]:
     values = cfg.plain()
     options = values["optimizer"]
     model = cfg.model.arguments
-    # The tutorial's net has learned positions and dropout, as SimpleGPT has.
-    keys = (*SIZE_KEYS, "dropout") if "tutorial" in cfg.loops else SIZE_KEYS
-    missing = [key for key in keys if key not in model]
-    if missing:
-        message = f"has no {', '.join(missing)}, which the other loops need"
-        raise ConfigError.of("model", cfg.model.target, message, hint="loops=[bare,ours]")
     for key, known in COMPARED.items():
         value = cfg.value_of(key)
         if value != known:

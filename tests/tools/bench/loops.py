@@ -1,20 +1,20 @@
-"""Run one process of one loop. The bench starts it by `python -m tests.tools.bench.loops '<spec>'`.
+"""The loops of the bench, each in processes of its own.
 
-The spec is JSON: `loop` (a name of LOOPS), `overrides` of the run for gptrain's loop, and the same
-options for the other loops: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
-`precision`, `compile`, `device`. Each loop imports only what it needs, because memory is measured.
+The specification of a loop has `loop` (a name of LOOPS), `overrides` of the run for gptrain's loop,
+and the same options for the other loops: `model`, `batch_size`, `seq_len`, `num_samples`,
+`optimizer`, `clip`, `precision`, `compile`, `device`. Each loop imports only what it needs, because
+memory is measured.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain, repeat
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,18 @@ from tests.tools.bench.turns import Turns
 Spec = dict[str, Any]
 
 
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def run(spec: Spec, log: Path, connection: Connection) -> None:
+    """Run a loop in this process, until the parent is gone."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     device = torch.device(spec["device"])
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # identical for all loops
-        turns = Turns(torch.cuda.synchronize, torch.cuda.max_memory_allocated)
+        turns = Turns(connection, torch.cuda.synchronize, torch.cuda.max_memory_allocated)
     else:
-        turns = Turns(lambda: None, peak_resident_bytes)
+        turns = Turns(connection, lambda: None, peak_resident_bytes)
     torch.manual_seed(0)
     LOOPS[spec["loop"]](spec, device, turns)
 
@@ -190,7 +192,3 @@ def peak_resident_bytes() -> int:
     status = Path("/proc/self/status")
     match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
     return int(match[1]) * 1024 if match else 0
-
-
-if __name__ == "__main__":
-    main()

@@ -15,8 +15,7 @@ from random import Random
 
 from gptrain.checkpoints.status import read_status
 from tests.tools.campaign.faults import HOOKS
-from tests.tools.campaign.lab import EVERY, Attempt, Lab
-from tests.tools.campaign.truth import difference, repeated
+from tests.tools.campaign.runs import EVERY, Attempt, Lab, difference, repeated
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,15 @@ class Scenario:
     twice: bool = False  # the run that is done is started once more, and does nothing
     reference: tuple[str, ...] = ()  # words of all starts, and of the reference
     first: tuple[str, ...] = ()  # words of the first start alone
-    quick: int = 0  # tries
-    full: int = 10
-    one_try: Callable[[Scenario, Lab, Random], str | None] | None = None  # replaces try_fault
+    until_done: bool = False  # one fault after another, at least 20, until the run is done
+    tries: int = 10
+    quick: bool = False  # tried once with --quick
 
-    def attempt(self, lab: Lab, number: int, seed: int = 0) -> str | None:
+    def attempt(self, lab: Lab, number: int) -> str | None:
         """Make the try with this number. An exception of the campaign itself is a failure, too."""
-        draw = Random(f"{seed} {self.fault} {self.what} {number}")
+        draw = Random(f"{self.fault} {self.what} {number}")
         try:
-            return (self.one_try or try_fault)(self, lab, draw)
+            return (storm if self.until_done else try_fault)(self, lab, draw)
         except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -166,31 +165,3 @@ def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
         if attempt.code == 0:
             return difference(run_dir, reference)
     return "never done"
-
-
-def crowd(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Start three runs in one folder. One runs, and the other two are refused."""
-    run_dir, give_up_s = lab.new("crowd"), time.monotonic() + 60
-    attempts = [lab.start(run_dir, "trainer.max_steps=1000000") for _ in range(3)]
-    running = list(attempts)
-    while len(running) > 1 or not (run_dir / "witness-0.txt").exists():
-        running = [attempt for attempt in attempts if attempt.code is None]
-        if time.monotonic() > give_up_s or not running:
-            return f"exit codes {[attempt.code for attempt in attempts]}"
-        time.sleep(0.02)
-    holder = running[0].process.pid
-    os.kill(holder, signal.SIGTERM)
-    held = "held by another process"
-    codes = [(attempt.wait(), held in attempt.text()) for attempt in attempts]
-    right = sorted(codes) == [(73, True), (73, True), (75, False)] and not repeated(run_dir)
-    return None if right else f"{codes}, {repeated(run_dir)} steps twice: {attempts[0].text()}"
-
-
-def sweep(row: Scenario, lab: Lab, draw: Random) -> str | None:
-    """Kill the second of three jobs of a sweep. The others finish, and the table names it."""
-    fault = {"act": "SIGKILL", "phase": "log", "rank": 1, "step": "999,7,999", "target": "rank"}
-    attempt = lab.start(lab.new("sweep"), "-m", *fault_words(**fault, operation=0, always=False))
-    if attempt.wait(120) != 70 or not re.search(r"1  failed \(70\)", attempt.text()):
-        return f"exit {attempt.code}: {attempt.text()[-1500:]}"
-    _, reference = lab.reference()
-    return next((d for n in "02" if (d := difference(attempt.run_dir / n, reference))), None)

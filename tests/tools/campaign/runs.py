@@ -1,35 +1,29 @@
-"""Start runs with real ranks in less time than importing torch takes.
+"""Start runs with real ranks in less time than importing torch takes, and compare their results.
 
-A server process has imported everything and has computed nothing, so that it has no threads. A run
-is a fork of this process in its own session. Launcher, ranks and data workers are real processes.
+A run is a fork of the tests' server process, in a session of its own. Launcher, ranks and data
+workers are real processes.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from tests.forked import start_forked
+from gptrain.runtime import launch
+from tests.forked import server, start_forked
 from tests.processes import living
-from tests.tools.campaign.truth import record
+from tests.run import Run, run_script, same
 
 EVERY = 5  # steps between two checkpoints
-WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.launch",
-        "gptrain.lit.loggers", "gptrain.parallel.pipeline",
-        "gptrain.checkpoints.tensors", "torch._dynamo",
-        "tests.tools.campaign.faults"]  # fmt: skip
 # Only one thread at a time may read exit codes: the system reports the code of a child only once.
 _polling = threading.Lock()
 # The smallest GPT that has all parts, with all sources of randomness enabled.
@@ -40,17 +34,18 @@ TINY = (
     "trainer.limit_val_batches=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false "
     f"logger=none checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
     "callbacks=none +callbacks.witness._target_=tests.tools.campaign.faults.Witness ckpt_path=last "
-    "on_spike=skip spike.window=8"
+    "on_spike=skip spike.window=8 allow_changes=[callbacks]"
 ).split()
 
 
-@dataclass
 class Attempt:
-    """One start of a run."""
+    """One start of `python train.py <words>`, which resumes from a checkpoint if there is one."""
 
-    process: BaseProcess
-    run_dir: Path
-    log: Path
+    def __init__(self, run_dir: Path, log: Path, words: list[str]):
+        self.run_dir, self.log = run_dir, log
+        self.process = server().Process(target=become_run, args=(words, log))
+        with _polling:
+            self.process.start()
 
     @property
     def code(self) -> int | None:
@@ -61,22 +56,20 @@ class Attempt:
     def wait(self, timeout_s: float = 120.0) -> int:
         """Wait for the exit code and return it. After the timeout, kill all processes first."""
         give_up_s = time.monotonic() + timeout_s
-        while self.code is None:
+        while (code := self.code) is None:
             if time.monotonic() > give_up_s:
                 os.killpg(self.process.pid, signal.SIGKILL)
             time.sleep(0.02)
-        return self.code
+        return code
 
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def left(self) -> list[str]:
-        """Return the id, name and state of all processes of the run that are alive."""
+        """Return the name and state of all processes of the run that are alive."""
         session = str(self.process.pid)
         return [
-            f"{pid} {process[0]} {process[1]}"
-            for pid, process in living().items()
-            if process[4] == session
+            f"{name} {state}" for name, state, _, _, of, *_ in living().values() if of == session
         ]
 
 
@@ -84,13 +77,11 @@ class Lab:
     """Starts runs in subfolders of a folder, with `n_steps` steps if their words do not differ."""
 
     def __init__(self, folder: Path, n_steps: int):
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["GPTRAIN_TEST_RUNS"] = str(folder)  # the server keeps composed configs there
         self.folder, self.n_steps, self.run_s = folder, n_steps, 0.0
         self.numbers = itertools.count(1)
         self.references: dict[tuple[str, ...], tuple[Path, dict]] = {}
         self.making = defaultdict(threading.Lock)  # words of a reference -> lock while it trains
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(WARM)
 
     def reference(self, *words: str) -> tuple[Path, dict]:
         """Return the folder and record of a run without a fault, which keeps all checkpoints."""
@@ -105,12 +96,8 @@ class Lab:
 
     def cut_back(self, step: int, *words: str) -> Path:
         """Copy the reference run as if it had been killed after the checkpoint of a step."""
-        run_dir = self.new("copy")
-        shutil.copytree(self.reference(*words)[0], run_dir)
-        for path in (run_dir / "checkpoints").glob("step-*"):
-            if int(path.name.removeprefix("step-")) > step:
-                shutil.rmtree(path)
-        (run_dir / "result.json").unlink()
+        run_dir = shutil.copytree(self.reference(*words)[0], self.new("copy"))
+        Run(run_dir, 0, "", "").cut_back(step)
         return run_dir
 
     def new(self, name: str) -> Path:
@@ -118,30 +105,54 @@ class Lab:
         return self.folder / f"{next(self.numbers):04d}-{name}"
 
     def start(self, run_dir: Path, *words: str) -> Attempt:
-        """Start `python train.py <words>`, which resumes from a checkpoint if there is one."""
         log = self.folder / f"{run_dir.name}-{next(self.numbers):04d}.log"
-        words = (*TINY, f"trainer.max_steps={self.n_steps}", f"run_dir={run_dir}", *words)
-        process = self.context.Process(target=become_run, args=(list(words), log))
-        with _polling:
-            process.start()
-        return Attempt(process, run_dir, log)
+        steps = f"trainer.max_steps={self.n_steps}"
+        return Attempt(run_dir, log, [*TINY, steps, f"run_dir={run_dir}", *words])
 
 
 def become_run(words: list[str], log: Path) -> None:
-    """Run the command in this child process and exit, with the output in a file.
-
-    If the last word is TMPDIR=..., the child uses this folder for temporary files.
-    """
+    """Run the command in this child process and exit, with the output in a file."""
     os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-    if words[-1].startswith("TMPDIR="):
-        os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
-    import train
-    from gptrain.config import cli
-    from gptrain.runtime import launch
-
     launch.elastic_launch = partial(start_forked, log, log, method="fork")
-    code = cli.run_command(train.main, words)
+    code = run_script(words)
     sys.stdout.flush()
     os._exit(code)
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    """Return what a run has computed: its last checkpoint, micro-steps and rows of metrics.jsonl.
+
+    Raises:
+        AssertionError: If a micro-step that was done twice had different results, or a step has
+            two rows.
+    """
+    run = Run(run_dir, 0, "", "")
+    results: dict[str, Any] = run.state()
+    results["counters"].get("options", {}).pop("callbacks.fault", None)  # the reference has none
+    for path in run_dir.glob("witness-*.txt"):
+        for line in path.read_text().splitlines():
+            number, _, rest = line.partition(" ")
+            before = results.setdefault(f"{path.stem} {number}", rest)
+            assert before == rest, f"{path.stem} {number}: {before}, then {rest}"
+    for row in run.rows:
+        name = f"row {row['step']}"
+        assert name not in results, f"{name} is there twice"
+        # perf/ values are times, which differ between equal runs
+        results[name] = {key: value for key, value in row.items() if "perf/" not in key}
+    return results
+
+
+def difference(run_dir: Path, reference: dict[str, Any]) -> str | None:
+    """Return how a run differs from the reference, or None if it is equal bit for bit."""
+    differences = same(record(run_dir), reference)
+    return f"it differs: {', '.join(differences[:9])}" if differences else None
+
+
+def repeated(run_dir: Path) -> int:
+    """Return the number of micro-steps that rank 0 has repeated."""
+    path = run_dir / "witness-0.txt"
+    numbers = [line.split()[0] for line in path.open()] if path.exists() else []
+    return len(numbers) - len(set(numbers))
