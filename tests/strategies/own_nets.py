@@ -80,6 +80,7 @@ class OnlyChain(nn.Module):
     """A net that keeps every rule and has no `hidden`; its head starts with zeros."""
 
     attention: ClassVar[type] = Attention
+    block: ClassVar[type[Block]] = Block
     tensor_plan: ClassVar[dict] = {
         "embedding": "vocab_embedding",
         "blocks.*.norm_[12]": "sequence",
@@ -96,7 +97,7 @@ class OnlyChain(nn.Module):
         super().__init__()
         self.n_heads = n_heads
         self.embedding = nn.Embedding(vocab_size, width)
-        layers = (Block(width, n_heads, self.attention, dropout) for _ in range(n_layers))
+        layers = (self.block(width, n_heads, self.attention, dropout) for _ in range(n_layers))
         self.blocks, self.norm = nn.ModuleList(layers), nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.register_buffer("scale", torch.tensor(2.0))
@@ -105,11 +106,14 @@ class OnlyChain(nn.Module):
     def embed(self, tokens):
         return self.embedding(tokens)
 
-    def forward(self, tokens):
+    def body(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens):
+        return self.head(self.body(tokens))
 
 
 class AllPositions(Attention):
@@ -130,10 +134,7 @@ class OwnNet(OnlyChain):
     """A net whose loss is computed from `hidden` and the head."""
 
     def hidden(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+        return self.body(tokens)
 
 
 class CountsHeads(OwnNet):
@@ -153,6 +154,23 @@ class HalfLogits(OwnNet):
         return 0.5 * super().forward(tokens)
 
 
+class CapsInTraining(OwnNet):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return 0.3 * torch.tanh(logits / 0.3) if self.training else logits
+
+
+class DroppingHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class DropsInHead(OwnNet):
+    def __init__(self):
+        super().__init__()
+        self.head = DroppingHead(self.head.in_features, self.head.out_features, bias=False)
+
+
 class ScaledByBatch(OwnNet):
     """A net whose logits depend a little on the size of the batch, as kernels do."""
 
@@ -161,13 +179,10 @@ class ScaledByBatch(OwnNet):
 
 
 class DetachedEmbedding(OwnNet):
-    """A net whose `hidden` does not train its embedding, which `forward` does."""
+    """A net whose `hidden` does not train its weights, which `forward` does."""
 
     def hidden(self, tokens):
-        x = self.embed(tokens).detach()
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+        return self.body(tokens).detach()
 
 
 class NotFiniteBackward(OwnNet):
@@ -214,10 +229,7 @@ class SoftCapped(OnlyChain):
 
 class ResidualOfEmbedding(OnlyChain):
     def forward(self, tokens):
-        first = x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x + first))
+        return self.head(self.body(tokens) + self.embed(tokens))
 
 
 class ScaledBlock(Block):
@@ -233,10 +245,7 @@ class ScaledBlock(Block):
 
 
 class UnplannedScale(OwnNet):
-    def __init__(self, **sizes):
-        super().__init__(**sizes)
-        width = self.norm.normalized_shape[0]
-        self.blocks[1] = ScaledBlock(width, self.n_heads, Attention, 0.1)
+    block = ScaledBlock
 
 
 class UnplannedEmbedding(OwnNet):

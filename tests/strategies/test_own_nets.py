@@ -53,7 +53,7 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
             own_nets.CountsHeads: LOGITS,
             own_nets.Fused: LOGITS,
             own_nets.CountsWidth: "RuntimeError: shape",
-            own_nets.UnplannedScale: "the gradient of blocks.1.gain differs",
+            own_nets.UnplannedScale: "the gradient of blocks.",
             own_nets.UnplannedEmbedding: "Error: ",
             own_nets.UnknownRole: "KeyError: 'diagonal'",
             own_nets.ScalesInLayer: LOGITS,
@@ -75,6 +75,7 @@ def test_one_device_computes_the_loss_from_forward_if_hidden_and_head_differ():
             build("single", net_class)
     for net_class in (
         own_nets.HalfLogits, own_nets.OnlyFloat32, own_nets.ScaledByBatch,
+        own_nets.CapsInTraining, own_nets.DropsInHead,
         own_nets.DetachedEmbedding, own_nets.NotFiniteBackward,
     ):  # fmt: skip
         with unittest.TestCase().assertLogs("gptrain", "WARNING"):

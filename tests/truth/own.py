@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from torchmetrics import SumMetric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import decay_groups, muon
+from tests.strategies.own_nets import Block, OnlyChain
 
 IGNORED = -100
 
 
 class Ragged(Dataset):
-    """Random tokens. The samples ignore different numbers of targets: means of means are wrong."""
+    """Random tokens. The samples ignore different numbers of targets: means of means are wrong.
 
-    def __init__(self, num_samples: int, seq_len: int, vocab_size: int, seed: int):
+    Args:
+        form: One of the forms that batches have.
+    """
+
+    def __init__(
+        self, num_samples: int, seq_len: int, vocab_size: int, seed: int, form: str = "pair"
+    ):
         self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
-        self.seed = seed
+        self.seed, self.form = seed, form
 
     def __len__(self) -> int:
         return self.num_samples
@@ -31,31 +37,14 @@ class Ragged(Dataset):
     def __getitem__(self, index: int):
         generator = torch.Generator().manual_seed(1000 * self.seed + index)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
-        targets = tokens[1:].clone()
+        tokens, targets = tokens[:-1], tokens[1:].clone()
         targets[: index % 11] = IGNORED
         targets[-(1 + index % 3)] = IGNORED
-        return tokens[:-1], targets
-
-
-class Uneven(Dataset):
-    """Samples in which between one and 12 targets count, in one of the forms that batches have."""
-
-    def __init__(self, num_samples, seq_len, vocab_size, seed, form="pair"):
-        self.num_samples, self.form = num_samples, form
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int):
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(32, (13,), generator=generator)
-        tokens, targets = tokens[:-1], tokens[1:].clone()
-        targets[1 + index * 7 % 12 :] = IGNORED
         return {
             "pair": (tokens, targets),
             "dict": {"tokens": tokens, "targets": targets},
             "named": {"text": tokens, "next": targets},  # keys that the library does not know
-            "weighted": (tokens, targets, torch.full((12,), 0.5)),
+            "weighted": (tokens, targets, torch.full(targets.shape, 0.5)),
         }[self.form]
 
 
@@ -221,76 +210,13 @@ class ClipsLater(pl.Callback):
 
 # Nets
 
-WIDTH = 16
 
-
-class Block(nn.Module):
-    """Add the mean of the positions so far, through a small MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        y = self.norm(x)
-        y = y.cumsum(1) / torch.arange(1, y.shape[1] + 1, device=y.device)[:, None]
-        return x + self.down(self.up(y).relu())
-
-
-class Chain(nn.Module):
-    """A net without `hidden`: embedding, two blocks, norm and head."""
-
-    block: ClassVar[type[nn.Module]] = Block
+class Chain(OnlyChain):
+    """A net without `hidden` and without dropout."""
 
     def __init__(self, vocab_size=64):
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, WIDTH)
-        self.blocks = nn.ModuleList(self.block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, vocab_size, bias=False)
-
-    def embed(self, tokens):
-        return self.embedding(tokens)
-
-    def body(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, tokens):
-        return self.head(self.body(tokens))
-
-
-class WithHidden(Chain):
-    """A net with `hidden`, which leaves out what `forward` does in training only."""
-
-    def hidden(self, tokens):
-        return self.body(tokens)
-
-
-class CapsLogits(Chain):
-    def forward(self, tokens):
-        logits = super().forward(tokens)
-        return 0.3 * torch.tanh(logits / 0.3) if self.training else logits
-
-
-class DroppingHead(nn.Linear):
-    def forward(self, x):
-        return super().forward(dropout(x, 0.5, self.training))
-
-
-class DropsInHead(Chain):
-    def __init__(self, vocab_size=64):
-        super().__init__(vocab_size)
-        self.head = DroppingHead(WIDTH, vocab_size, bias=False)
-
-
-class CapsLogitsParts(CapsLogits, WithHidden): ...
-
-
-class DropsInHeadParts(DropsInHead, WithHidden): ...
+        super().__init__(vocab_size, width=16, n_heads=2, dropout=0.0)
+        nn.init.normal_(self.head.weight)
 
 
 class SkipsBlocks(Chain):
@@ -308,14 +234,14 @@ class SharesActivation(Chain):
     def __init__(self, vocab_size=64):
         super().__init__(vocab_size)
         shared = nn.Tanh()
-        self.blocks = nn.ModuleList(m for _ in range(4) for m in (Block(), shared))
+        self.blocks = nn.ModuleList(m for block in self.blocks for m in (block, shared))
 
 
 class Replaces(Block):
     """A block that replaces a buffer, and reads it."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
@@ -327,9 +253,9 @@ class Replaces(Block):
 class Normalized(Block):
     """A block that normalizes over the batch, which changes running averages."""
 
-    def __init__(self):
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(WIDTH)
+    def __init__(self, width, *sizes):
+        super().__init__(width, *sizes)
+        self.batch_norm = nn.BatchNorm1d(width)
 
     def forward(self, x):
         return self.batch_norm(super().forward(x).mT).mT
@@ -346,11 +272,10 @@ class BatchNormNet(Chain):
 class Experts(Block):
     """Experts of two sizes; each position goes to one of them."""
 
-    def __init__(self):
-        super().__init__()
-        widths = [4 + i % 2 for i in range(12)]
+    def __init__(self, width, *sizes):
+        super().__init__(width, *sizes)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, n), nn.Linear(n, WIDTH)) for n in widths
+            nn.Sequential(nn.Linear(width, n), nn.Linear(n, width)) for n in 6 * (4, 5)
         )
 
     def forward(self, x):

@@ -93,7 +93,6 @@ ACTS: dict[str, Callable[..., Any]] = {
     "break_data": lambda trainer, *_: setattr(type(trainer.datamodule.train), "__getitems__", fail),
     "kill_worker": lambda *_: multiprocessing.active_children()[0].kill(),
     "limit_files": lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, -1)),
-    "no_room": lambda *_: setattr(os, "statvfs", lambda _: os.statvfs_result([1] * 10)),
     "sleep": lambda *_: time.sleep(600.0),
     "call_alone": lambda *_: dist.all_reduce(torch.ones(3)),
     "hold_interpreter": lambda *_: re.match("(a?){40}a{40}", "a" * 40),  # hours in C

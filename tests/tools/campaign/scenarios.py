@@ -49,8 +49,6 @@ SCENARIOS = (
              reference=FSDP, tries=30),
     Scenario("F10", "a limit of file sizes", ("limit_files",), **REFUSED | {"operation": (0, 0)},
              rank=0, tries=20),
-    Scenario("F11", "no room before the start", ("no_room",), ("setup",), rank=0, codes=(74,),
-             cause="disk", says=r"cannot save: .* needs \d+ bytes", redo=0, tries=3),
     Scenario("F13", "the newest is truncated", harm=trial.truncate, **DAMAGED, quick=True),
     Scenario("F14", "a bit of the newest is flipped", harm=trial.flip, **DAMAGED),
     Scenario("F15", "shards of two steps, or one missing", harm=trial.mix_up, reference=FSDP,
