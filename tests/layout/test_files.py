@@ -26,12 +26,6 @@ def test_an_experiment_is_a_short_diff():
         assert len(lines) <= (30 if "recipes." in path.read_text() else 20), path
 
 
-def test_no_two_test_files_have_one_name():
-    """Two files of one name are one module for pytest, which reports an error for the second."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) == len(set(names))
-
-
 def test_the_readme_fits_on_a_few_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.run import Run, read_state, train
+from tests.run import Run, train
 
 OWN = "tests.lit.own"
 MODULES, CALLBACKS, DATA = f"module._target_={OWN}.modules", f"{OWN}.callbacks", f"{OWN}.data"
@@ -33,10 +33,6 @@ class Fitted(Run):
         return [line for line in self.err.splitlines() if line.startswith("error: ")]
 
     @property
-    def metrics(self) -> dict[str, float]:
-        return self.result["metrics"]
-
-    @property
     def seen(self) -> list[dict[str, Any]]:
         """Records of the callbacks of own/callbacks.py."""
         return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]
@@ -46,10 +42,6 @@ class Fitted(Run):
         """Steps of the checkpoints."""
         return [int(path.name[5:]) for path in self.checkpoints]
 
-    def at(self, step: int) -> dict[str, Any]:
-        """Return the state in the checkpoint of a step."""
-        return read_state(self.folder / "checkpoints" / f"step-{step:08d}")
-
     def line(self, label: str) -> str:
         """Return one of the lines that a run prints at its start and end."""
         return next(line for line in self.out.splitlines() if line.startswith(f"{label} "))
@@ -57,11 +49,7 @@ class Fitted(Run):
     def copy_until(self, step: int, copy: Path) -> Path:
         """Copy this run as if it was killed after the checkpoint of `step`; return the copy."""
         shutil.copytree(self.folder, copy)
-        for path in (copy / "checkpoints").glob("step-*"):
-            if int(path.name[5:]) > step:
-                shutil.rmtree(path)
-        for left in ("result.json", "seen.jsonl"):
-            (copy / left).unlink(missing_ok=True)
+        Run(copy, 0, "", "").cut_back(step)
         return copy
 
 

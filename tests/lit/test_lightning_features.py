@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gptrain
-from tests.lit.fit import CALLBACKS, DATA, LIGHTNING, MODULES, fit
+from tests.lit.fit import CALLBACKS, LIGHTNING, MODULES, fit
 from tests.run import same
 
 SEES = f"+callbacks.sees._target_={CALLBACKS}.SeesAll"
@@ -54,13 +54,6 @@ def test_callbacks_see_gptrains_metrics_and_the_gradients_before_the_optimizer_s
 def test_training_step_may_return_none(kind):
     run = fit(f"{MODULES}.Returns", f"+module.kind={kind}", "trainer.accumulate_grad_batches=2")
     assert run.steps[-1] == 6 and len(run.rows) == (6 if kind == "once none" else len(run.rows))
-
-
-def test_batches_may_be_dicts():
-    data = [f"data.{part}._target_={DATA}.Dicts" for part in ("train", "val")]
-    run, plain = fit(f"{MODULES}.OfDicts", *data), fit()
-    assert not same(run.state()["weights"], plain.state()["weights"])
-    assert run.metrics["val/loss"] == plain.metrics["val/loss"]
 
 
 def test_gradients_computed_inside_training_step_are_not_added_to_the_steps_gradients():

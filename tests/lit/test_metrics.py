@@ -43,7 +43,7 @@ def test_a_metric_equals_torchmetrics_over_all_logits_and_may_choose_the_best_ch
     best = max(range(6), key=values.__getitem__) + 1
     assert run.result["checkpoint"].endswith(f"step-{best:08d}")
     assert run.steps == sorted({best, 5, 6}) and best < 5
-    state = run.at(best)["weights"]
+    state = run.state(best)["weights"]
     loaded = gptrain.load(run.folder).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in state.items())
     checkpoint = f"ckpt_path={run.folder}/checkpoints/step-{best:08d}"

@@ -19,7 +19,7 @@ def fit(tmp_path):
 
 
 def groups(run, step) -> list[dict]:
-    return run.at(step)["optimizer"]["groups"]
+    return run.state(step)["optimizer"]["groups"]
 
 
 def test_a_new_learning_rate_is_used_logged_and_saved(fit, tmp_path):
@@ -67,10 +67,10 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     tokens = [64, 128, 192, 288, 384, 480, 576, 672]
     assert run.column("tokens") == tokens
     assert run.result["tokens"] == tokens[-1]
-    assert run.at(8)["counters"]["TextDataModule"]["tokens"] == tokens[-1]
-    assert run.at(3)["counters"]["TextDataModule"]["read"] == 3 * 4
+    assert run.state(8)["counters"]["TextDataModule"]["tokens"] == tokens[-1]
+    assert run.state(3)["counters"]["TextDataModule"]["read"] == 3 * 4
     # The order continues at the next sample, also over the end of an epoch.
-    assert [run.at(step)["counters"]["TextDataModule"]["read"] for step in (4, 6, 8)] == [
+    assert [run.state(step)["counters"]["TextDataModule"]["read"] for step in (4, 6, 8)] == [
         18,
         30,
         42,

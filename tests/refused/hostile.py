@@ -77,34 +77,20 @@ def saved(state: object) -> bytes:
     return buffer.getvalue()
 
 
-def plant(folder: Path, state: bytes | None = None, **changes: object) -> Path:
+def plant(folder: Path, contents: dict[str, bytes] | None = None, **changes: object) -> Path:
     """Write a sealed checkpoint with the weights of a small GPT; return its folder.
 
     Args:
-        state: Bytes of state.ckpt, the part that is no safetensors file.
+        contents: Contents of files of the checkpoint, by name, to replace.
         changes: Entries of the manifest to replace.
     """
     folder.mkdir(exist_ok=True)
     store = CheckpointStore(folder / "checkpoints", "run")
     store.save(1, {"model": SimpleGPT(**SIZES).state_dict()}, {})
     path = store.newest()
-    if state is not None:
-        (path / "state.ckpt").write_bytes(state)
-    return seal_again(path, changes)
-
-
-def plant_shards(folder: Path, content: bytes) -> None:
-    """Write a sealed checkpoint whose weights have this content."""
-    path = plant(folder)
-    (path / "model.safetensors").write_bytes(content)
-    seal_again(path, {})
-
-
-def seal_again(path: Path, changes: dict) -> Path:
-    """Write a valid manifest for the files of a checkpoint as they are, and return its folder."""
     manifest = read_manifest(path)
-    for name in manifest["files"]:
-        content = (path / name).read_bytes()
+    for name, content in (contents or {}).items():
+        (path / name).write_bytes(content)
         sha256 = hashlib.sha256(content).hexdigest()
         manifest["files"][name] = {"bytes": len(content), "sha256": sha256}
     (path / "manifest.json").write_bytes(seal(manifest | changes))

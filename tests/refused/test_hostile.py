@@ -27,7 +27,6 @@ from tests.refused.hostile import (
     config,
     fill,
     plant,
-    plant_shards,
     victim_and_payloads,
 )
 
@@ -106,7 +105,7 @@ def test_the_config_of_a_folder_is_data(attack, world):
 
 @pytest.mark.parametrize("attack", STATES)
 def test_a_checkpoint_holds_tensors_or_is_refused(attack, world):
-    plant(world / "old", STATES[attack]())
+    plant(world / "old", {"state.ckpt": STATES[attack]()})
     fill(world, {"x.ckpt": STATES[attack](), "old/.hydra/overrides.yaml": b"[model=gpt_nano]"})
     for source in ("init_from=x.ckpt", "run_dir=old ckpt_path=last")[: 1 + (attack == "a payload")]:
         refuses(f"{SMALL} {source}", world)
@@ -123,7 +122,7 @@ def test_a_manifest_is_data(attack, world):
 
 @pytest.mark.parametrize("attack", SHARDS)
 def test_shards_hold_tensors_and_their_places_are_data(attack, world):
-    plant_shards(world / "old", SHARDS[attack])
+    plant(world / "old", {"model.safetensors": SHARDS[attack]})
     refuses_to_load(config(world / "old", {"model": MODEL}))
 
 
@@ -133,21 +132,27 @@ def test_a_folder_of_weights_is_data(attack, world):
     refuses(f"{SMALL} init_from=hf", world)
 
 
-TOKENS = {"large count": (1, 2**31 - 1), "negative count": (1, -5), "version": (9, 1)}
+def tokens(*head: int) -> bytes:
+    words = [20240520, *head, *[0] * 253]
+    return b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
 
 
-@pytest.mark.parametrize("attack", TOKENS)
-def test_a_file_of_tokens_is_data(attack, world):
-    words = [20240520, *TOKENS[attack], *[0] * 253]
-    content = b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
-    fill(world, {"x.bin": content})
-    refuses(f"{SMALL} data=tokens data.train_path=x.bin data.val_path=x.bin", world)
+FILES = {
+    "data=tokens data.train_path=x.bin data.val_path=x.bin": (
+        tokens(1, 2**31 - 1), tokens(1, -5), tokens(9, 1),
+    ),
+    "data=text data.path=text.txt data.tokenizer=x": (
+        b"{}", b'{"model": {"vocab": 5}}', b'{"type": "bytes"',
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [b"{}", b'{"model": {"vocab": 5}}', b'{"type": "bytes"'])
-def test_a_tokenizer_is_data(content, world):
-    fill(world, {"tok/tokenizer.json": content, "text.txt": b"a text\n" * 99})
-    refuses(f"{SMALL} data=text data.path=text.txt data.tokenizer=tok", world)
+@pytest.mark.parametrize("words", FILES, ids=("tokens", "a tokenizer"))
+def test_a_file_of_data_is_data(words, world):
+    for content in FILES[words]:
+        name = "x.bin" if "tokens" in words else "x/tokenizer.json"
+        fill(world, {name: content, "text.txt": b"a text\n" * 99})
+        refuses(f"{SMALL} {words}", world)
 
 
 @pytest.mark.parametrize("attack", TABLE["links"])

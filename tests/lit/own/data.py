@@ -32,13 +32,6 @@ class Samples(Dataset):
         return self.inner[index]
 
 
-class Dicts(Samples):
-    """Samples that are dicts of tensors."""
-
-    def __getitem__(self, index):
-        return dict(zip(("tokens", "targets"), self.inner[index], strict=True))
-
-
 class RandomSamples(Samples):
     """Samples that draw random numbers, as an augmentation does, by each of the generators."""
 

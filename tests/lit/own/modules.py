@@ -151,18 +151,6 @@ class OwnLoss(LanguageModel):
         return 2 * super().loss(tokens, targets)
 
 
-class OfDicts(LanguageModel):
-    """Takes batches that are dicts of tensors."""
-
-    def training_step(self, batch):
-        return self.loss(batch["tokens"], batch["targets"])
-
-    def validation_step(self, batch, batch_idx):
-        self.evaluate(batch["tokens"], batch["targets"])
-
-    test_step = validation_step
-
-
 class Plain(pl.LightningModule):
     """A plain LightningModule around the given net."""
 
