@@ -159,7 +159,7 @@ def test_a_lightning_data_module_trains_validates_and_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_a_lightning_data_module_feeds_the_ranks_of_ddp_different_samples(tmp_path):
-    words = (*TWO, f"{MODULES}.PlainOwnNet", "trainer.accumulate_grad_batches=2")
+    words = (*TWO, f"{MODULES}.Plain", "trainer.accumulate_grad_batches=2")
     run = fit(*DATA_MODULE, *EPOCHS, *words)
     ranks = read_by_ranks(run)
     assert ranks[0]["val"] == ranks[1]["val"]  # the ranks split the samples in the same way

@@ -33,16 +33,6 @@ class CountedHeads(Attention):
         return self.out(attend(q, k, v, self.is_causal))
 
 
-class CountedWidth(Attention):
-    """Attention that stores the number of heads and their width, which fails on a shard."""
-
-    def forward(self, x):
-        B, T, _ = x.shape
-        shape = (B, T, self.n_heads, self.head_width)
-        q, k, v = (part(x).view(shape) for part in (self.q, self.k, self.v))
-        return self.out(attend(q, k, v, self.is_causal))
-
-
 class FusedProjection(Attention):
     """Attention with one fused layer for q, k and v."""
 
@@ -139,10 +129,6 @@ class OwnNet(OnlyChain):
 
 class CountsHeads(OwnNet):
     attention = CountedHeads
-
-
-class CountsWidth(OwnNet):
-    attention = CountedWidth
 
 
 class Fused(OwnNet):

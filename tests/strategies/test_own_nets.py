@@ -52,7 +52,6 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
         {
             own_nets.CountsHeads: LOGITS,
             own_nets.Fused: LOGITS,
-            own_nets.CountsWidth: "RuntimeError: shape",
             own_nets.UnplannedScale: "the gradient of blocks.",
             own_nets.UnplannedEmbedding: "Error: ",
             own_nets.UnknownRole: "KeyError: 'diagonal'",

@@ -170,25 +170,6 @@ class Plain(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
-class PlainOwnNet(pl.LightningModule):
-    """A plain LightningModule that builds its own layers."""
-
-    def __init__(self, width=8, lr=0.01):
-        super().__init__()
-        self.save_hyperparameters()
-        self.table, self.out = nn.Embedding(256, width), nn.Linear(width, 256)
-
-    def forward(self, tokens):
-        return self.out(self.table(tokens))
-
-    def training_step(self, batch):
-        tokens, targets = batch
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
-
-
 class Supervised(pl.LightningModule):
     """A plain LightningModule that classifies points, and counts by hand."""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gptrain.core.errors import JobFailedError
 from gptrain.core.shell import quoted
 
 TRAIN = Path(__file__).parents[3] / "train.py"
@@ -27,6 +26,7 @@ COMMON = (
     "trainer.enable_progress_bar=false", "trainer.val_check_interval=10",
     "trainer.limit_val_batches=16",
 )  # fmt: skip
+COUNTS = ("tokens", "steps", "seconds")
 # With this patience, the run ends only at the threshold.
 STOP = (
     "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 1000000, "
@@ -46,25 +46,23 @@ def race(cfg: Any, words: list[str]) -> list[dict[str, Any]]:
         One dict per config with the keys:
         tokens, steps, seconds: Median over seeds until the target, or None if most runs missed it.
             The seconds include validations.
-        tokens_ratio: Median ratio of the tokens to those of the first config with the same seed.
         runs: Results of the single runs.
 
     Raises:
-        JobFailedError: If a run fails.
+        CalledProcessError: If a run fails.
     """
     results: list[dict[str, Any]] = []
     for number, config in enumerate(cfg.configs):
-        runs = []
+        runs: list[dict[str, Any]] = []
         for seed in range(cfg.seed, cfg.seed + cfg.seeds):
-            first = results[0]["runs"][len(runs)] if results else None
-            aim = cfg.target_loss if cfg.target_loss != "first" else first and first["target"]
+            aim = cfg.target_loss
+            if aim == "first":
+                aim = results[0]["runs"][len(runs)]["target"] if results else None
             own = [*shlex.split(config), *words, f"seed={seed}"]
-            run = {"seed": seed, **run_to(aim, own, Path(cfg.run_dir) / f"{number}-seed-{seed}")}
-            runs.append({**run, "tokens_ratio": run["tokens"] / (first or run)["tokens"]})
-            loss, lasted = run["val_loss"], describe(run)
-            print(f"{config} seed={seed}: val/loss {loss:.4f} after {lasted}", file=sys.stderr)
-        keys = ("tokens", "steps", "seconds", "tokens_ratio")
-        results.append({"config": config, **{key: middle(runs, key) for key in keys}, "runs": runs})
+            runs.append(run_to(aim, own, Path(cfg.run_dir) / f"{number}-seed-{seed}"))
+            print(f"{config} seed={seed}: {runs[-1]}", file=sys.stderr)
+        counts = {key: middle(runs, key) for key in COUNTS}
+        results.append({"config": config, **counts, "runs": runs})
     return results
 
 
@@ -75,14 +73,12 @@ def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, An
     """
     stop = [] if target is None else [f"+callbacks.target={STOP % target}"]
     overrides = [*COMMON, *words, *stop, f"run_dir={quoted(str(folder))}"]
-    command = [sys.executable, str(TRAIN), *overrides]
-    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise JobFailedError(code, f"{shlex.join(words)}: exit code {code}")
+    subprocess.run([sys.executable, str(TRAIN), *overrides], stdout=subprocess.DEVNULL, check=True)
     result = json.loads((folder / "result.json").read_text())
     loss = result["metrics"]["val/loss"]
-    aim = {"target": loss if target is None else target, "val_loss": loss}
-    counts = {key: result[key] for key in ("tokens", "steps", "seconds")}
-    return {**aim, "is_reached": loss <= aim["target"], **counts}
+    target = loss if target is None else target
+    counts = {key: result[key] for key in COUNTS}
+    return {"target": target, "val_loss": loss, "is_reached": loss <= target, **counts}
 
 
 def middle(runs: list[dict[str, Any]], key: str) -> float | None:
@@ -91,20 +87,12 @@ def middle(runs: list[dict[str, Any]], key: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe(result: dict[str, Any]) -> str:
-    """Return one line with the tokens, steps and seconds of a run, or of medians of runs."""
-    return (
-        f"{result['tokens']:,.0f} tokens, {result['steps']:,.0f} steps, {result['seconds']:.0f} s"
-    )
-
-
 def table(results: list[dict[str, Any]]) -> str:
-    """Return a table of medians over seeds, and of tokens in relation to the first config."""
+    """Return a table of medians over seeds."""
     lines = []
     for result in results:
         low, high = (f(run["target"] for run in result["runs"]) for f in (min, max))
-        took = "missed"
-        if result["tokens"] is not None:
-            took = f"{describe(result)}, {result['tokens_ratio']:.2f} x the tokens"
+        tokens, steps, seconds = (result[key] for key in COUNTS)
+        took = "missed" if tokens is None else f"{tokens:,} tokens, {steps} steps, {seconds:.0f} s"
         lines += [result["config"], f"  to val/loss {low:.3f}-{high:.3f}: {took}"]
     return "\n".join(lines)
