@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import random_split
 
-from gptrain.core.errors import DataError
 from gptrain.data import as_pairs, load_tokenizer
 from tests.lit.fit import DATA, MODULES, TWO, fit
 from tests.lit.own.data import Odd, Points
@@ -93,16 +91,6 @@ def test_pairs_of_dicts_keep_the_tokenizer_and_the_end_token_of_their_dataset():
         as_pairs([{"input_ids": [1], "labels": [1], "idx": 0}], "data.val")
     empty = Odd(0, 17, 256, 0, "dict")
     assert as_pairs(empty, "data.val") is empty
-
-
-def test_pairs_of_dicts_name_the_sample_that_is_no_pair_and_use_the_mask():
-    good = {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no key is left out
-        pairs = as_pairs([good] * 5 + [good | {"labels": [2, 1]}], "data.val")
-    assert [targets.tolist() for _, targets in pairs.__getitems__([4, 2])] == [[-100, -100]] * 2
-    with pytest.raises(DataError, match=r"^data\.val: sample 5: labels\[0\]=2, input_ids\[0\]=1"):
-        pairs.__getitems__([4, 5])
 
 
 # Streams

@@ -70,11 +70,8 @@ def test_a_resume_with_another_batch_size_continues_at_the_next_sample_and_token
     assert run.state(8)["counters"]["TextDataModule"]["tokens"] == tokens[-1]
     assert run.state(3)["counters"]["TextDataModule"]["read"] == 3 * 4
     # The order continues at the next sample, also over the end of an epoch.
-    assert [run.state(step)["counters"]["TextDataModule"]["read"] for step in (4, 6, 8)] == [
-        18,
-        30,
-        42,
-    ]
+    read = [run.state(n)["counters"]["TextDataModule"]["read"] for n in (4, 6, 8)]
+    assert read == [18, 30, 42]
     more = fit(*words, *again[:2], "trainer.max_steps=9")  # the new size belongs to the run
     assert more.column("tokens")[-1] == 768
 

@@ -114,12 +114,8 @@ def test_a_conversation_that_is_too_long_is_cut_at_a_message_left_out_or_refused
 def test_a_conversation_without_an_answer_is_left_out_and_two_that_fit_share_a_sample(tmp_path):
     """The last conversation is too long even without its answer's end, so that none is left."""
     question, answer = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
-    talks = [
-        [question, answer],
-        [question],
-        [question, answer],
-        [question, answer | {"content": "b" * 90}],
-    ]
+    pair, too_long = [question, answer], [question, answer | {"content": "b" * 90}]
+    talks = [pair, [question], pair, too_long]
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
     alone = dataset(file, held_out=0.0, seq_len=90)

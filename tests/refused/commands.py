@@ -127,8 +127,6 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     for parent, _, names in os.walk(folder):
         for path in (Path(parent) / name for name in names):
             if path.suffix != ".pyc":
-                found[str(path.relative_to(folder))] = (
-                    path.lstat().st_size,
-                    path.lstat().st_mtime_ns,
-                )
+                about = path.lstat()
+                found[str(path.relative_to(folder))] = about.st_size, about.st_mtime_ns
     return found

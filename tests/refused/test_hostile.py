@@ -16,23 +16,13 @@ import gptrain
 from gptrain.checkpoints.store import DamagedCheckpointError
 from gptrain.data import DataError
 from gptrain.models import SimpleGPT
+from tests.refused import hostile
 from tests.refused.commands import RUN, answer
-from tests.refused.hostile import (
-    MANIFESTS,
-    MODEL,
-    NET,
-    SHARDS,
-    STATES,
-    WEIGHTS,
-    config,
-    fill,
-    plant,
-    victim_and_payloads,
-)
+from tests.refused.hostile import config, fill, plant, victim_and_payloads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TABLE = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text())
-SMALL = f"{RUN} {NET}"
+SMALL = f"{RUN} {hostile.NET}"
 REFUSALS = (
     gptrain.ConfigError, DamagedCheckpointError, DataError, FileNotFoundError,
     ValueError,
@@ -90,7 +80,9 @@ def test_the_overrides_of_a_run_are_data_for_a_command(command, world):
 
 def test_an_intact_folder_loads(world):
     plant(world / "old")
-    assert isinstance(gptrain.load(config(world / "old", {"model": MODEL}), trust=True), SimpleGPT)
+    assert isinstance(
+        gptrain.load(config(world / "old", {"model": hostile.MODEL}), trust=True), SimpleGPT
+    )
 
 
 @pytest.mark.parametrize("attack", TABLE["configs"])
@@ -103,32 +95,35 @@ def test_the_config_of_a_folder_is_data(attack, world):
         refuses_to_load(world / "x.ckpt", trust=False)
 
 
-@pytest.mark.parametrize("attack", STATES)
+@pytest.mark.parametrize("attack", hostile.STATES)
 def test_a_checkpoint_holds_tensors_or_is_refused(attack, world):
-    plant(world / "old", {"state.ckpt": STATES[attack]()})
-    fill(world, {"x.ckpt": STATES[attack](), "old/.hydra/overrides.yaml": b"[model=gpt_nano]"})
+    plant(world / "old", {"state.ckpt": hostile.STATES[attack]()})
+    fill(
+        world,
+        {"x.ckpt": hostile.STATES[attack](), "old/.hydra/overrides.yaml": b"[model=gpt_nano]"},
+    )
     for source in ("init_from=x.ckpt", "run_dir=old ckpt_path=last")[: 1 + (attack == "a payload")]:
         refuses(f"{SMALL} {source}", world)
 
 
-@pytest.mark.parametrize("attack", MANIFESTS)
+@pytest.mark.parametrize("attack", hostile.MANIFESTS)
 def test_a_manifest_is_data(attack, world):
-    path = plant(world / "old", **MANIFESTS[attack])
-    refuses_to_load(config(world / "old", {"model": MODEL}))
+    path = plant(world / "old", **hostile.MANIFESTS[attack])
+    refuses_to_load(config(world / "old", {"model": hostile.MODEL}))
     refuses_to_load(path)
     if attack == "outside":
         refuses(f"{SMALL} run_dir=old ckpt_path=last", world)
 
 
-@pytest.mark.parametrize("attack", SHARDS)
+@pytest.mark.parametrize("attack", hostile.SHARDS)
 def test_shards_hold_tensors_and_their_places_are_data(attack, world):
-    plant(world / "old", {"model.safetensors": SHARDS[attack]})
-    refuses_to_load(config(world / "old", {"model": MODEL}))
+    plant(world / "old", {"model.safetensors": hostile.SHARDS[attack]})
+    refuses_to_load(config(world / "old", {"model": hostile.MODEL}))
 
 
-@pytest.mark.parametrize("attack", WEIGHTS)
+@pytest.mark.parametrize("attack", hostile.WEIGHTS)
 def test_a_folder_of_weights_is_data(attack, world):
-    fill(world / "hf", WEIGHTS[attack])
+    fill(world / "hf", hostile.WEIGHTS[attack])
     refuses(f"{SMALL} init_from=hf", world)
 
 

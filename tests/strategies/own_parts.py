@@ -14,34 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
-PRODUCTS = {"mm", "addmm", "bmm"}
-DDP_OPTIONS = (
-    "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
-)  # fmt: skip
 
 
 class Record(pl.Callback):
     """Records what each rank of a run does, in `record-<rank>.pt` in the run folder.
 
-    Args:
-        look_at: Optimizer step, from 0, whose passes are measured: bytes sent, bytes saved for
-            the backward pass, and matrix multiplications, as one list of micro-steps each.
+    The bytes sent are those of the second step, as one dict for each of its micro-steps.
     """
 
-    def __init__(self, look_at: int = 1):
-        self.look_at = look_at
+    def __init__(self):
         self.seen = {
             "places": [],  # (epoch, step) of every micro-step
             "samples": [],  # sample indices of this rank in every step
             "validated": [],  # steps
             "sent": [],
             "calls": [],
-            "saved_bytes": [],
-            "products": [],
         }
         self.looks: Counts | None = None
 
@@ -53,37 +43,29 @@ class Record(pl.Callback):
         net, seen = module.net, self.seen
         weight = next(net.parameters()).detach()
         seen["weight"] = getattr(weight, "to_local", lambda: weight)().flatten()[:8].clone()
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            seen["ddp"] = {key: getattr(trainer.strategy.model, key) for key in DDP_OPTIONS}
+        seen["static_graph"] = getattr(trainer.strategy.model, "static_graph", None)
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         if peak is not None:  # only rank 0 has a peak
             seen["peak"] = peak[0]
-        for part in net.modules():
-            if isinstance(part, nn.Dropout) and part.p > 0:
-                part.register_forward_hook(self._note_mask)
-                break
-        for name, part in net.named_modules():
-            if name.endswith("q_proj"):
-                part.register_forward_hook(self._note_dtype)
+        dropouts = [part for part in net.modules() if isinstance(part, nn.Dropout) and part.p > 0]
+        for part in dropouts[:1]:
+            part.register_forward_hook(self._note_mask)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.seen["places"].append((trainer.current_epoch, trainer.global_step))
         if batch_idx % trainer.accumulate_grad_batches == 0:
             step, rank = trainer.global_step, trainer.global_rank
             self.seen["samples"].append(trainer.datamodule.step_samples(step, rank))
-        if trainer.global_step == self.look_at:
+        if trainer.global_step == 1:
             self.looks = Counts()
             self.looks.__enter__()
 
     def on_after_backward(self, trainer, module):
-        if self.looks is None:
-            return
-        self.looks.__exit__(None, None, None)
-        self.seen["sent"].append(dict(self.looks.n_bytes))
-        self.seen["calls"].append(dict(self.looks.calls))
-        self.seen["saved_bytes"].append(self.looks.saved_bytes)
-        self.seen["products"].append(self.looks.products)
-        self.looks = None
+        if self.looks is not None:
+            self.looks.__exit__(None, None, None)
+            self.seen["sent"].append(dict(self.looks.n_bytes))
+            self.seen["calls"].append(dict(self.looks.calls))
+            self.looks = None
 
     def on_validation_start(self, trainer, module):
         self.seen["validated"].append(trainer.global_step)
@@ -95,44 +77,22 @@ class Record(pl.Callback):
         if self.looks is not None:
             self.seen.setdefault("mask", (output == 0).flatten())
 
-    def _note_dtype(self, module, inputs, output):
-        self.seen.setdefault("dtype", str(output.dtype))
-
 
 class Counts(TorchDispatchMode):
-    """Counts the bytes that this rank sends, those saved for the backward pass, and products.
+    """Counts the bytes that this rank sends, and the calls, by kind of collective.
 
     Collectives count as rings. For a tensor of b bytes on n ranks, a rank sends (n-1)/n b in an
     all-gather, a reduce-scatter or an all-to-all, as much on average in a broadcast, and 2 (n-1)/n
     b in an all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The collectives of
     DDP, FSDP and DTensor all pass through torch's dispatcher.
-
-    Attributes:
-        n_bytes: Bytes that this rank sent, by kind of collective, such as `allreduce`.
-        calls: Number of calls, by kind of collective.
     """
 
     def __init__(self):
         super().__init__()
         self.n_bytes = dict.fromkeys(COLLECTIVES, 0.0)
         self.calls = dict.fromkeys(COLLECTIVES, 0)
-        self.products = self.saved_bytes = 0
-        self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
-
-    def __enter__(self):
-        self.saving.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.saving.__exit__(*error)
-
-    def _save(self, tensor):
-        self.saved_bytes += tensor.nbytes
-        return tensor
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.products += op.namespace == "aten" and op._opname in PRODUCTS
         if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented  # the dispatch of DTensor calls collectives of plain tensors
         out = op(*args, **(kwargs or {}))

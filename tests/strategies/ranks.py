@@ -41,23 +41,13 @@ def run_case(rank, world_size, module, name, store):
     test = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
     os.environ |= {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_S),
-    )
+        "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "tests",
+    }  # fmt: skip
+    members = {"store": dist.FileStore(str(store), world_size), "rank": rank}
+    timeout = datetime.timedelta(seconds=COLLECTIVE_S)
+    dist.init_process_group("gloo", world_size=world_size, timeout=timeout, **members)
     test.case()
     dist.barrier()
     dist.destroy_process_group()

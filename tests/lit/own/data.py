@@ -7,14 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    get_worker_info,
-    random_split,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from gptrain.data import DummyTextDataset
 
@@ -78,33 +71,23 @@ class Odd(Samples):
         return {
             "dict": {"input_ids": whole, "labels": whole.clone()},
             "dict of int32": {
-                "input_ids": whole.int(),
-                "labels": whole.int(),
-                "idx": index,
-                "text": "a text",
+                "input_ids": whole.int(), "labels": whole.int(), "idx": index, "text": "a text",
             },
-            "padded": {
-                "input_ids": [*listed, 0, 0],
-                "labels": [*listed, 0, 0],
-                "attention_mask": [1] * len(whole) + [0, 0],
-            },
-            "padded left": {
-                "input_ids": [0, *listed],
-                "labels": [0, *listed],
-                "attention_mask": [0] + [1] * len(whole),
-            },
+            "padded": padded([*listed, 0, 0], [1] * len(whole) + [0, 0]),
+            "padded left": padded([0, *listed], [0] + [1] * len(whole)),
             "shifted": {"input_ids": tokens, "labels": targets},
             "lists": (tokens.tolist(), targets.tolist()),
             "two dimensions": (tokens[None], targets[None]),
-            "fewer targets": (tokens, targets[1:]),
             "int32": (tokens.int(), targets.int()),
-            "float": (tokens.float(), targets),
-            "list": listed,
             "text": "a text",
             "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
             "ignored": (tokens, ignored),
             "some": (tokens, ignored if index % 4 else targets),
-        }[self.kind]
+        }[self.kind]  # fmt: skip
+
+
+def padded(tokens, mask):
+    return {"input_ids": tokens, "labels": list(tokens), "attention_mask": mask}
 
 
 class Broken(Samples):
@@ -124,7 +107,9 @@ class Broken(Samples):
         if index != self.at:
             return tokens, targets
         if self.kind == "raises":
-            place = "in a worker" if get_worker_info() else "in the training process"
+            place = (
+                "in a worker" if torch.utils.data.get_worker_info() else "in the training process"
+            )
             raise ValueError(f"the sample is broken, {place}")
         if self.kind == "cannot be read":
             raise PermissionError(13, "Permission denied", "sample.bin")
@@ -201,7 +186,7 @@ class DataModule(pl.LightningDataModule):
         tokens = torch.randint(256, (n_samples, 17), generator=generator)
         tokens[:, 0] = torch.arange(n_samples)
         samples = TensorDataset(tokens[:, :-1], tokens[:, 1:])
-        self.train, self.val = random_split(samples, [n_samples - 9, 9])
+        self.train, self.val = torch.utils.data.random_split(samples, [n_samples - 9, 9])
         self.rank = self.trainer.global_rank  # many modules read the ranks in `setup`
 
     def train_dataloader(self):

@@ -94,10 +94,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        synchronize: Callable[[], None],
-        peak_bytes: Callable[[], int],
+        self, connection: Connection, synchronize: Callable[[], None], peak_bytes: Callable[[], int]
     ):
         self.connection, self.synchronize, self.peak_bytes = connection, synchronize, peak_bytes
         self._begin(1)
