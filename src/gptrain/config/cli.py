@@ -183,7 +183,8 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     if schema is RunConfig:  # a command with a schema of its own makes no run
         problems += check_launcher(run)
         if this_process().rank == 0:  # another rank may see what rank 0 has written
-            problems += check_folder(run)
+            folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
+            problems += check_folder(run, folder or run.run_dir)
     is_valid = not any(problem.code for problem in problems)
     if is_valid and schema.runs_here:  # torch takes seconds
         problems += [*check_classes(run, values), *check_devices(run)]

@@ -51,7 +51,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
         yield problem(run, "trainer.num_nodes", message, hint)
 
 
-def check_folder(run: RunConfig) -> Iterator[ConfigIssue]:
+def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
     """Yield a problem if the run folder holds a finished run, or the mirror cannot be opened."""
     if mirror := run.checkpoint.mirror:
         from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
@@ -61,10 +61,9 @@ def check_folder(run: RunConfig) -> Iterator[ConfigIssue]:
             get_filesystem_class(split_protocol(mirror)[0])
         except (ValueError, ImportError) as error:  # the message names the package to install
             yield problem(run, "checkpoint.mirror", first_line(error))
-    result = expand_home(run.run_dir) / "result.json"
-    if run.task == "fit" and not run.ckpt_path and result.exists():
+    if run.task == "fit" and not run.ckpt_path and (expand_home(folder) / "result.json").exists():
         message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
-        yield problem(run, "run_dir", message, hint, FOLDER_UNUSABLE)
+        yield ConfigIssue("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
 def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[ConfigIssue]:
