@@ -30,7 +30,6 @@ class DataConfig(OpenSection):
     train: TargetConfig
     val: TargetConfig
     test: TargetConfig | None = None
-    weight: types.Positive = 1  # of a part of a mixture
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -62,7 +61,6 @@ class DataModuleConfig(DataConfig):
     train: Any = None
     val: Any = None
     test: Any = None
-    weight: Any = None
 
 
 class DummyTextConfig(DataConfig):
@@ -70,6 +68,7 @@ class DummyTextConfig(DataConfig):
 
     num_samples: Count
     seq_len: Annotated[int, between(2)]
+    weight: types.Positive = 1  # as a part of a mixture
 
     @property
     def sample_tokens(self) -> int | None:
@@ -89,6 +88,7 @@ class TextConfig(DataConfig):
     end_of_document: bool | None
     documents: Literal["packed", "masked"]
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
+    weight: types.Positive = 1  # as a part of a mixture
 
 
 class TokensConfig(DataConfig):
@@ -98,6 +98,7 @@ class TokensConfig(DataConfig):
     train_path: types.LocalPaths
     val_path: types.LocalPaths
     dtype: Literal["uint16", "uint32", "int64"]
+    weight: types.Positive = 1  # as a part of a mixture
 
 
 class PartConfig(OpenSection):
