@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hydra._internal import config_loader_impl, config_repository, defaults_list
-from omegaconf import AnyNode, DictConfig, ListConfig, Node
+from omegaconf import DictConfig, ListConfig, Node, ValueNode
 
 made: dict[tuple, bytes] = {}  # pickled: loading is five times as fast as `deepcopy`
 last: dict[tuple, bytes] = {}  # the config that was composed last
@@ -38,19 +38,24 @@ def compose_once() -> None:
     ):
         if hasattr(owner, name):
             patch.object(owner, name, wrap(getattr(owner, name))).start()
-    # Hydra makes a deep copy for each command, in 0.02 s, only to replace the list of sources.
-    config_repository.ConfigRepository.__deepcopy__ = lambda original, _: copy.copy(original)
-    for node in (DictConfig, ListConfig, AnyNode):
+    for node in (DictConfig, ListConfig, *ValueNode.__subclasses__()):
         node.__deepcopy__ = _copy
+
+
+def _shallow(original: Any) -> Any:
+    """Return a copy, in a tenth of the time that `copy.copy` takes."""
+    made = object.__new__(type(original))
+    vars(made).update(vars(original))
+    return made
 
 
 def _copy(node: Node, _: object) -> Node:
     """Copy a node of a config, and share its values, which never change."""
-    made = object.__new__(type(node))
-    vars(made).update(vars(node))
-    about = vars(made)["_metadata"] = copy.copy(vars(node)["_metadata"])
+    made = _shallow(node)
+    about = vars(made)["_metadata"] = _shallow(vars(node)["_metadata"])
     about.flags = dict(about.flags or {})
-    about.resolver_cache = defaultdict(dict, copy.deepcopy({**about.resolver_cache}))
+    known = {key: dict(values) for key, values in about.resolver_cache.items()}
+    about.resolver_cache = defaultdict(dict, known)
     content: Any = vars(node).get("_content")
     if isinstance(content, dict):
         content = {key: copy.deepcopy(child) for key, child in content.items()}
@@ -118,9 +123,7 @@ def _make_again(make: Callable) -> Callable:
 
 def _made(key: tuple, make: Callable[[], Any]) -> Any:
     """Return what this process, or another one of the tests, has made for a key, or make it."""
-    folder = Path(os.environ["GPTRAIN_TEST_RUNS"])
-    folder.mkdir(exist_ok=True)
-    file = folder / sha1(repr(key).encode()).hexdigest()
+    file = Path(os.environ["GPTRAIN_TEST_RUNS"], sha1(repr(key).encode()).hexdigest())
     if key not in made and file.exists():
         made[key] = file.read_bytes()
     if key not in made:

@@ -19,7 +19,8 @@ os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # tests ma
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     # The user's key, which signs runs, is stored in this folder.
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="gptrain-tests-")
-    os.environ["GPTRAIN_TEST_RUNS"] = os.environ["XDG_CONFIG_HOME"] + "/runs"  # tests/run.py
+    # Runs and composed configs that all tests share, also those of other processes.
+    os.environ["GPTRAIN_TEST_RUNS"] = tempfile.mkdtemp(dir=os.environ["XDG_CONFIG_HOME"])
 
 # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -177,7 +177,7 @@ def train(
         place = new_place()
         return run(place, Path(own_folder).expanduser() if own_folder else place / "run")
     key = json.dumps([words, ranks, env and sorted(env.items()), own_process])
-    place = shared_folder() / sha1(key.encode()).hexdigest()[:12]
+    place = Path(os.environ["GPTRAIN_TEST_RUNS"], sha1(key.encode()).hexdigest()[:12])
     place.mkdir(exist_ok=True)
     with open(place / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -308,16 +308,9 @@ def redirected(place: Path) -> Iterator[None]:
             os.close(copy)
 
 
-def shared_folder() -> Path:
-    """Return the folder of the runs of this session, one for all of its processes."""
-    folder = Path(os.environ["GPTRAIN_TEST_RUNS"])  # tests/conftest.py makes it
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 def new_place() -> Path:
     """Return a new folder for a run that no other test reads."""
-    return Path(mkdtemp(prefix="run-", dir=shared_folder()))
+    return Path(mkdtemp(prefix="run-", dir=os.environ["GPTRAIN_TEST_RUNS"]))
 
 
 def same(first: Any, second: Any, rtol: float = 0.0, at: str = "") -> list[str]:

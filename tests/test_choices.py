@@ -32,20 +32,16 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
     assert not [name for name in kept if name.startswith("events")]
 
 
-@pytest.mark.parametrize(
-    ("words", "seq_len"),
-    [
+def test_samples_are_as_long_as_the_context_of_the_net():
+    for words, seq_len in (
         (("model=gpt2", "data.seq_len=64"), 64),
         (("model=gpt2", "data=text", "model.max_seq_len=300"), 300),
         (("model=llama_nano", "data=text"), 256),
         (("model=llama_1b", "data=tokens", *REQUIRED), 8192),  # of 131072
         (("model=my_lstm", "data=text"), 128),  # a net without max_seq_len
-    ],
-    ids=str,
-)
-def test_samples_are_as_long_as_the_context_of_the_net(words, seq_len):
-    data = compose_run(*words).data
-    assert data.extra["seq_len"] == data.train.arguments["seq_len"] == seq_len
+    ):
+        data = compose_run(*words).data
+        assert data.extra["seq_len"] == data.train.arguments["seq_len"] == seq_len, words
 
 
 def test_the_size_of_the_vocabulary_is_that_of_the_tokenizer_or_the_model(tmp_path):

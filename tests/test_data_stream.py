@@ -144,10 +144,7 @@ class UndividedResumable(Resumable):
     split_by_rank = property()
 
 
-KINDS = [Numbers, Resumable, Shuffled, Noisy]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Numbers, Resumable, Shuffled, Noisy])
 def test_a_stream_that_was_stopped_continues_as_one_that_was_not(kind, n_stop=7):
     """Of 17 samples, the passes end inside of batches, and the epochs inside of passes."""
     whole = Reader(kind(17)).read(20)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -71,17 +70,13 @@ except KeyboardInterrupt:
 """
 
 
-def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
-    """A script without `if __name__`, in a folder of no project."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", str(conf), *WORDS, *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stderr=pipe, text=True)
-
-
 def test_ctrl_c_is_passed_on_and_raised_once_the_run_has_ended(tmp_path):
+    """A script without `if __name__`, in a folder of no project."""
     (tmp_path / "train.py").write_text(RUN)
-    script = started(tmp_path, tmp_path / "conf")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", str(tmp_path / "conf"), *WORDS]
+    pipe = subprocess.PIPE
+    script = subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stderr=pipe, text=True)
     wait_until((tmp_path / "begun").exists, 60)
     script.send_signal(signal.SIGINT)
     assert script.communicate(timeout=60)[1].splitlines() == ["saved", "stopped here"]

@@ -25,17 +25,6 @@ from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 
 
-class Uniform(torch.nn.Module):
-    """Every token is as likely as any other."""
-
-    def __init__(self, vocab_size: int):
-        super().__init__()
-        self.logits = torch.nn.Parameter(torch.zeros(vocab_size))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.logits.expand(*tokens.shape, -1)  # (B, T, V)
-
-
 def test_a_share_of_an_unknown_length_and_too_few_tokens_are_refused():
     cfg = compose_run("scheduler.warmup_steps=0.1")
     with pytest.raises(ConfigError, match=r"scheduler\.warmup_steps=0\.1"):
@@ -90,8 +79,11 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         tokens.tofile(tmp_path / name)
         vocab_size = 256**width
         data = TokenDataset(tmp_path / name, 8, "uint16", vocab_size, keep_tail=True)
+        net = torch.nn.Sequential(torch.nn.Embedding(vocab_size, 1), torch.nn.Linear(1, vocab_size))
+        for parameter in net.parameters():
+            torch.nn.init.zeros_(parameter)  # every token is as likely as any other
         module = LanguageModel(
-            Uniform(vocab_size), lambda net: None,
+            net, lambda net: None,
             token_bytes=torch.full((vocab_size,), width),
         )  # fmt: skip
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
+import fsspec
 import pytest
 
 from gptrain.checkpoints.mirror import Mirror
@@ -17,6 +18,9 @@ SAVES = (
     "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",
     "model.dropout=0.1", "logger=none", "trainer.log_every_n_steps=1",
 )  # fmt: skip
+
+
+OBJECT_STORE = ("s3fs", "moto", "flask_cors")
 
 
 def names(folder: Path) -> set[str]:
@@ -40,34 +44,25 @@ def s3():
     server.stop()
 
 
-def check_goes_on_from_the_mirror_alone(train, mirror: str, remove) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["folder", pytest.param("s3", marks=[pytest.mark.slow, pytest.mark.engine(*OBJECT_STORE)])],
+)
+def test_a_run_goes_on_from_the_mirror_alone(train, tmp_path, kind, request):
     """The folder is lost after step 4: a run in a new one ends in the same bits."""
+    mirror = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/mirror"
     words = (*SAVES, "checkpoint.keep=9", f"checkpoint.mirror={mirror}")
     whole = train(*words, name="whole")
     assert whole.code == 0, whole.err
     state, losses = whole.state(), whole.column("train/loss")
     shutil.rmtree(whole.folder)
+    files, root = fsspec.url_to_fs(mirror)
     for step in (5, 6):
-        remove(f"step-{step:08d}")
+        files.rm(f"{root}/step-{step:08d}", recursive=True)
     again = train(*words, "ckpt_path=last", name="again")
     assert again.code == 0 and "from step 4" in again.out, again.err
     assert again.column("train/loss") == losses[4:] and len(losses) == 6
     assert not same(again.state()["weights"], state["weights"])
-
-
-def test_a_run_goes_on_from_a_folder_alone(train, tmp_path):
-    mirror = tmp_path / "mirror"
-    remove = lambda name: shutil.rmtree(mirror / name)  # noqa: E731
-    check_goes_on_from_the_mirror_alone(train, f"file://{mirror}", remove)
-
-
-@pytest.mark.slow
-@pytest.mark.engine("s3fs", "moto", "flask_cors")
-def test_a_run_goes_on_from_an_object_store_alone(train, s3):
-    import s3fs
-
-    remove = lambda name: s3fs.S3FileSystem().rm(f"{s3}/{name}", recursive=True)  # noqa: E731
-    check_goes_on_from_the_mirror_alone(train, s3, remove)
 
 
 def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_run(train, tmp_path):

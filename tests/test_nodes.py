@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 
 import gptrain
 from gptrain.core.errors import FOLDER_UNUSABLE
+from tests.conftest import TINY
 from tests.nodes import two_nodes
 from tests.processes import wait_until
 from tests.run import Run
@@ -23,12 +23,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]  # two other test files run on the same two cores
 WORDS = (
-    "trainer.devices=1", "trainer.num_nodes=auto", "trainer.accelerator=cpu",
-    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=2", "trainer.max_steps=40",
+    *TINY, "trainer.devices=1", "trainer.num_nodes=auto", "trainer.max_steps=40",
     "trainer.val_check_interval=10", "trainer.log_every_n_steps=1", "strategy.timeout_s=30",
-    "model=gpt_nano", "model.d_model=32", "model.n_heads=2", "model.n_layers=1",
-    "data.seq_len=17", "data.batch_size=4", "data.global_batch_size=8", "logger=none",
-    "ckpt_path=last",
+    "data.global_batch_size=8", "logger=none", "ckpt_path=last",
 )  # fmt: skip
 
 
@@ -45,25 +42,17 @@ def nodes():
         yield made
 
 
-def finish(agents: list[subprocess.Popen], log: Path) -> None:
-    for agent in agents:
-        assert agent.wait(400) == 0, log.read_text()
-
-
-def until_saved(folder: Path, step: int) -> None:
-    wait_until((folder / "checkpoints" / f"step-{step:08d}").exists, timeout_s=300)
-
-
 def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path):
     """The run equals a run of two ranks on one machine. The other agent waits for the lost node."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    words = (*WORDS, "model.dropout=0.1", "logger=none")
+    words = (*WORDS, "model.dropout=0.1")
     agents = [node.start(log, *words, f"run_dir={folder}") for node in nodes]
-    until_saved(folder, 10)
+    wait_until((folder / "checkpoints" / "step-00000010").exists, timeout_s=300)
     nodes[1].kill()
     agents[1].wait()
     agents[1] = nodes[1].start(log, *words, f"run_dir={folder}")
-    finish(agents, log)
+    for agent in agents:
+        assert agent.wait(400) == 0, log.read_text()
     assert "from step" in log.read_text()
     one_machine = train(*words, "trainer.devices=2", "trainer.num_nodes=1", name="one", tiny=False)
     assert one_machine.code == 0, one_machine.err
@@ -73,9 +62,7 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(nodes, train, tmp_path)
         gptrain.load(run.folder, "last").state_dict() for run in (two_nodes, one_machine)
     )
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-    assert (
-        len([path for path in folder.iterdir() if "log" in path.name]) == 1
-    )  # only rank 0 writes a log
+    assert len([*folder.glob("*log*")]) == 1  # only rank 0 writes a log
     assert json.loads((folder / "result.json").read_text())["host"] in ("a", "b")
 
 

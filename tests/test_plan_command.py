@@ -1,22 +1,19 @@
-"""python -m gptrain.plan: what it prints, for a cluster that is not there, and for an own net."""
+"""python -m gptrain.plan: what it prints, and the links of a node as nvidia-smi prints them."""
 
 import json
 import os
+import re
 import socket
+from pathlib import Path
 
 import pytest
 from torch import nn
 
+from gptrain.costs.topology import find_islands, parse_topology, slowest_ring_link
 from gptrain.plan.__main__ import main
+from tests.conftest import ROOT
 
-# A chain of NVLinks: all four GPUs are connected, but only pairs of them are all linked.
-CHAIN = """
-\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
-GPU0\t X \tNV12\tPXB\tPXB\t0-31
-GPU1\tNV12\t X \tNV12\tPXB\t0-31
-GPU2\tPXB\tNV12\t X \tNV12\t0-31
-GPU3\tPXB\tPXB\tNV12\t X \t0-31
-"""
+TOPOLOGY = ROOT / "tests/topologies/pairs.txt"
 
 
 class OwnNet(nn.Module):
@@ -74,9 +71,8 @@ def links(report, name):
 
 def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatch):
     """Rings of two neighbours use NVLink. All others use PCIe, also rings of every second GPU."""
-    (tmp_path / "topo").write_text(CHAIN)
     words = ["model=gpt2", "trainer.devices=4", "hardware=a100_sxm_40gb"]
-    report = answer(plan, *words, f"topology={tmp_path / 'topo'}")
+    report = answer(plan, *words, f"topology={TOPOLOGY}")
     assert report["topology"] == {"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}
     assert "topology" not in report["command"]
     plain = answer(plan, *words)["strategies"]
@@ -87,7 +83,7 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatc
     # The GPUs of this machine and their links are those that nvidia-smi prints.
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        f"#!/bin/sh\ncase $1 in topo) cat {tmp_path}/topo;;"
+        f"#!/bin/sh\ncase $1 in topo) cat {TOPOLOGY};;"
         " *) yes NVIDIA A100-SXM4-40GB | head -4;; esac\n"
     )
     smi.chmod(0o755)
@@ -148,3 +144,62 @@ def test_the_doctor_finds_one_fault_and_its_fix(
     assert code == 0 and checked.startswith("checked: 2 GPUs")
     assert len(lines) == (fault is not None), lines
     assert all(fault in line and "; try: " in line for line in lines)
+
+
+FOLDER = Path(__file__).parent / "topologies"
+ALL = list(range(8))
+# File -> groups for tensor parallelism, the slowest link of a ring.
+GOLDEN = {
+    # Each GPU has six links: two to two neighbours, one to two; a ring of double links exists.
+    "v100_hybrid_mesh": ([[0, 1, 2, 3], [4, 5, 6, 7]], "NV2"),
+    "a100_nvswitch": ([ALL], "NV12"),
+    "h100_nvswitch": ([ALL], "NV18"),
+    "pcie_box": ([[gpu] for gpu in ALL], "SYS"),
+    # A chain: all four GPUs are connected, but only pairs of them are all linked.
+    "pairs": ([[0, 1], [2, 3]], "PXB"),
+    "mig": ([[0], [1]], "NODE"),  # a GPU in slices has no NVLink
+}
+
+
+def with_spaces_without_legend(text: str) -> str:
+    return re.sub(r"\x1b\[\d+m", "", text.partition("\nLegend")[0]).expandtabs(12)
+
+
+def underlined_from_windows(text: str) -> str:
+    lines = (f"\x1b[4m{line}\x1b[0m\x1b[K\r\n" for line in text.splitlines())
+    return "$ nvidia-smi topo -m\r\n\r\n" + "".join(lines)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_matrix_is_read_however_it_was_copied(name):
+    text = (FOLDER / f"{name}.txt").read_text()
+    for copied in (text, with_spaces_without_legend(text), underlined_from_windows(text)):
+        links = parse_topology(copied)
+        assert (find_islands(links), slowest_ring_link(links)) == GOLDEN[name]
+
+
+def test_gpus_and_columns_may_come_in_any_order():
+    text = """
+            NIC0  GPU3  GPU1  GPU10  CPU Affinity  NUMA Affinity
+    GPU10   SYS   NV4   SYS   X      0-7           0
+    GPU1    PIX   NV4   X     SYS    0-7           0
+    GPU3    PHB   X     NV4   NV4    0-7           0
+    NIC0    X     PHB   PIX   SYS
+    """
+    links = parse_topology(text)
+    assert links[1, 3] == links[10, 3] == "NV4"
+    assert links[1, 10] == slowest_ring_link(links) == "SYS"  # three need all three
+    assert find_islands(links) == [[1, 3], [10]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss 3.2\n",
+        "\tGPU0\tGPU1\tGPU2\nGPU0\tX\tNV4\n",
+        *((FOLDER / f"{name}.txt").read_text() for name in ("no_gpu", "no_driver", "only_nics")),
+    ],
+)
+def test_a_text_without_a_complete_matrix_is_an_error(text):
+    with pytest.raises(ValueError, match="matrix"):
+        parse_topology(text)

@@ -18,13 +18,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from tests.conftest import TINY
 from tests.run import same, train
-
-TINY = (
-    "model=gpt_nano", "model.d_model=16", "model.n_heads=2", "model.n_layers=1", "data.seq_len=9",
-    "data.batch_size=2", "data.train.num_samples=20", "data.val.num_samples=4",
-    "trainer.accelerator=cpu", "trainer.max_steps=2", "trainer.enable_progress_bar=false",
-)  # fmt: skip
 
 
 def state_of_process() -> dict:
@@ -75,7 +70,7 @@ class Broken(torch.utils.data.Dataset):
     def __getitem__(self, index: int):
         if index == 13:
             raise RuntimeError("this sample cannot be read")
-        return torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+        return torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -25,12 +25,6 @@ from tests.processes import wait_until
 LOGGED = ("logger=none", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
 
 
-def one_log_and_no_traces_of_other_ranks(folder):
-    names = {path.name for path in folder.iterdir()}
-    assert {"train.log", "result.json", "status.json", ".hydra", "checkpoints"} <= names
-    assert not [name for name in names if "rank" in name or "process" in name]
-
-
 class Warns(Callback):
     """Logs a warning and a detail on each rank, and warns as Python does."""
 
@@ -48,7 +42,9 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     two = train(*words, name="two words = ä")
     assert two.code == 0, two.err
     assert "warning:" not in two.err and two.err.count("UserWarning: of the first rank") == 1
-    one_log_and_no_traces_of_other_ranks(two.folder)
+    names = {path.name for path in two.folder.iterdir()}
+    assert {"train.log", "result.json", "status.json", ".hydra", "checkpoints"} <= names
+    assert not [name for name in names if "rank" in name or "process" in name]
     labels = [line.split()[0] for line in two.out.splitlines()]
     names = ["model", "strategy", "batch", "run", "warning:", "result", "next"]
     assert labels == names  # the other rank logs errors only

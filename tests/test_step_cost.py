@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections import Counter
 
 import torch
@@ -72,24 +71,3 @@ def test_a_step_reads_norm_and_targets_by_one_copy_and_no_logger_is_called(train
         if number not in LOGGED:
             # The norm and the number of targets are read by one copy (tolist), not by item().
             assert (seen["reads"], seen["rows"]) == (ACCUMULATED, 0)
-
-
-def test_a_profile_of_every_rank_lies_in_the_run_folder(train):
-    words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
-    peaks = "+callbacks.peaks._target_=tests.lit.own.callbacks.SetsPeakMemory"
-    run = train("profiler=torch", *words, peaks)
-    assert run.code == 0, run.err
-    (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
-    assert " · peak memory 2.00 GiB per rank · " in line  # the largest of both ranks
-    # Without a validation the newest checkpoint counts as the best.
-    made = json.loads((run.folder / "result.json").read_text())
-    assert made["checkpoint"] == str(run.folder / "checkpoints" / "step-00000006")
-    for rank in (0, 1):
-        (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
-        # Next to a GPU that is not used, Lightning does not sort the table of torch.
-        is_sorted = not torch.cuda.is_available()
-        text = table.read_text()
-        assert not is_sorted or ("training_step" in text and "backward" in text)
-        (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
-        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names

@@ -32,7 +32,7 @@ LLAMA = dict(dtype=np.uint32, magic=20240801, version=7)
 # ---- what a file is
 
 
-def test_raw_files_are_as_long_as_their_size(tmp_path):
+def test_raw_files_are_as_long_as_their_size_and_headers_say_how_wide_tokens_are(tmp_path):
     file = open_token_file(write_raw(tmp_path / "train.bin", range(1000)), "uint16")
     assert (file.n_tokens, file.offset_bytes, file.dtype) == (1000, 0, "uint16")
     assert file.map().tolist() == list(range(1000))
@@ -41,9 +41,6 @@ def test_raw_files_are_as_long_as_their_size(tmp_path):
     assert [part.tolist() for part in TokenDataset(wide.path, 1, "uint32")[0]] == [[70000], [1]]
     for n_tokens in (600, 1):  # no header
         assert open_token_file(write_raw(tmp_path / "a", [0] * n_tokens)).n_tokens == n_tokens
-
-
-def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
     gpt2 = open_token_file(write_headed(tmp_path / "gpt2.bin", range(10)), "uint32")
     llama = open_token_file(write_headed(tmp_path / "llama.bin", [128000, 5], **LLAMA))
     assert gpt2.dtype == "uint16" and gpt2.map().tolist() == list(range(10))

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback
 
-from gptrain.assemble import report
-
 SEEN = "seen.jsonl"
 STOP = "TEST_STOP"  # environment variable with the arguments of Stop
 
@@ -62,13 +60,6 @@ class OneRankPerNode(Callback):
 
     def setup(self, trainer, module, stage):
         trainer.strategy.cluster_environment.local_rank = lambda: 0
-
-
-class SetsPeakMemory(Callback):
-    """Makes a rank of a run report a peak memory of 1 GiB, and the next rank one of 2 GiB."""
-
-    def setup(self, trainer, module, stage):
-        report.peak_memory_bytes = lambda _: 2**30 * (1 + trainer.global_rank)
 
 
 class Stop(Callback):
