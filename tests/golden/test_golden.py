@@ -160,7 +160,7 @@ def test_each_choice_composes_to_the_same_config():
     check("configs.json", masked(as_lines(configs, depth=2), folder()))
 
 
-STOPPED = ("SIGTERM@3", 75)
+STOPS = "{_target_:tests.lit.own.callbacks.Stop,how:SIGTERM,at:on_train_batch_end,step:3}"
 COMMANDS = (
     f"{SMALL} run_dir=one logger=csv",
     "from_run=one ckpt_path=one trainer.max_steps=9 allow_changes=[scheduler] run_dir=two",
@@ -179,13 +179,13 @@ def outputs() -> tuple[str, ...]:
         ended = answer(words, folder())
         assert ended.code == 0, ended.err
         parts += [f"$ {words}", *ended.out, *(f"stderr: {line}" for line in ended.err), ""]
-    for name, words, options, code in (
-        ("six", f"{SMALL} logger=none strategy=fsdp callbacks=none", {"ranks": 2}, 0),
-        ("seven", f"{SMALL} logger=none callbacks=none", {"stop": STOPPED[0]}, STOPPED[1]),
+    for name, words, ranks, code in (
+        ("six", f"{SMALL} logger=none strategy=fsdp callbacks=none", 2, 0),
+        ("seven", f"{SMALL} logger=none callbacks=none +callbacks.stop={STOPS}", 1, 75),
     ):
-        ended = run(*words.split(), f"run_dir={folder()}/{name}", **options)
+        ended = run(*words.split(), f"run_dir={folder()}/{name}", ranks=ranks)
         assert ended.code == code, ended.err
-        parts += [f"$ {words} run_dir={name} {options}", *ended.out.splitlines()]
+        parts += [f"$ {words} run_dir={name}", *ended.out.splitlines()]
         parts += [*(f"stderr: {line}" for line in ended.err.splitlines()), ""]
     return tuple(parts)
 
