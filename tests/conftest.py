@@ -38,11 +38,9 @@ from tests.run import train as run_train
 ROOT = Path(__file__).parents[1]
 # The longest files start first, because the last file to end decides how long the suite takes.
 LONGEST = [
-    "test_interruption", "test_table", "test_refused", "test_run_options", "test_golden",
-    "test_nodes", "test_readme", "test_collectives", "test_launchers", "test_slurm_cluster",  # slow
-    "test_own_parts", "test_own_nets", "test_checkpoint_store", "test_own_modules",
-    "test_own_data", "test_export", "test_hugging_face", "test_lightning_features", "test_hostile",
-    "test_text_data", "test_train", "test_watchdog",
+    "test_interruption", "test_table", "test_refused", "test_golden", "test_run_options",
+    "test_nodes", "test_launchers", "test_readme", "test_slurm_cluster", "test_own_parts",
+    "test_own_nets", "test_text_data", "test_checkpoint_store", "test_watchdog",
 ]  # fmt: skip
 
 forbid_network()
