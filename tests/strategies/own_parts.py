@@ -41,8 +41,6 @@ class Record(pl.Callback):
 
     def on_train_start(self, trainer, module):
         net, seen = module.net, self.seen
-        weight = next(net.parameters()).detach()
-        seen["weight"] = getattr(weight, "to_local", lambda: weight)().flatten()[:8].clone()
         seen["static_graph"] = getattr(trainer.strategy.model, "static_graph", None)
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         if peak is not None:  # only rank 0 has a peak

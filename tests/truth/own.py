@@ -237,19 +237,6 @@ class SharesActivation(Chain):
         self.blocks = nn.ModuleList(m for block in self.blocks for m in (block, shared))
 
 
-class Replaces(Block):
-    """A block that replaces a buffer, and reads it."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        if self.training:
-            self.seen = self.seen + 1
-        return x + torch.sin(self.seen / 4 * super().forward(x))
-
-
 class Normalized(Block):
     """A block that normalizes over the batch, which changes running averages."""
 
@@ -259,10 +246,6 @@ class Normalized(Block):
 
     def forward(self, x):
         return self.batch_norm(super().forward(x).mT).mT
-
-
-class ReplacesNet(Chain):
-    block = Replaces
 
 
 class BatchNormNet(Chain):

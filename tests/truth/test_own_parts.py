@@ -182,10 +182,10 @@ def test_a_pipeline_trains_a_chain_in_which_a_block_stands_twice_and_refuses_one
     check_refused(run_net("SkipsBlocks", *PIPELINE, ranks=2), "strategy.name=pipeline: ")
 
 
-@pytest.mark.parametrize(("net", "mode"), [("ReplacesNet", "full"), ("BatchNormNet", "selective")])
-def test_blocks_that_change_buffers_cannot_run_twice(net, mode):
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_that_change_buffers_cannot_run_twice(mode):
     word = f"model.activation_checkpointing={mode}"
-    check_refused(run_net(net, word), f"{word}: ")
+    check_refused(run_net("BatchNormNet", word), f"{word}: ")
 
 
 def test_ranks_that_use_different_parameters_train_as_one_process():

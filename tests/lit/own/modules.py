@@ -92,7 +92,7 @@ class WithExtraParameters(LanguageModel):
     def training_step(self, batch):
         loss = self.loss(*batch)
         if self.training:
-            self.steps_seen += 1
+            self.steps_seen = self.steps_seen + 1  # replaces the buffer
             self.samples.token_sum += batch[0].sum()
         self.mean_loss.update(loss.detach())
         return loss + (self.gain - 0.5).square().sum()
