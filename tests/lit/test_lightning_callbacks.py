@@ -13,35 +13,23 @@ from tests.run import same
 
 BAR = "trainer.enable_progress_bar=true"
 FUNCTION = "{_target_: hydra.utils.get_method, path: %s}"
-# Callbacks that are together in a run, with their options, and the words of this run.
+# Callbacks that are together in a run, with their options.
 WORKS = {
-    "one rank": (
-        {
-            "Callback": "",
-            "Checkpoint": "",
-            "DeviceStatsMonitor": "cpu_stats: true",
-            "LambdaCallback": f"on_train_end: {FUNCTION % 'builtins.print'}",
-            "LearningRateMonitor": "",
-            "ModelSummary": "max_depth: 2",
-            "OnExceptionCheckpoint": "dirpath: ${run_dir}/exception",
-            "ProgressBar": "",
-            "ThroughputMonitor": f"batch_size_fn: {FUNCTION % 'builtins.len'}, window_size: 2",
-            "Timer": "duration: '00:01:00:00'",
-            "WeightAveraging": "",
-        },
-        (BAR,),
-    ),
-    "two ranks": (
-        {
-            "EMAWeightAveraging": "decay: 0.5",
-            "EarlyStopping": "monitor: val/loss, patience: 99",
-            "ModelCheckpoint": "monitor: val/loss, save_last: true",
-            "TQDMProgressBar": "refresh_rate: 2",
-        },
-        (BAR, *TWO),
-    ),
-    "rich": ({"RichModelSummary": "", "RichProgressBar": ""}, (BAR,)),
-}
+    "one rank": {
+        "Callback": "", "Checkpoint": "", "LearningRateMonitor": "", "ProgressBar": "",
+        "WeightAveraging": "", "DeviceStatsMonitor": "cpu_stats: true",
+        "LambdaCallback": f"on_train_end: {FUNCTION % 'builtins.print'}",
+        "ModelSummary": "max_depth: 2", "Timer": "duration: '00:01:00:00'",
+        "OnExceptionCheckpoint": "dirpath: ${run_dir}/exception",
+        "ThroughputMonitor": f"batch_size_fn: {FUNCTION % 'builtins.len'}, window_size: 2",
+    },
+    "two ranks": {
+        "EMAWeightAveraging": "decay: 0.5", "TQDMProgressBar": "refresh_rate: 2",
+        "EarlyStopping": "monitor: val/loss, patience: 99",
+        "ModelCheckpoint": "monitor: val/loss, save_last: true",
+    },
+    "rich": {"RichModelSummary": "", "RichProgressBar": ""},
+}  # fmt: skip
 # tests/refused shows how these are refused.
 REFUSED = """BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder
 GradientAccumulationScheduler LearningRateFinder ModelPruning SpikeDetection
@@ -54,15 +42,16 @@ def named(name: str, options: str = "") -> str:
 
 
 def test_every_callback_of_lightning_is_known_to_work_or_to_be_refused():
-    works = {name for callbacks, _ in WORKS.values() for name in callbacks}
+    works = {name for callbacks in WORKS.values() for name in callbacks}
     assert works | {*REFUSED.split()} == {*of_lightning.__all__}
 
 
-@pytest.mark.parametrize("callbacks, more", WORKS.values(), ids=WORKS)
-def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(callbacks, more, tmp_path):
-    pytest.importorskip("rich" if "RichProgressBar" in callbacks else "psutil")
-    parts = [named(name, options) for name, options in callbacks.items()]
-    words = (*parts, *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
+@pytest.mark.parametrize("where", WORKS)
+def test_supported_callbacks_work_in_a_new_and_in_a_resumed_run(where, tmp_path):
+    pytest.importorskip("rich" if where == "rich" else "psutil")
+    parts = [named(name, options) for name, options in WORKS[where].items()]
+    parts += TWO if where == "two ranks" else ()
+    words = (*parts, BAR, "trainer.val_check_interval=1", "checkpoint.keep=9")
     assert fit(*words, "trainer.max_steps=2", folder=tmp_path / "run").steps == [1, 2]
     again = fit(*words, "trainer.max_steps=3", "ckpt_path=last", folder=tmp_path / "run")
     assert again.steps == [1, 2, 3] and len(again.rows) >= 3

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.data import DummyTextDataset
-from gptrain.lit import LanguageModel
-from gptrain.models import SimpleGPT
 from tests.lit.fit import ACCURACY, MODULES, OWN, fit
-from tests.lit.own.metrics import Nats
 
 
 def test_a_metric_equals_torchmetrics_over_all_logits_and_may_choose_the_best_checkpoint():
@@ -49,30 +45,6 @@ def test_a_metric_equals_torchmetrics_over_all_logits_and_may_choose_the_best_ch
     checkpoint = f"ckpt_path={run.folder}/checkpoints/step-{best:08d}"
     again = fit(*words, "task=validate", checkpoint)
     assert again.metrics["val/top5"] == values[best - 1]
-
-
-def test_a_metric_sees_masked_documents_as_the_loss_does():
-    """The documents of a sample do not see each other, neither in the loss nor in a metric."""
-    net = SimpleGPT(61, 16, n_heads=4, n_layers=2, max_seq_len=16, dropout=0.0).double()
-    tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
-    targets = tokens.roll(-1, 1).where(tokens % 5 != 0, -100)
-    documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [5] * 3])
-    metric, token_bytes = Nats(), torch.arange(61) + 2
-    module = LanguageModel(net, torch.optim.AdamW, None, None, {"nats": metric}, token_bytes)
-    module.evaluate(tokens, targets, None, documents)
-    nats = 0.0
-    for row, parts in enumerate((((0, 5), (5, 12)), ((0, 9), (9, 12)))):
-        for start, end in parts:  # each document alone
-            with torch.no_grad():
-                logits = net(tokens[row : row + 1, start:end])[0]
-            own = targets[row, start:end]
-            nats += F.cross_entropy(logits, own, reduction="sum").item()
-    logits = module(tokens, documents)
-    assert F.cross_entropy(logits.mT, targets, reduction="sum").item() == pytest.approx(nats)
-    counted = targets[targets != -100]
-    n_bytes = int((counted + 2).sum())
-    assert module.eval_sums[""].tolist() == pytest.approx([nats, len(counted), n_bytes])
-    assert float(metric.compute()) == pytest.approx(nats)
 
 
 def test_a_name_that_is_never_logged_is_one_warning_that_lists_the_logged_names():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -36,7 +34,6 @@ def test_a_plain_module_evaluates_every_sample_once():
     outputs = data.points @ weights["module.layer.weight"].T + weights["module.layer.bias"]
     loss = F.cross_entropy(outputs, data.targets)
     accuracy = float((outputs.argmax(1) == data.targets).float().mean())
-    assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
     assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
     assert run.metrics["val/seen"] == n_samples
     assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -63,18 +60,13 @@ def test_a_later_step_without_a_target_is_counted_and_repeats_the_previous_loss(
 
 
 @pytest.mark.parametrize(
-    "kind, module, check",
-    [
-        ("dict of int32", "gptrain.lit.LanguageModel",
-         partial(pytest.warns, UserWarning, match="data.train: not used: idx, text")),
-        ("padded", "tests.lit.own.modules.Logs", nullcontext),
-    ],
-)  # fmt: skip
-def test_hugging_face_dicts_train_like_the_same_pairs(kind, module, check):
+    "kind, module",
+    [("dict of int32", "gptrain.lit.LanguageModel"), ("padded", "tests.lit.own.modules.Logs")],
+)
+def test_hugging_face_dicts_train_like_the_same_pairs(kind, module):
     """Hugging Face labels equal input_ids; each label is predicted from the tokens before it."""
     words = (f"module._target_={module}", "model.max_seq_len=64")
-    with check():
-        dicts = fit(*of("Odd", f"kind='{kind}'"), *words)
+    dicts = fit(*of("Odd", f"kind='{kind}'"), *words)
     pairs = fit(*words)
     assert dicts.column("train/loss") == pytest.approx(pairs.column("train/loss"), rel=1e-5)
     assert dicts.metrics["val/loss"] == pytest.approx(pairs.metrics["val/loss"], rel=1e-5)

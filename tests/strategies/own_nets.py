@@ -17,20 +17,22 @@ class Attention(nn.Module):
         self.n_heads, self.head_width = n_heads, width // n_heads
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
+    def project(self, x):
+        parts = (self.q, self.k, self.v)
+        return [part(x).unflatten(-1, (-1, self.head_width)) for part in parts]
+
     def forward(self, x):
-        q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_width)) for part in (self.q, self.k, self.v)
-        )
-        return self.out(attend(q, k, v, self.is_causal))
+        q, k, v = (part.transpose(1, 2) for part in self.project(x))  # (B, H, T, K)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class CountedHeads(Attention):
     """Attention that stores the number of heads on the module, as is usual."""
 
-    def forward(self, x):
-        B, T, _ = x.shape
-        q, k, v = (part(x).view(B, T, self.n_heads, -1) for part in (self.q, self.k, self.v))
-        return self.out(attend(q, k, v, self.is_causal))
+    def project(self, x):
+        parts = (self.q, self.k, self.v)
+        return [part(x).view(*x.shape[:2], self.n_heads, -1) for part in parts]
 
 
 class FusedProjection(Attention):
@@ -41,16 +43,8 @@ class FusedProjection(Attention):
         del self.q, self.k, self.v
         self.qkv = nn.Linear(width, 3 * width)
 
-    def forward(self, x):
-        parts = self.qkv(x).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in parts)
-        return self.out(attend(q, k, v, self.is_causal))
-
-
-def attend(q, k, v, is_causal):
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    return y.transpose(1, 2).flatten(2)
+    def project(self, x):
+        return [part.unflatten(-1, (-1, self.head_width)) for part in self.qkv(x).chunk(3, -1)]
 
 
 class Block(nn.Module):
@@ -106,18 +100,22 @@ class OnlyChain(nn.Module):
         return self.head(self.body(tokens))
 
 
+class Chain(OnlyChain):
+    """A chain without dropout, whose head does not start with zeros."""
+
+    def __init__(self, vocab_size=64):
+        super().__init__(vocab_size, dropout=0.0)
+        nn.init.normal_(self.head.weight)
+
+
 class AllPositions(Attention):
     is_causal = False
 
 
-class SeesAll(OnlyChain):
+class SeesAll(Chain):
     """A net without a causal mask and without positions."""
 
     attention = AllPositions
-
-    def __init__(self, vocab_size):
-        super().__init__(vocab_size, dropout=0.0)
-        nn.init.normal_(self.head.weight)
 
 
 class OwnNet(OnlyChain):

@@ -87,18 +87,14 @@ def test_overfit_batches_repeats_the_same_batches_on_all_ranks():
         assert sorted(n for of_rank in read for step in of_rank for n in step) == list(range(16))
 
 
-def reduced(seen: dict) -> list[float]:
-    """Return the bytes that were reduce-scattered in each micro-step of a step."""
-    return [sent["reducescatter"] for sent in seen["sent"]]
-
-
 def test_options_of_fsdp_have_their_effect():
     """By default, gradients are reduced once per step. Two blocks are gathered twice."""
     default = record(run_of("strategy=fsdp", ranks=2))
     words = ("strategy.accumulate_shards=true", "strategy.reshard_after_forward=false")
     changed = record(run_of("strategy=fsdp", *words, "trainer.precision=bf16-mixed", ranks=2))
-    first, last = reduced(default)
-    assert first == 0 < last and reduced(changed) == [last, last]  # in fp32 in both
+    first, last = (sent["reducescatter"] for sent in default["sent"])
+    reduced = [sent["reducescatter"] for sent in changed["sent"]]
+    assert first == 0 < last and reduced == [last, last]  # in fp32 in both
     assert default["calls"][0]["allgather"] == 2 + 2 + 1
     assert all(calls["allgather"] <= 2 + 1 for calls in changed["calls"])
     gathered = [seen["sent"][0]["allgather"] / seen["calls"][0]["allgather"] for seen in

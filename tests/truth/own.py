@@ -7,13 +7,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from torchmetrics import SumMetric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import decay_groups, muon
-from tests.strategies.own_nets import Block, OnlyChain
+from tests.strategies.own_nets import Block, Chain
 
 IGNORED = -100
 
@@ -211,14 +210,6 @@ class ClipsLater(pl.Callback):
 # Nets
 
 
-class Chain(OnlyChain):
-    """A net without `hidden` and without dropout."""
-
-    def __init__(self, vocab_size=64):
-        super().__init__(vocab_size, width=16, n_heads=2, dropout=0.0)
-        nn.init.normal_(self.head.weight)
-
-
 class SkipsBlocks(Chain):
     def body(self, tokens):
         x = self.embed(tokens)
@@ -273,19 +264,6 @@ class Experts(Block):
 
 class MixtureOfExperts(Chain):
     block = Experts
-
-
-class OwnScales(LanguageModel):
-    """Three scales outside of the net, of which a batch uses one or two."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(3))
-
-    def training_step(self, batch, batch_idx):
-        tokens, targets = batch
-        logits = self.scales[int(tokens[0, 0]) % 2] * self.net(tokens)
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # Sums

@@ -34,12 +34,6 @@ LOSS_WORDS = (
     "optimizer.lr=0.1", "trainer.accumulate_grad_batches=2",
     f"+callbacks.record={{_target_: {OWN}.Record, norms: true}}",
 )  # fmt: skip
-PLACES = {
-    "single": (), "ddp": ("strategy=ddp",), "fsdp": ("strategy=fsdp",),
-    "tensor_parallel": ("strategy=tensor_parallel",),
-    "context_parallel": ("strategy=context_parallel",),
-    "pipeline": ("strategy=pipeline", "strategy.microbatches=2"),
-}  # fmt: skip
 CLIPPED = "trainer.gradient_clip_val=0.5"
 
 
@@ -83,8 +77,10 @@ def run_losses(place: str, losses: tuple[str, ...], *words: str, module="OwnLoss
     """Train with these losses, one in each step."""
     own = (f"module._target_={OWN}.{module}", f"+module.losses=[{','.join(losses)}]")
     steps = f"trainer.max_steps={len(losses)}"
+    if place == "pipeline":
+        words = (*words, "strategy.microbatches=2")
     ranks = 1 if place == "single" else 2
-    return train(*LOSS_WORDS, *PLACES[place], *own, steps, *words, ranks=ranks)
+    return train(*LOSS_WORDS, f"strategy={place}", *own, steps, *words, ranks=ranks)
 
 
 def plain_steps(row: Row, records: list[dict]) -> tuple[list[float], list[float]]:
@@ -196,7 +192,7 @@ def test_ranks_that_use_different_parameters_train_as_one_process():
 
 
 def test_without_the_option_such_a_step_ends_the_run():
-    run = run_net("Chain", *FSDP, f"module._target_={OWN}.OwnScales", ranks=2)
+    run = run_net("MixtureOfExperts", *FSDP, ranks=2)
     check_refused(run, "strategy.find_unused_parameters=false: ")
     assert FIND in run.err
 

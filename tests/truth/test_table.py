@@ -103,7 +103,9 @@ TABLE = {
         LOSS, rtol=OF_BF16,
     ),
     "masked documents": Row(
-        1, ("strategy=single", "data.batch_size=6", ACCUMULATED), LOSS, "llama of bytes", MASKED,
+        1, ("strategy=single", "data.batch_size=6", ACCUMULATED,
+            "+module.metrics.nats._target_=tests.lit.own.metrics.Nats"),
+        LOSS, "llama of bytes", MASKED,
     ),
     "mixture": Row(
         1, ("strategy=single", "data.batch_size=6", ACCUMULATED), RECIPE, "gpt", MIXTURE,
@@ -259,10 +261,14 @@ def test_a_run_reads_the_samples_of_its_dataset_once_in_an_epoch():
     assert pairs(zip(*val, strict=True)) == pairs(val_set)
 
 
-def test_masked_documents_are_those_of_the_file():
+def test_masked_documents_are_those_of_the_file_also_for_a_metric():
     lines = map(json.loads, DOCUMENTS.read_text().splitlines())
     texts = [f"\n{line['text']}\n".encode() for line in lines]  # a line end is the context of each
-    batches, val = batches_of(run_of(TABLE["masked documents"]), ranks=1)
+    run = run_of(TABLE["masked documents"])
+    batches, val = batches_of(run, ranks=1)
+    n_targets = int((val[1] != IGNORED).sum())
+    nats = [loss * n_targets for loss in run.column("val/loss")]
+    assert run.column("val/nats") == pytest.approx(nats, rel=1e-6)
     n_documents = 0
     for batch in (*batches, val):
         for tokens, targets, numbers in zip(*(part.tolist() for part in batch), strict=True):

@@ -103,7 +103,7 @@ def bench(cfg: BenchRun) -> None:
             n_threads = torch.get_num_threads()
             contestant = Contestant(loops.run, loop_spec, devices.n_local, n_threads, folder)
             stack.callback(contestant.end)
-            contestant.first_step()
+            contestant.read()
             contestants.append(contestant)
         run_rounds(contestants, cfg.rounds, cfg.steps)
     results = summarize(contestants, spec)

@@ -54,15 +54,11 @@ class Contestant:
             there.close()  # if the process ends, this one reads the end
             self.ranks.append((process, here, log))
 
-    def first_step(self) -> None:
-        """Wait until each rank has done its first step."""
-        self._read()
-
     def take_turn(self, steps: int) -> None:
         """Let the loop do this number of steps while all other loops wait."""
         for _, connection, _ in self.ranks:
             connection.send(steps)
-        replies = self._read()
+        replies = self.read()
         self.steps_s.append(max(seconds for seconds, _ in replies) / steps)
         self.peak_bytes = max(n_bytes for _, n_bytes in replies)
 
@@ -72,7 +68,8 @@ class Contestant:
             process.kill()
             process.join()
 
-    def _read(self) -> list[tuple[float, int]]:
+    def read(self) -> list[tuple[float, int]]:
+        """Wait until each rank has done its turn, or its first step, and return what it reports."""
         replies = []
         for _, connection, log in self.ranks:
             try:
