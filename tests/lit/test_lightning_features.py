@@ -80,11 +80,11 @@ def test_the_logged_lr_is_that_of_a_modules_own_optimizer_and_schedule(kind, lrs
 
 def test_model_checkpoint_works_together_with_gptrains_checkpoints(tmp_path):
     words = (
-        f"+callbacks.mine={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: mine, mode: min,"
+        f"+callbacks.mine={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: train/loss, mode: min,"
         " save_top_k: 2, save_last: true, every_n_train_steps: 1, filename: '{step}'}",
         f"+callbacks.top={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: val/loss, mode: max,"
         " save_weights_only: true, dirpath: '${run_dir}/top', auto_insert_metric_name: false}",
-        f"{MODULES}.LogsMine", "trainer.val_check_interval=2", "scheduler.total_steps=6",
+        "trainer.val_check_interval=2", "scheduler.total_steps=6",
         "checkpoint.every_n_steps=1", "checkpoint.keep=9",
     )  # fmt: skip
     folder = tmp_path / "run"

@@ -60,13 +60,6 @@ def test_a_project_has_the_users_half_under_its_own_name(project):
     assert requirement and requirement[1] == CHECKOUT.as_uri()
 
 
-def test_a_name_that_python_cannot_import_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["new_project.py", "my-gpt", str(tmp_path / "new")])
-    with pytest.raises(SystemExit, match="my-gpt: not the name of a Python package"):
-        main()
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.slow
 def test_the_own_net_and_the_tests_of_a_new_project_run(project):
     with (project / "src/my_gpt/net.py").open("a") as file:

@@ -1,11 +1,7 @@
-"""Data, modules and callbacks of the test runs. Some callbacks record, others fail.
-
-A run refers to them by `_target_`, like to a user's classes.
-"""
+"""A callback that records what each rank of a run does."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +122,3 @@ def sent_bytes(kind: str, args: Any, out: Any) -> float:
         group = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
         size = dist.ProcessGroup.unbox(group).size()
     return (2 if kind == "allreduce" else 1) * n_bytes * (size - 1) / size
-
-
-class HangAt(pl.Callback):
-    """Makes rank 1 hang before a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == self.step and trainer.global_rank == 1:
-            time.sleep(20)

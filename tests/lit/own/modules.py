@@ -190,14 +190,6 @@ class Supervised(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-class LogsMine(LanguageModel):
-    """Logs a value that falls until step 3 and rises afterwards."""
-
-    def training_step(self, batch, batch_idx):
-        self.log("mine", abs(3.0 - self.global_step))
-        return self.loss(*batch)
-
-
 class ClipsItself(LanguageModel):
     """Overrides Lightning's hook for clipping, as its documentation shows."""
 
