@@ -112,14 +112,10 @@ class Timeline:
 
 
 def measure(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the goodput of a run and its times, or an empty dict if they cannot be computed.
+    """Return the goodput of a run and the seconds of each kind of time, such as `steps_s`.
 
-    Args:
-        rows: Lines of timeline.jsonl, which may come from an untrusted folder.
-
-    Returns:
-        `goodput`, and the seconds of each kind of time in TIMES, such as `steps_s`. Empty if no
-        time of steps was kept, or if any line is malformed.
+    The rows, of timeline.jsonl, may come from an untrusted folder. The dict is empty if no time of
+    steps was kept, or if any row is malformed.
     """
     seconds = dict.fromkeys(TIMES, 0.0)
     kept: list[tuple[int, float]] = []  # step and seconds of the intervals of steps that count

@@ -18,15 +18,13 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 class Sampling:
     """Settings of the distribution from which the next token is drawn.
 
-    `top_k` and `top_p` apply to the distribution after the temperature. A token is drawn only if
-    it passes both.
+    A token is drawn only if it passes `top_k` and `top_p`, which apply after the temperature.
 
     Attributes:
         temperature: Divisor of the logits. At 0 the most probable token is taken.
         top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Total probability of the most probable tokens that may be drawn: the smallest set
-            that reaches it (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). None sets
-            no limit.
+        top_p: Total probability of those that may be drawn: the smallest set that reaches it (nucleus
+            sampling, Holtzman et al. 2020, arXiv:1904.09751). None sets no limit.
     """
 
     temperature: float = 1.0

@@ -41,10 +41,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Cross entropy in bits per byte of text, comparable across tokenizers.
-
-        NaN if `n_bytes` is 0, as for a text of one token.
-        """
+        """Cross entropy in bits per byte of text, comparable across tokenizers. May be NaN."""
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else math.nan
 
 
