@@ -23,8 +23,8 @@ class Sampling:
     Attributes:
         temperature: Divisor of the logits. At 0 the most probable token is taken.
         top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Total probability of those that may be drawn: the smallest set that reaches it (nucleus
-            sampling, Holtzman et al. 2020, arXiv:1904.09751). None sets no limit.
+        top_p: Total probability of those that may be drawn: the smallest set that reaches it
+            (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). None sets no limit.
     """
 
     temperature: float = 1.0
