@@ -389,12 +389,13 @@ class CheckpointStore:
     def clean(self) -> None:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
 
-        A save that was complete becomes a checkpoint.
+        A save that was complete becomes a checkpoint, unless the earlier one of its step is there.
         """
         for path in sorted(self.folder.glob(".*-step-*")):
+            target = self.folder / path.name.removeprefix(".draft-")  # else the path itself
             if path.is_symlink():
                 path.unlink()
-            elif path.name.startswith(".draft-") and (path / MANIFEST_NAME).exists():
+            elif (path / MANIFEST_NAME).exists() and not target.exists():
                 self._commit(path)
             else:
                 shutil.rmtree(path)
