@@ -83,10 +83,14 @@ class TrainingMonitor(Callback):
         self._is_paused = False  # a validation or a save has interrupted the measurement of speed
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that gptrain supports all callbacks of the trainer, and seed this rank."""
+        """Check that gptrain supports all callbacks of the trainer."""
         check_supported(trainer)
-        # Until now all ranks drew the same numbers, for parameters of the module and a random split
-        # of a LightningDataModule. Dropout differs between ranks.
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seed this rank."""
+        # Until now all ranks drew the same numbers, for parameters of the module, also in its
+        # `setup` and `configure_model`, and a random split of a LightningDataModule. Dropout
+        # differs between ranks.
         torch.manual_seed(self.seed + trainer.global_rank)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
