@@ -49,7 +49,7 @@ class StepMean:
         self.n_ranks = 1 if self.group is None else self.group.size()
         self.divisor = torch.ones((), dtype=sum_dtype(device), device=device)
         self._n_targets: Tensor | None = None  # of this rank's losses in this step; None: no loss
-        self.losses: list[Tensor] = []
+        self.losses: dict[int, Tensor] = {}  # of each micro-batch, whose closure may run again
         self._has_explained = False
 
     def begin_step(self, n_targets: int, n_micro_batches: int) -> None:
@@ -57,7 +57,7 @@ class StepMean:
         total = self._all_reduce(torch.full_like(self.divisor, n_targets))
         self.divisor = total.clamp(min=1) / (self.n_ranks * n_micro_batches)
         self._n_targets = None
-        self.losses = []
+        self.losses = {}
 
     def count_and_get_divisor(self, targets: Tensor) -> Tensor:
         """Count the targets of a loss, and return the number by which its sum is divided."""
@@ -77,7 +77,8 @@ class StepMean:
         unknown = torch.full_like(self.divisor, math.nan)
         n_targets = unknown if self._n_targets is None else self._n_targets.to(unknown)
         # Lightning has divided each loss by the number of micro-steps.
-        loss = torch.stack(self.losses).mean() * n_micro_batches if self.losses else unknown
+        kept = [*self.losses.values()]
+        loss = torch.stack(kept).mean() * n_micro_batches if kept else unknown
         self.n_targets, losses = self._all_reduce(torch.stack((n_targets, loss.to(unknown))))
         self.loss = (losses / self.n_ranks).where(self.n_targets != 0, math.nan)
 

@@ -140,7 +140,8 @@ class GPTStrategy(SavingStrategy):
         if isinstance(closure_loss, DTensor):
             message = f"training_step adds weights to the loss; {PARTS}"
             raise IncompatibleModelError("strategy.name", message)
-        self.step_mean.losses.append(closure_loss.detach())
+        batch_idx = self.module.trainer.fit_loop.batch_idx
+        self.step_mean.losses[batch_idx] = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def finish_gradients(self) -> None:
