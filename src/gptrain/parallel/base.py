@@ -56,7 +56,7 @@ from gptrain.loss import (
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.context import apply_context_parallel, part_layout
+from gptrain.parallel.context import PartLayout, apply_context_parallel, part_layout
 from gptrain.parallel.data_parallel import apply_fsdp, ddp_arguments, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
@@ -192,8 +192,15 @@ class Parallel:
             apply_tensor_parallel(net, cast(DeviceMesh, self.mesh))
         if CONTEXT in self.axes:
             apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
-        if not self.may_pad:
-            net.register_forward_pre_hook(lambda _, args: self.check_length(args[0].shape[1]))
+        for name in () if self.may_pad else ("forward", "hidden"):
+            if hasattr(net, name):
+                setattr(net, name, partial(self._run_checked, getattr(net, name)))
+
+    def _run_checked(self, method: Callable, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Run a method of the net, on full sequences only if they need no padding."""
+        if not isinstance(options.get("layout"), PartLayout):
+            self.check_length(tokens.shape[1])
+        return method(tokens, *args, **options)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Connect with the module and its optimizer, once both are built.
