@@ -271,11 +271,17 @@ def wait_for(processes: list) -> int:
     return code or next((process.exitcode for process in processes if process.exitcode), 0)
 
 
+def free_port() -> int:
+    """Return a free port below those that the kernel gives to the sockets of other processes."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", 10_000 + int.from_bytes(os.urandom(2), "big") % 10_000))
+            return probe.getsockname()[1]
+
+
 def torchrun_variables(ranks: int, place: Path) -> dict[str, str]:
     """Return the variables that torchrun sets in all ranks of one node."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return {
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),

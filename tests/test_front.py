@@ -27,6 +27,7 @@ def look(event, args):
         print("did", event, args)
     if event == "open" and isinstance(args[2], int) and args[2] & 3 and ".pyc" not in str(args[0]):
         print("wrote", args[0])
+sys.dont_write_bytecode = True
 sys.addaudithook(look)
 sys.argv = sys.argv[1:]
 try:

@@ -83,7 +83,7 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path, monkeypatc
     # The GPUs of this machine and their links are those that nvidia-smi prints.
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
-        f"#!/bin/sh\ncase $1 in topo) cat {TOPOLOGY};;"
+        f"#!/bin/sh\ncase $1 in topo) cat '{TOPOLOGY}';;"
         " *) yes NVIDIA A100-SXM4-40GB | head -4;; esac\n"
     )
     smi.chmod(0o755)

@@ -323,11 +323,7 @@ def logits_in_chunks(
 
 
 def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast the head's weight (V, D) to a dtype, and pad a 16-bit result with zero rows.
-
-    16-bit kernels are fast if V is a multiple of `VOCAB_MULTIPLE`. The logits of padding rows are
-    0. In fp32 and fp64 padding would cost a copy of the weight, so there is none.
-    """
+    """Cast the head's weight (V, D), and pad a 16-bit result with zero rows: kernels are faster."""
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
     padded = weight.new_zeros(round_up(len(weight), VOCAB_MULTIPLE), weight.shape[1], dtype=dtype)

@@ -75,9 +75,8 @@ class Mirror:
     def update(self, store: CheckpointStore) -> None:
         """Start to bring the mirror up to date in a thread, and return at once. Call it on rank 0.
 
-        New checkpoints are copied, and copies of checkpoints that the run has pruned are removed.
-        An error of the copy is logged as a warning. An earlier update that has not begun is left
-        out.
+        New checkpoints are copied, and copies of pruned ones removed. An error is logged as a
+        warning.
         """
         if self._last is not None:
             self._last.cancel()  # has no effect if the copy has begun
@@ -91,9 +90,9 @@ class Mirror:
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.
 
-        A damaged copy is logged as a warning and not used. Its manifest in the mirror is removed,
-        so that the run copies this step when it saves it again. If all copies are damaged, nothing
-        is removed, and a ConfigError is raised: the user must decide.
+        A damaged copy is a warning, and its manifest in the mirror is removed, so that the run
+        copies this step again. If all copies are damaged, nothing is removed, and a ConfigError is
+        raised.
         """
         store.folder.mkdir(exist_ok=True)
         damaged = {}

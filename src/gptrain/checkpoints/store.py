@@ -283,10 +283,19 @@ class CheckpointStore:
     def _commit(self, draft: Path) -> None:
         """Rename the complete folder of a save to a checkpoint."""
         target = self.folder / draft.name.removeprefix(".draft-")
-        if target.exists():
-            self._remove(target)  # if this process is killed here, `clean` renames the draft
-        os.rename(draft, target)
+        old = self.folder / f".trash-{target.name}"
+        if replaces := target.exists():
+            shutil.rmtree(old, ignore_errors=True)  # a killed start may have left it
+            os.rename(target, old)  # if this process is killed here, `clean` renames the draft
+        try:
+            os.rename(draft, target)
+        except OSError:
+            if replaces:
+                os.rename(old, target)
+            raise
         files.sync_folder(self.folder)
+        if replaces:
+            shutil.rmtree(old, ignore_errors=True)
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of its step, if it was saved.

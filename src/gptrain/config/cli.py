@@ -205,8 +205,8 @@ def run_job(
 ) -> float | None:
     """Run one job and return its objective, or None after an error that was printed.
 
-    In a sweep a job that has finished earlier is not run again. After an error the basic sweeper
-    runs its next job. Other sweepers and launchers need an exception to notice the failure.
+    In a sweep a job that has finished earlier is not run again. Sweepers and launchers other than
+    the basic ones need an exception to notice a failure.
     """
     node: Any = HydraConfig.get()
     folder = Path(node.runtime.output_dir)

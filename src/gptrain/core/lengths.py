@@ -120,8 +120,7 @@ def plan_lengths(
 ) -> RunLengths:
     """Return the batch arithmetic, the number of steps, and the steps between two validations.
 
-    An epoch has at least one step. `sample_tokens` is None for data that are not tokens; then a
-    sample counts as one position.
+    An epoch has at least one step. Without `sample_tokens` a sample counts as one position.
 
     Raises:
         ConfigError: If max_tokens is less than one step.

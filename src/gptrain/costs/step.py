@@ -272,9 +272,9 @@ class Traffic(NamedTuple):
 
 
 def gather_bytes(n_bytes: float, n_ranks: int) -> float:
-    """Return the bytes that a rank sends to all-gather or reduce-scatter `n_bytes` around a ring.
+    """Return the bytes that a rank sends to all-gather or reduce-scatter around a ring.
 
-    An all-reduce is both. Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
+    Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
     """
     return n_bytes * (n_ranks - 1) / n_ranks
 

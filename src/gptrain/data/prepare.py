@@ -226,10 +226,9 @@ def encode_ahead(
 def warn_of_lost_characters(
     tokenizer: Tokenizer, batch: Sequence[Piece], encoded: Sequence[np.ndarray]
 ) -> None:
-    """Warn if the tokens of some text do not give back all of its characters.
+    """Warn if the tokens of some text do not give back all of its characters except white space.
 
-    A BPE without an unknown token and without all bytes drops characters in silence. White space,
-    and what the tokenizer's normalizer changes, does not count.
+    A BPE without an unknown token and without all bytes drops characters in silence.
     """
     text = "".join(piece.text for piece in batch)
     if normalizer := tokenizer.core.normalizer:

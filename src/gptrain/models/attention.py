@@ -228,10 +228,9 @@ def document_block_mask(documents: Tensor) -> BlockMask:
 
 
 def _ordered_blocks(is_computed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the blocks to compute, (B, N, N), as FlexAttention reads them.
+    """Return the blocks to compute, (B, N, N), as FlexAttention reads them: counts and columns.
 
-    These are the number of blocks of each row, (B, 1, N), and the columns of these blocks followed
-    by all others, (B, 1, N, N), both int32.
+    The columns (B, 1, N, N) of a row's blocks are followed by all others. Both are int32.
     """
     n_blocks = is_computed.sum(-1, dtype=torch.int32)
     columns = is_computed.to(torch.int8).argsort(stable=True, dim=-1, descending=True)

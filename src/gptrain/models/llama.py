@@ -113,8 +113,7 @@ class RotaryAttention(CausalSelfAttention):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and the signed sines of the rotations, each (..., T, 1, d_head).
 
-        Value i of a head's first half, a, and of its second half, b, form a pair, which becomes a
-        cos - b sin and b cos + a sin: the sines of the first half have a minus sign.
+        Values i of a head's two halves, a and b, become a cos - b sin and b cos + a sin.
         """
         half = self.d_head // 2
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half

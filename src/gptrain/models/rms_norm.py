@@ -28,8 +28,7 @@ class RMSNorm(nn.RMSNorm):
 class _FewPasses(torch.autograd.Function):
     """RMSNorm in few passes over memory: weight * u with u = x * scale.
 
-    The forward pass saves x, the weight and the scale, (..., 1). With g = grad * weight, the
-    gradient of x is scale * (g - u * mean(g * u)).
+    With g = grad * weight, the gradient of x is scale * (g - u * mean(g * u)).
     """
 
     @staticmethod

@@ -266,8 +266,8 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix of each matrix of a batch (N, rows, columns).
 
-    Five Newton-Schulz steps keep the singular vectors and bring the singular values to 0.7 to 1.2.
-    Those below 0.002 of the Frobenius norm stay smaller, and zeros stay zero.
+    Five Newton-Schulz steps bring the singular values to 0.7 to 1.2; those below 0.002 stay
+    smaller.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)

@@ -154,10 +154,9 @@ def prepare_start(cfg: RunConfig, find_checkpoint: Callable, lock: RunLock) -> R
 
 
 def keep_config(cfg: RunConfig) -> None:
-    """Write Hydra's record of a run to .hydra/ in its folder, and sign the record.
+    """Write Hydra's record of a run to .hydra/ in its folder, and sign it.
 
-    Hydra would write it before the folder is locked: a start that is refused would overwrite the
-    record of the run in that folder.
+    Hydra would write it before the folder is locked, over the record of another run.
     """
     folder = Path(cfg.run_dir) / ".hydra"
     folder.mkdir(exist_ok=True)
@@ -195,8 +194,7 @@ def report_ending(
 ) -> None:
     """Write to status.json how the run ended, and print it, if it is the first report of the run.
 
-    `replace`, and a failure after a run that is done, replace an earlier report and are printed,
-    too. With debug=true every report is printed.
+    `replace`, and a failure after a run that is done, replace an earlier report.
     """
     facts: dict[str, object] = {}
     try:

@@ -155,11 +155,7 @@ def decode_pieces(
 
 
 def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Yield pieces of text up to the first stop text, without it.
-
-    The end of a piece that may be the beginning of a stop text is yielded when it is known not to
-    be.
-    """
+    """Yield pieces of text up to the first stop text, without it, as soon as they are known."""
     pending = ""
     for piece in pieces:
         pending += piece

@@ -7,9 +7,8 @@ import torch.distributed as dist
 class Vote:
     """Repeated yes-or-no votes of all ranks that do not wait: results are known at the next call.
 
-    The result is yes, on all ranks, if any rank voted yes. Ranks may start a collective operation
-    because of a result, but not because of their own vote. The votes are an asynchronous all-reduce
-    with gloo: with NCCL a rank would wait until its GPU has finished all queued work.
+    The result is yes, on all ranks, if any rank voted yes. They are an asynchronous all-reduce with
+    gloo: with NCCL a rank would wait until its GPU has finished all queued work.
     """
 
     def __init__(self):
