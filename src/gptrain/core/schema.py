@@ -203,10 +203,7 @@ class TrainerConfig(TargetConfig):
 
 
 class LightningTrainerConfig(TrainerConfig, extra="forbid"):
-    """Keys of `lightning.pytorch.Trainer`, without those that other groups set.
-
-    An override of those below, which no yaml file has, needs a `+`: `+trainer.sync_batchnorm=true`.
-    """
+    """Keys of `lightning.pytorch.Trainer`; those below, which no yaml file has, need a `+`."""
 
     min_epochs: Annotated[int, between(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None

@@ -32,8 +32,8 @@ from gptrain.parallel.tensor import gather_sequence
 class PartLayout(SequenceLayout):
     """Layout of the part of each sequence that one rank computes: its `positions`.
 
-    `documents` and `block_mask` are those of the full sequences. `index` (t,) has the places of the
-    part in them, `is_padding` (t,) is True for padding.
+    `documents` and `block_mask` are those of the full sequences, `index` (t,) the places of the
+    part.
     """
 
     index: Tensor = field(kw_only=True)
