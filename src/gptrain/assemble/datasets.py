@@ -126,23 +126,20 @@ def check_samples(
     if reads_test_set(cfg):
         read["test"] = val if test is None else test
     for name, dataset in read.items():
-        limit, is_pair = (
-            getattr(cfg.trainer, f"limit_{name}_batches"),
-            name in read_as_pairs(module),
-        )
+        limit, is_pair = getattr(cfg.trainer, f"limit_{name}_batches"), name in pairs
         if limit == 0:
             continue
         n_samples, n_needed = len_of(dataset), 1
         if not is_pair and not isinstance(dataset, UserData):
             # LanguageModel evaluates a batch without targets on a rank that has no sample. A step
-            # that a user wrote cannot be given such a batch.
+            # of a user cannot compute a loss from such a batch.
             parts = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
             n_samples = min(limit_lengths([*map(len_of, parts)], cfg.data.batch_size, limit))
             n_needed = world_size
         if name != "train" and n_samples < n_needed:
             message = f"{count_text(n_samples, 'sample')} for {n_needed} ranks"
             raise ConfigError.of(f"data.{name}", None, message, code=BAD_DATA)
-        if name in pairs and len_of(dataset):
+        if is_pair and len_of(dataset):
             check_pair(f"data.{name}", dataset)
 
 

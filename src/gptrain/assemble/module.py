@@ -35,7 +35,7 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     """Return the class of the module group, which must fit the strategy."""
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
-    has_pipeline = PIPELINE in STRATEGIES[strategy].axes
+    has_pipeline, message = PIPELINE in STRATEGIES[strategy].axes, None
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
         message = (
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
@@ -47,9 +47,9 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
             "while the schedule runs; strategies that work: all without pipeline"
         )
-    else:
-        return module_type
-    raise IncompatibleModelError("module._target_", message)
+    if message is not None:
+        raise IncompatibleModelError("module._target_", message)
+    return module_type
 
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:

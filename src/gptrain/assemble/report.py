@@ -77,15 +77,16 @@ class Report:
             self._provenance = describe_run(self.devices)
             for label, text in self._start_lines():
                 log.info(labels.line(label, text))
+        hyperparameters = self.cfg.plain() | {"typed": typed_options(self.cfg)}
         for logger in self.trainer.loggers:
-            logger.log_hyperparams(self.cfg.plain() | {"typed": typed_options(self.cfg)})
+            logger.log_hyperparams(hyperparameters)
 
     def _start_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the text of each line that is printed at the start."""
         cfg, lengths, batch = self.cfg, self.lengths, self.lengths.batch
         info, sizes = strategy_of(self.trainer).info, cfg.model.arguments
         name, n_all, n_trained = info.net_name, info.n_parameters, info.n_trained
-        if not isinstance(getattr(self.module, "net", None), torch.nn.Module):  # its own layers
+        if not isinstance(getattr(self.module, "net", None), torch.nn.Module):  # layers of its own
             name, sizes, parameters = type(self.module).__name__, {}, [*self.module.parameters()]
             n_all = sum(parameter.numel() for parameter in parameters)
             n_trained = sum(p.numel() for p in parameters if p.requires_grad)

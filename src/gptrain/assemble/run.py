@@ -157,8 +157,10 @@ def choose_compile(cfg: RunConfig, devices: RunDevices) -> str:
         return mode
     if devices.accelerator == "cpu":
         return "none"
+    if mode == "model":
+        return mode
     net = build_on_meta_device(partial(build_net, cfg.model))
-    return mode if mode == "model" or hasattr(net, "blocks") else "none"
+    return mode if hasattr(net, "blocks") else "none"
 
 
 def build(cfg: RunConfig, guard: Guard) -> TrainingRun:

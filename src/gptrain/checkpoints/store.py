@@ -283,18 +283,16 @@ class CheckpointStore:
     def _commit(self, draft: Path) -> None:
         """Rename the complete folder of a save to a checkpoint."""
         target = self.folder / draft.name.removeprefix(".draft-")
-        old = self.folder / f".trash-{target.name}"
-        if replaces := target.exists():
-            shutil.rmtree(old, ignore_errors=True)  # a killed start may have left it
-            os.rename(target, old)  # if this process is killed here, `clean` renames the draft
+        # If this process is killed between the two renames, `clean` renames the draft.
+        old = self._to_trash(target) if target.exists() else None
         try:
             os.rename(draft, target)
         except OSError:
-            if replaces:
+            if old is not None:
                 os.rename(old, target)
             raise
         files.sync_folder(self.folder)
-        if replaces:
+        if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -393,7 +391,7 @@ class CheckpointStore:
         for path in self.paths()[:-keep]:
             if path not in protect:
                 with suppress(OSError):
-                    self._remove(path)
+                    shutil.rmtree(self._to_trash(path), ignore_errors=True)
 
     def clean(self) -> None:
         """Remove the hidden folders that killed processes left. Call it under the run lock.
@@ -418,9 +416,9 @@ class CheckpointStore:
         os.rename(path, self.folder / aside)
         return f"set aside as {aside}"
 
-    def _remove(self, path: Path) -> None:
-        """Remove a checkpoint. `clean` removes the rest if this is interrupted."""
+    def _to_trash(self, path: Path) -> Path:
+        """Hide a checkpoint in a folder that `clean` removes, and return that folder."""
         trash = self.folder / f".trash-{path.name}"
         shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
         os.rename(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        return trash

@@ -165,9 +165,9 @@ def first_value(item: Override) -> str:
         return item.input_line or ""
     sweep: Any = item.value()
     values = [sweep.start] if isinstance(sweep, IntervalSweep) else item.sweep_string_iterator()
-    for value in values:
-        return f"{item.get_key_element()}={value}"
-    raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
+    if (value := next(iter(values), None)) is None:
+        raise ConfigError.of("-m", None, f"{item.input_line}: no such choice")
+    return f"{item.get_key_element()}={value}"
 
 
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:

@@ -105,8 +105,8 @@ def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) 
             problems["strategy.microbatches"] = f"1f1b needs one for each of {dims.pipeline} stages"
     if batch.accumulate > 1 and getattr(options, "static_graph", False):
         problems["strategy.static_graph"] = "torch has no static graph with gradient accumulation"
-    for key, message in problems.items():  # name the first problem
-        raise IncompatibleModelError(key, message)
+    if problems:
+        raise IncompatibleModelError(*next(iter(problems.items())))
 
 
 def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
