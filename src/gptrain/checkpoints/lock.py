@@ -26,7 +26,7 @@ LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in 
 
 
 class RunLock:
-    """Exclusive right to write into a run folder. Hold it as long as any process of the run lives.
+    """Exclusive right to write into a run folder: a context manager around the whole run.
 
     Args:
         run_dir: Folder of the run. It need not exist.

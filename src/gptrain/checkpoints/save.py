@@ -78,7 +78,7 @@ class Save:
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Call a function on this rank, and return its results on all ranks, in rank order.
 
-        Rank 0 removes the folder if it fails on any rank.
+        If any rank fails, rank 0 removes the folder. All raise SaveFailedError or RuntimeError.
         """
         result = cause = failure = None
         try:

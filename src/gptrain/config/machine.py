@@ -52,7 +52,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield a problem if the run folder holds a finished run, or the mirror cannot be opened."""
+    """Yield a problem for a mirror that no package opens, and for a fit over a finished run."""
     if mirror := run.checkpoint.mirror:
         from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
         from fsspec.core import split_protocol

@@ -97,7 +97,7 @@ class RunLengths:
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:
-    """Return the batch plan, with the accumulation derived from the global batch size if given."""
+    """Return the batch plan. Raises a ValueError if it cannot have the global batch size."""
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:

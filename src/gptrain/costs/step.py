@@ -97,7 +97,7 @@ class Step:
 
     @property
     def d_kv(self) -> int:
-        """Width of a token's keys in attention. A context group repeats heads for its ranks."""
+        """Width of a token's keys in attention. Heads are repeated until `context` divides them."""
         n_ranks = self.dims.context
         return self.net.d_kv * (n_ranks // math.gcd(self.net.n_kv_heads, n_ranks))
 

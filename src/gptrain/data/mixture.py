@@ -103,7 +103,7 @@ class Mixture(ConcatDataset):
         return MixtureOrder(self.lengths, self.weights, seed)
 
     def describe(self, n_samples: int = 0) -> str:
-        """Return the share, the content and the number of epochs of each part, as one line."""
+        """Return a line with the share, the content and the epochs in `n_samples` of each part."""
         counts = self.order(0).count_by_part(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts, strict=True):

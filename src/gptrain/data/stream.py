@@ -171,7 +171,7 @@ class StreamPositions:
         self._after_steps: deque[tuple[int, Any]] = deque(maxlen=3)
 
     def record(self, results: Iterable[tuple[Any, dict[str, Any]]]) -> Iterator[Any]:
-        """Yield the batches of a StreamReader, and record the positions that come with them."""
+        """Yield the batches of a StreamReader, and record the position after each training step."""
         for batch, position in results:
             self._n_batches += 1
             if self._n_batches % self.accumulate == 0:

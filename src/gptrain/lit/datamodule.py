@@ -105,7 +105,7 @@ class TextDataModule(pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position in the training data to that of a checkpoint."""
+        """Set the position in the data. Raises a ConfigError for a stream of other ranks."""
         if cast(pl.Trainer, self.trainer).state.fn != "fit":
             return
         self._loaded_step = state_dict["step"]
@@ -132,7 +132,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.val, "data.val")
 
     def test_dataloader(self) -> DataLoader:
-        """Return the loader of this rank's test batches."""
+        """Return the loader of this rank's test batches. Validation data replaces missing ones."""
         return self._evaluation_loader(self.val if self.test is None else self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:

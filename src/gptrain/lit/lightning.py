@@ -150,7 +150,7 @@ def finish_step(trainer: pl.Trainer, step: int) -> None:
 
 
 def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict[str, Any]:
-    """Return the state of one of the objects in which Lightning counts batches, steps or epochs."""
+    """Return the state of one of Lightning's counters. Names in `ahead` are so much higher."""
     return {
         "total": {name: total + ahead.get(name, 0) for name in names},
         "current": {name: current + ahead.get(name, 0) for name in names},
@@ -165,5 +165,5 @@ def clear_restarting_flags(trainer: pl.Trainer) -> None:
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Return whether a micro-batch is the last one of its optimizer step."""
+    """Return whether a micro-batch is the last of its step. An epoch has complete steps only."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

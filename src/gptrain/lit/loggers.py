@@ -66,7 +66,7 @@ class JsonLinesLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write metrics into the row of a step, on rank 0 only."""
+        """Add metrics to the row of a step, by default the last row's, on rank 0 only."""
         if self._last_row is None:
             self.discard_after(math.inf)
         last = self._last_row or {}

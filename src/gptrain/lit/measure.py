@@ -15,7 +15,7 @@ SIDE = 8192
 def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
     """Return the peak speed of a device in FLOP/s, and a text with the speed and its source.
 
-    It is the dense 16-bit peak of the data sheet, or measured for a CPU and for an unknown GPU.
+    It is the dense 16-bit peak of a known GPU, or measured with `precision` for other devices.
     """
     known = device_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is not None:

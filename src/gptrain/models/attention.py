@@ -194,7 +194,7 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 def document_block_mask(documents: Tensor) -> BlockMask:
-    """Return the mask of packed documents, (B, T) indices of neighbor tokens, for FlexAttention.
+    """Return `document_mask` of documents that follow each other, (B, T), for FlexAttention.
 
     It equals that of torch's `create_block_mask`, which evaluates all T x T pairs of tokens and
     takes 6 ms of a CPU; this one looks at the first and the last document of each block.

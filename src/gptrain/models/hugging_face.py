@@ -135,7 +135,7 @@ class HuggingFace(nn.Module):
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Return the keys of the config.json in `path` and of `config`, without code and dtype."""
+    """Return the keys of `path`/config.json, or of `config` if in both, without code and dtype."""
     content = {}
     if path is not None:
         content = json.loads((Path(path).expanduser() / "config.json").read_text())

@@ -355,7 +355,7 @@ class Parallel:
         return clip_grad_norm(parameters, max_norm, groups=groups, counted_on_other_stage=counted)
 
     def check_gradients(self) -> None:
-        """Check that no hook has changed gradients of which this rank has only a part."""
+        """Raise an IncompatibleModelError if a hook has changed gradients of a pipeline."""
 
 
 def supports_chunked_loss(net: nn.Module) -> bool:

@@ -105,7 +105,7 @@ class Pipeline(Parallel):
         return F.linear(net.norm(x), net.head.weight, net.head.bias)
 
     def mean_loss(self, net: Net, batch: Batch, options: LossOptions) -> Tensor:
-        """Return the mean loss per target on all ranks, after its gradients were computed."""
+        """Return the mean loss per target on all ranks. `backward` adds the gradients."""
         if not torch.is_grad_enabled():
             return super().mean_loss(net, batch, options)
         divisor = self.count_and_get_divisor(batch.targets)

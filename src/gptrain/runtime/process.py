@@ -136,7 +136,7 @@ def job_store() -> Store:
 
 
 def start_store() -> Store:
-    """Return the part of the store of the job that belongs to this start of the ranks.
+    """Return a part of `job_store` for this start of the ranks, or a HashStore for one rank.
 
     torchrun keeps its store when it restarts the ranks of one node. On several nodes each agent
     counts its own restarts only; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new

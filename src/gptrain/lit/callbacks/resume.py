@@ -87,7 +87,7 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
 
 
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
-    """Give the optimizer the values of the current config for options that may change on resume.
+    """Give the optimizer the current values of changed options, and return a message for each.
 
     If the peak learning rate has changed, the current learning rate is scaled in the same ratio.
     """
