@@ -66,7 +66,7 @@ def build_user_data(cfg: RunConfig, section: DataModuleConfig) -> UserData:
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
-    """Build the dataset `data.<name>`."""
+    """Build `data.<name>`, as pairs for a LanguageModel. A ConfigError if it has no index."""
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
     n_samples = None  # all
@@ -86,7 +86,7 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
 
 
 def check_end(cfg: RunConfig, key: str, target: str, dataset: Dataset) -> None:
-    """Check that a training ends although the length of its data may not be known."""
+    """Raise a ConfigError for a training without an end on data of unknown length."""
     trainer = cfg.trainer
     has_end = trainer.max_steps != -1 or cfg.max_tokens or trainer.max_time or trainer.fast_dev_run
     if cfg.task == "fit" and len_of(dataset) >= UNKNOWN_LENGTH and not has_end:
@@ -153,7 +153,7 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
 
 def check_pair(key: str, dataset: Dataset) -> None:
-    """Check that the first sample is a pair (tokens, targets) that LanguageModel can train on."""
+    """Raise a ConfigError unless the first sample is a pair that LanguageModel can train on."""
     batch = BatchReader(dataset, key).__getitems__([0])
     is_pair = isinstance(batch, tuple) and (len(batch) == 2 or has_documents(batch))
     tensors = [item for item in batch[:2] if isinstance(item, Tensor)] if is_pair else []
@@ -190,7 +190,7 @@ def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
-    """Return the first micro-batches of a dataset, for `trainer.overfit_batches`."""
+    """Return the first micro-batches of all ranks, or a fraction: `trainer.overfit_batches`."""
     sequences = batch.batch_size * batch.data_parallel_size
     n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences

@@ -53,7 +53,7 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
 
 
 def check_metrics(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
-    """Check that no metric replaces a value that LanguageModel logs itself."""
+    """Raise a ConfigError for a metric with the name of a value that LanguageModel logs."""
     nodes = cfg.module.plain().get("metrics") or {}
     for name in set(LOGGED) & nodes.keys() if issubclass(module_type, LanguageModel) else ():
         key, message = f"module.metrics.{name}", "the module itself logs a value of this name"

@@ -253,7 +253,7 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
 
 @functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
-    """Return the commit around a folder and whether files differ from it, or None without git."""
+    """Return `commit` and `dirty` (changed files) of the repository of a folder, or None."""
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # do not write the index
     try:

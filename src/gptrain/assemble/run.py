@@ -310,7 +310,7 @@ def start_rank(cfg: RunConfig, process: Process, devices: RunDevices) -> None:
 
 
 def check_shared(run_dir: str, rank: int) -> None:
-    """Check that all ranks see the record of the lock that rank 0 holds. All ranks must call it.
+    """Raise a ConfigError if a rank does not see the record of rank 0's lock. Collective.
 
     Waits up to ten seconds, because a network file system shows new files late.
     """

@@ -43,7 +43,7 @@ class RunLock:
         self._lock = FileLock(self.run_dir / LOCK_NAME, timeout=wait_s)
 
     def acquire(self) -> RunLock:
-        """Lock the folder and return this lock. Create the folder if it does not exist.
+        """Lock the folder, which is created, and return this lock. A ConfigError if it is held.
 
         Call it before any file of the run is opened, also before the log file.
         """

@@ -98,7 +98,7 @@ class Save:
         return [result for _, result in outcomes]
 
     def _begin(self, rest: Any, keys: list[tuple]) -> list[tuple]:
-        """Make the folder on rank 0, and return the keys of this rank."""
+        """Make the folder on rank 0. Return `keys`, (kind, name, offsets), for the other ranks."""
         if self.rank == 0:
             parent = self.folder.parent
             if not parent.exists():

@@ -128,7 +128,7 @@ def run_command(
 
 
 def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
-    """Check the config of a single job, and run it under Hydra."""
+    """Check a job and run it; under Hydra, if it has a folder, and `codes` gets its exit code."""
     cfg = compose_words(words, schema)
     HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
     run = check(cfg, schema)

@@ -67,7 +67,7 @@ def default_seq_len(model: Any, shortest: int = 1) -> int:
 
 
 def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
-    """Return the value of one key in each part of a data mixture, by the name of the part."""
+    """Return part -> value of a key in a mixture, whose parts have `seq_len` if that is given."""
     values = {}
     for name, part in parts.items():
         part = copy.copy(part)

@@ -39,7 +39,7 @@ def expand(typed: list[str]) -> list[str]:
 
 
 def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides with which a run was started."""
+    """Return the overrides of a run that is trusted by `trust` in `typed` or by its signature."""
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)

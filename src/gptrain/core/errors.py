@@ -204,7 +204,7 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
     """Return how a command or a rank ends after an exception: exit code, cause and message.
 
     A RunError has code and cause. Otherwise the type and the text of the exception decide. Any
-    other exception ends with code FAILED (70), and its traceback is part of the result.
+    other exception ends with code FAILED (70), with its traceback, and `doing` in the message.
     """
     message = first_line(error)
     rank = getattr(error, "rank", None)

@@ -97,7 +97,7 @@ class RunLengths:
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:
-    """Return the batch plan. Raises a ValueError if it cannot have the global batch size."""
+    """Return the batch plan, or raise a ValueError if the global batch size cannot be reached."""
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
@@ -179,7 +179,7 @@ def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> in
 
 
 def token_steps(key: str, n_tokens: float, step_tokens: int) -> int:
-    """Return the largest number of optimizer steps that train on at most `n_tokens` tokens."""
+    """Return the most steps with at most `n_tokens`. A ConfigError of `key` if that is below 1."""
     if n_tokens < step_tokens:
         raise ConfigError.of(key, n_tokens, f"less than the {step_tokens} tokens of one step")
     return int(n_tokens // step_tokens)

@@ -250,7 +250,7 @@ def parallel_dims(options: StrategyOptions, world_size: int, n_nodes: int = 1) -
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:
-    """Return the number of microbatches into which a pipeline divides a batch."""
+    """Return the number of microbatches of a batch in a pipeline: as given, or two per rank."""
     return given or 2 * n_ranks
 
 

@@ -164,7 +164,7 @@ def as_pairs(dataset: Dataset, name: str) -> Dataset:
 
 
 def pair_of(sample: Mapping[str, Any], place: str = "sample") -> tuple[Tensor, Tensor]:
-    """Return the tokens (T,) and the targets (T,) of one dict of Hugging Face, both int64."""
+    """Return tokens and targets, (T,) int64, of a dict of Hugging Face, or raise a DataError."""
     try:
         tokens, labels = (torch.as_tensor(sample[key]).long() for key in ("input_ids", "labels"))
         mask = torch.as_tensor(sample.get("attention_mask", torch.ones_like(tokens))).bool()

@@ -50,7 +50,11 @@ class Piece(NamedTuple):
 def find_files(
     path: Paths, keep: Callable[[str], bool] = bool, left_out: Collection[str] = ()
 ) -> list[Path]:
-    """Return the files at a path, at the matches of a glob pattern, or at each entry of a list."""
+    """Return the files at a path, at the matches of a glob pattern, or at each entry of a list.
+
+    `keep` decides on a file in a folder by its path in it; `left_out` are folders, by name or path.
+    Raises a FileNotFoundError for a path that is missing, a DataError if no file is found.
+    """
     files: dict[str, Path] = {}  # real path -> first path that leads to the file
     for given in [path] if isinstance(path, (str, os.PathLike)) else path:
         given = os.path.expanduser(given)
@@ -84,7 +88,7 @@ def _walk(folder: str, left_out: Collection[str]) -> Iterator[Path]:
 
 
 def find_corpus(path: Paths | None, pattern: str, cache_dir: Path) -> list[Path]:
-    """Return the files of a corpus, as `find_files` does."""
+    """Return the files of a corpus, or Python's standard library, as `find_files` does."""
     left_out = {str(cache_dir)}
     if path is None:
         path, left_out = sysconfig.get_path("stdlib"), left_out | _EXCLUDED_FOLDERS
@@ -108,7 +112,11 @@ def read_pieces(
     text_key: str | None = None,
     newline: bool = True,
 ) -> Iterator[Piece]:
-    """Yield the text of a corpus in pieces, document by document, in the order of the files."""
+    """Yield the text of a corpus in pieces, document by document, in the order of the files.
+
+    Each record, and each piece of a text file, belongs to one set; those of validation are spread
+    evenly. With `newline` a document ends with a newline. Raises a DataError for a damaged file.
+    """
     n_bytes = sum(file.stat().st_size for file in files)
     sizes = min(PIECE_CHARS, 1 + n_bytes // 64), min(_LINE_CHARS, 1 + n_bytes // 16)
     number = 0  # of the unit

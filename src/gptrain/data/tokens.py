@@ -168,7 +168,7 @@ def find_token_files(path: Paths, split: str = "") -> list[Path]:
 def open_token_file(
     path: str | os.PathLike, dtype: str = "uint16", vocab_size: int | None = None
 ) -> TokenFile:
-    """Return the layout of a token file, from its header, its index or, without these, its size."""
+    """Return the layout of a token file, from header, index or size, or raise a DataError."""
     path = Path(path)
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -204,7 +204,7 @@ def open_token_file(
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Return the dtype and the number of all tokens that a Megatron index describes."""
+    """Return dtype and number of all tokens of a Megatron index, or raise a DataError."""
     with open_regular(path) as file:
         head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
         size_bytes = os.fstat(file.fileno()).st_size

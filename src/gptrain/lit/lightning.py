@@ -92,7 +92,7 @@ def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
 
 
 def loop_state_after(trainer: pl.Trainer, step: int, repeats_validation: bool) -> dict[str, Any]:
-    """Return the state of Lightning's fit loop with which a run resumes after an optimizer step."""
+    """Return the loop state that resumes after a step, or before its validation if that repeats."""
     accumulate = trainer.accumulate_grad_batches
     epoch_steps = data_of(trainer).lengths.epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)

@@ -108,16 +108,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Compute the hidden states (B, T, D) after the final norm: `forward` without the head.
 
-        Args:
-            tokens: Token ids, (B, T).
-            cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
-                are appended to the cache. None if `tokens` are full sequences.
-            layout: Positions and documents of the tokens. By default all tokens of a sequence
-                belong to one document, and their positions follow those of the cache.
-
-        Raises:
-            ValueError: If the sequences, with the cached positions, are longer than `max_seq_len`,
-                and there is no layout.
+        Arguments and errors are those of `forward`.
         """
         x = self.embed(tokens, 0 if cache is None else cache[-1].length, layout)
         blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage

@@ -61,14 +61,7 @@ class SimpleGPT(Decoder):
     def embed(self, tokens: Tensor, start: int = 0, layout: SequenceLayout | None = None) -> Tensor:
         """Compute the sum of token and position embeddings (B, T, D), with dropout.
 
-        Args:
-            tokens: Token ids, (B, T).
-            start: Position of the first token, if there is no layout.
-            layout: Positions of the tokens, if they are not consecutive.
-
-        Raises:
-            ValueError: If the last position is not below `max_seq_len`. The positions of a layout
-                are not checked.
+        Arguments and errors are those of `Decoder.embed`.
         """
         x = super().embed(tokens, start, layout)
         if layout is None:

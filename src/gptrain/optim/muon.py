@@ -209,7 +209,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as this rank's shard of a DTensor that is sharded like a parameter."""
+    """Return a DTensor sharded like a parameter, with this shard; for a plain one, `local`."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -39,13 +39,7 @@ def warmup_linear(
 ) -> float:
     """Return the factor of a linear warm-up followed by a linear decay from 1 to `min_factor`.
 
-    Args:
-        step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up.
-        total_steps: Number of steps of the run.
-        start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
-            Otherwise the factor from the end of the warm-up on.
+    The arguments are those of `warmup_cosine`.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -67,13 +61,9 @@ def warmup_stable_decay(
     Source: Hägele et al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a
     cosine of the same length.
 
+    The other arguments are those of `warmup_cosine`.
+
     Args:
-        step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up.
-        total_steps: Number of steps of the run.
-        start_factor: Factor at step 0, if there is a warm-up.
-        min_factor: Factor from step `total_steps - 1` on, if the warm-up has ended by then.
-            Otherwise the factor from the end of the warm-up on.
         decay_steps: Number of steps of the decay at the end of the run. The decay begins after the
             warm-up even if that leaves it fewer steps.
     """
@@ -86,10 +76,7 @@ def warmup_stable_decay(
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
     """Return the factor of a linear warm-up followed by a constant phase at 1.
 
-    Args:
-        step: Optimizer step, counted from 0.
-        warmup_steps: Number of steps of the warm-up.
-        start_factor: Factor at step 0, if there is a warm-up.
+    The arguments are those of `warmup_cosine`.
     """
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
 

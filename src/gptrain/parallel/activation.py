@@ -26,7 +26,7 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
 
     Losses and gradients stay the same, also with dropout. "full" keeps only the input of a block:
     least memory, a third more FLOPs. "selective" also keeps the outputs of matrix multiplications
-    and attention. A net whose blocks have running averages of batch normalization is refused.
+    and attention. Running averages of batch normalization are an IncompatibleModelError.
     """
     if mode == "none":
         return

@@ -111,7 +111,7 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
 
 
 def wait_until(is_true: Callable[[], bool], ranks: str, timeout_s: float) -> None:
-    """Wait until a condition is true. In C++, where torch would wait, no signal handler runs."""
+    """Wait for a condition of `ranks`, or raise a TimeoutError. Signal handlers run meanwhile."""
     end_s = time.monotonic() + timeout_s
     while not is_true():
         if time.monotonic() > end_s:

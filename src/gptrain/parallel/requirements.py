@@ -65,7 +65,7 @@ def check_fit(
 
 
 def check_split(net: Net, dims: ParallelDims) -> None:
-    """Check that the ranks of a job can divide the heads and the blocks of a net."""
+    """Raise an IncompatibleModelError if ranks cannot divide the heads or the blocks of a net."""
     for axis, names in {"tensor": ("n_kv_heads", "n_heads"), "context": ("n_heads",)}.items():
         n_ranks = getattr(dims, axis)
         for name in names if n_ranks > 1 else ():

@@ -89,7 +89,7 @@ def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Return name in a checkpoint -> parameter of the net, on this rank without communication.
+    """Return the parameters of the net that this rank holds, by their names in a checkpoint.
 
     A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
     """
@@ -170,7 +170,7 @@ def load_net_state(
 
     Args:
         net: Net as the strategy has partitioned it.
-        source: Tensors. Names that begin with EXTRA_PREFIX, outside of the net, are ignored.
+        source: SavedTensors or FullTensors, without those whose name begins with EXTRA_PREFIX.
         strict: Raise an error if names or shapes differ. False loads the tensors whose name and
             shape match.
         resizes: Also load tables of learned positions with another number of positions: all saved

@@ -36,6 +36,7 @@ class RunRecord:
 
     Attributes:
         overrides: Overrides as they were typed.
+        steps, seconds: Optimizer steps done, and duration, or None if unknown.
         metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
         is_done: True if the run reached its own end.
         ended: Reason of the end, such as "done", "running" or "lost". `detail` explains it.

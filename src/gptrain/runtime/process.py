@@ -109,7 +109,7 @@ def this_process() -> Process:
 
 
 def _read_number(name: str, default: int = 0, below: int = sys.maxsize) -> int:
-    """Return the whole number in an environment variable, which is less than `below`."""
+    """Return the number in an environment variable. A ConfigError unless it is below `below`."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or int(text) >= below:
         limit = "" if below == sys.maxsize else f" below {below}"

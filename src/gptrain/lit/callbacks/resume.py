@@ -108,7 +108,7 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
 
 
 def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
-    """Compute the learning rates of the next step from the schedule of the current config."""
+    """Set the learning rates of the next step by the current schedule; yield changes as text."""
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups

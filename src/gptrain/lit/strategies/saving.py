@@ -129,7 +129,7 @@ class SavingStrategy(Strategy):
         self.module.load_state_dict({states.module_name(n): t for n, t in loaded.items()}, False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the `fresh_options`, and load this rank's part of the optimizer state."""
+        """Keep `fresh_options`, load this rank's part of the state, fit schedules to its groups."""
         optimizer = self.optimizers[0]
         state = checkpoint["optimizer_states"][0]
         self.fresh_options = [states.options_of(group) for group in optimizer.param_groups]
