@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
+from gptrain.config.checks import check_rules
 from gptrain.config.cli import compose_command, run_command
 from gptrain.config.compose import plain, typed
-from gptrain.config.rules import check_rules
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -35,12 +35,12 @@ def refused(*words: str, code: int = 2) -> list[str]:
     exit_code, lines = answer(*words)
     assert exit_code == code and lines, (exit_code, lines)
     for line in lines:
-        assert line.startswith(("error: ", "warning: ")) and line.isprintable(), line
-    return [line for line in lines if line.startswith("error: ")]
+        assert line.startswith("error: ") and line.isprintable(), line
+    return lines
 
 
 def compose_run(*words: str) -> RunConfig:
     """Return the typed config of a command line that is valid by itself."""
     run = typed(plain(compose_command(list(words))), RunConfig)
-    assert not [problem for problem in check_rules(run) if problem.code], words
+    assert not [*check_rules(run)], words
     return run

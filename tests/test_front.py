@@ -54,13 +54,6 @@ def test_what_only_looks_starts_and_writes_nothing_and_imports_nothing_heavy(
     assert list(outputs.iterdir()) == []
 
 
-def test_ctrl_c_in_the_imports_is_one_line(command, tmp_path):
-    (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = command("train.py", "model=gpt_nano", env=os.environ | {"PYTHONPATH": path})
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
 def test_help_fits_one_screen_and_names_every_choice(capsys):
     assert run_command(pytest.fail, ["--help"], usage="python train.py") == 0
     text = capsys.readouterr().out

@@ -16,7 +16,7 @@ from tests.run import new_place, redirected, run_script
 
 COMMANDS = ("export", "generate", "plan", "runs")
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
-KEY = re.compile(r"(?:error|warning): ([^\s=:]+)[=:]")
+KEY = re.compile(r"error: ([^\s=:]+)[=:]")
 # A small run, whose options a row may replace.
 RUN = (
     "model=gpt_nano model.d_model=16 model.n_heads=2 model.n_layers=1 data.seq_len=17 "
@@ -41,11 +41,11 @@ class Answer:
     err: list[str]
     written: list[str]
 
-    def keys(self, kind: str = "error") -> list[str]:
+    def keys(self) -> list[str]:
         """Return the last word of the key of each error line, or the name of its file; sorted."""
         names = []
         for line in self.err:
-            if line.startswith(f"{kind}: "):
+            if line.startswith("error: "):
                 name = (found := KEY.match(line)) and found[1].rpartition("/")[2]
                 is_file = name in PLANTED or name in TEXTS
                 names.append(name if is_file or not name else name.rpartition(".")[2])

@@ -81,7 +81,7 @@ def test_what_is_valid_is_accepted(line, monkeypatch):
     with pytest.raises(SystemExit) as left, redirected(place), patch.dict(os.environ):
         config.main(lambda cfg: None, conf=ROOT / "conf")
     ended = Answer(left.value.code or 0, [], (place / "err").read_text().splitlines(), [])
-    assert (ended.code, " ".join(ended.keys("warning"))) == (0, TABLE["accepted"][line]), ended.err
+    assert (ended.code, ended.err) == (0, [])
 
 
 def test_the_texts_are_those_of_the_golden_file():

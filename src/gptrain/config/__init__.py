@@ -3,14 +3,7 @@
 `main` runs a command, `compose_command` composes a config, `check` checks one.
 """
 
-import sys
-
-from gptrain.core.errors import INTERRUPTED, ConfigError, ConfigIssue
-
-try:
-    from gptrain.config.cli import check, compose_command, main
-except KeyboardInterrupt:  # the imports take half a second, and no other handler exists yet
-    print("interrupted", file=sys.stderr)
-    sys.exit(INTERRUPTED)
+from gptrain.config.cli import check, compose_command, main
+from gptrain.core.errors import ConfigError, ConfigIssue
 
 __all__ = ["ConfigError", "ConfigIssue", "check", "compose_command", "main"]

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,9 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints.timeline import begin_command
+from gptrain.config import checks
 from gptrain.config.compose import compose_words, open_hydra, plain, typed
 from gptrain.config.from_run import expand
-from gptrain.config.machine import check_classes, check_devices, check_folder, check_launcher
-from gptrain.config.rules import check_rules
 from gptrain.config.sweep import find_finished, record_refusal, report_sweep
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import ConfigError, JobFailedError, ending_of, first_line
@@ -40,24 +39,12 @@ NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # for ranks that 
 Job = Callable[[Any], "float | None"]
 
 
-def main(
-    job: Job,
-    schema: type[RunConfig] = RunConfig,
-    defaults: Mapping[str, Any] | None = None,
-    usage: str | None = None,
-    conf: str | Path | None = None,
-) -> NoReturn:
+def main(job: Job, *more: Any, conf: str | Path | None = None, **options: Any) -> NoReturn:
     """Run a job with the command line `sys.argv`, and exit with its exit code.
-
-    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
-    before Hydra creates a folder. Only rank 0 prints errors and warnings. After an error of the
-    config, the other ranks exit LINGER_S seconds later.
 
     Args:
         job: Function that gets the typed config. In a sweep it returns the value of `objective`.
-        schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
-        defaults: Default values of the additional keys.
-        usage: Text with which `--help` begins, usually the docstring of the command's file.
+        more, options: Arguments of `run_command` after `argv`.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
@@ -67,7 +54,7 @@ def main(
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory stays unused
     locations.enter(conf)
-    sys.exit(run_command(job, sys.argv[1:], schema, defaults, usage))
+    sys.exit(run_command(job, sys.argv[1:], *more, **options))
 
 
 def run_command(
@@ -77,9 +64,18 @@ def run_command(
     defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
 ) -> int:
-    """Run a command line and return its exit code. The arguments are those of `main`.
+    """Run a command line and return its exit code. Errors are printed and not raised.
 
-    Errors are printed and not raised. `argv` has no name of the program.
+    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
+    before Hydra creates a folder. Only rank 0 prints errors. After an error of the config, the
+    other ranks exit LINGER_S seconds later.
+
+    Args:
+        job: Function that gets the typed config. In a sweep it returns the value of `objective`.
+        argv: Words of the command line, without the name of the program.
+        schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
+        defaults: Default values of the additional keys.
+        usage: Text with which `--help` begins, usually the docstring of the command's file.
     """
     begin_command()
     parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
@@ -119,7 +115,7 @@ def run_command(
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         # The words are read as text, because the config may be impossible to compose.
         if isinstance(error, JobFailedError) and not codes:  # it was printed in another process
-            _print([first_line(error)])
+            _print(first_line(error))
         codes.append(report(error, shell.by_key(argv).get("debug", "").lower() == "true"))
     code = next(filter(None, codes), errors.DONE)
     if code == errors.BAD_CONFIG and _rank() > 0:
@@ -129,12 +125,13 @@ def run_command(
 
 def run_once(job: Job, schema: type[RunConfig], words: list[str], codes: list[int]) -> None:
     """Check a job and run it; under Hydra, if it has a folder, and `codes` gets its exit code."""
-    cfg = compose_words(words, schema)
-    HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-    run = check(cfg, schema)
-    if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
-        job(run)
-        return
+    if CHECKED not in os.environ or schema is not RunConfig:  # else the parent has checked it
+        cfg = compose_words(words, schema)
+        HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
+        run = check(cfg, schema)
+        if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
+            job(run)
+            return
     with open_hydra(words) as hydra:
         words = [*words, NO_LOG] if _rank() > 0 else words
         hydra.run("train", partial(run_job, job, schema, codes, False), words)
@@ -171,7 +168,7 @@ def first_value(item: Override) -> str:
 
 
 def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
-    """Check a composed config and return the typed config. Warnings are printed.
+    """Check a composed config and return the typed config.
 
     The run folder and the launcher are checked only for a training or an evaluation, classes and
     devices only if `schema.runs_here` is true. A ConfigError has all problems of the first kind of
@@ -179,19 +176,16 @@ def check(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> RunConfig:
     """
     values = plain(cfg)
     run = typed(values, schema)
-    problems = [*check_rules(run)]
+    problems = [*checks.check_rules(run)]
     if schema is RunConfig:  # a command with a schema of its own makes no run
-        problems += check_launcher(run)
+        problems += checks.check_launcher(run)
         if this_process().rank == 0:  # another rank may see what rank 0 has written
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            problems += check_folder(run, folder or run.run_dir)
-    is_valid = not any(problem.code for problem in problems)
-    if is_valid and schema.runs_here:  # torch takes seconds
-        problems += [*check_classes(run, values), *check_devices(run)]
-    if any(problem.code for problem in problems):
+            problems += checks.check_folder(run, folder or run.run_dir)
+    if not problems and schema.runs_here:  # torch takes seconds
+        problems = [*checks.check_classes(run, values), *checks.check_devices(run)]
+    if problems:
         raise ConfigError(problems)
-    if CHECKED not in os.environ:  # else the parent of this rank has printed them
-        _print(problem.line for problem in problems)
     return run
 
 
@@ -249,16 +243,15 @@ def report(error: BaseException, debug: bool) -> int:
         return error.code if isinstance(error.code, int) else errors.DONE
     ending = ending_of(error)
     hint = "; try: debug=true" if ending.trace and not debug else ""
-    _print([ending.line + hint])
+    _print(ending.line + hint)
     locations.report_to_fit(lines=ending.line.splitlines())
     return ending.code
 
 
-def _print(lines: Iterable[object]) -> None:
-    """Print the lines on stderr without repetitions. Does nothing on ranks other than 0."""
+def _print(text: str) -> None:
+    """Print a text on stderr, on rank 0 only."""
     if _rank() == 0:
-        for line in dict.fromkeys(lines):
-            print(line, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -128,12 +127,9 @@ def compose_words(words: Sequence[str], schema: type[RunConfig] = RunConfig) -> 
     if not problems:
         return cfg
     known = flatten(OmegaConf.to_container(cfg, resolve=False))
-    problems = [
-        replace(problem, message=UNKNOWN + _did_you_mean(problem.key, known))
-        if problem.message == UNKNOWN
-        else problem
-        for problem in problems
-    ]
+    for problem in problems:
+        if problem.message == UNKNOWN:
+            problem.message += _did_you_mean(problem.key, known)
     try:
         typed(plain(cfg), schema)
     except ConfigError as error:
@@ -162,10 +158,11 @@ def _explain(error: Exception, words: Sequence[str]) -> ConfigIssue:
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
     """Return the end of a message with the known key that is most similar, or an empty string."""
-    groups = {name.split(".")[0] for name in known}
+    names = {*known, *(name.split(".")[0] for name in known)}
     leaf = key.rpartition(".")[2]  # the group of the key may be missing or wrong
     same_leaf = sorted((name for name in known if name.endswith(f".{leaf}")), key=len)
-    near = get_close_matches(key, {*known, *groups}, 1, cutoff=0.75) or same_leaf
+    same_letters = [name for name in names if sorted(name) == sorted(key)]
+    near = same_letters or get_close_matches(key, names, 1, cutoff=0.75) or same_leaf
     return f", did you mean {near[0]}? (new keys need +)" if near else ""
 
 

@@ -48,12 +48,12 @@ CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\..*")
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConfigIssue:
     """One problem of the input: `<key>=<value>: <message>; try: <hint>`.
 
     `key` is a dotted key, flag or environment variable, or empty. The value None is not shown, the
-    string "null" shows a null. `code` is the exit code of the command; DONE (0) makes it a warning.
+    string "null" shows a null. `code` is the exit code of the command.
     """
 
     key: str
@@ -67,11 +67,6 @@ class ConfigIssue:
         line = f"{head}: {self.message}" if head else self.message
         line += f"; try: {self.hint}" if self.hint else ""
         return printable(line)
-
-    @property
-    def line(self) -> str:
-        """Line to print: the problem after `error: `, or after `warning: ` if `code` is 0."""
-        return f"{'error' if self.code else 'warning'}: {self}"
 
 
 def show(value: object) -> str:
@@ -139,19 +134,18 @@ class ConfigError(RunError):
     """Raised for wrong input. Nothing was started or written, unless a restart finds the problem.
 
     Attributes:
-        problems: All problems, in the order in which they were found. Warnings may be among them,
-            but at least one is an error.
+        problems: All problems, in the order in which they were found.
         lines: Printed lines: one for each problem, without duplicates.
-        code: Exit code: 2 if one of the problems has it, else that of the first error.
+        code: Exit code: 2 if one of the problems has it, else that of the first problem.
     """
 
     cause = "config"
 
     def __init__(self, problems: list[ConfigIssue]):
         self.problems = problems
-        self.lines = [*dict.fromkeys(problem.line for problem in problems)]
+        self.lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
         super().__init__("\n".join(self.lines))
-        codes = [problem.code for problem in problems if problem.code != DONE]
+        codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
 
     @classmethod
@@ -219,7 +213,7 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
         return Ending(code_of(error), "disk", f"error: {message}", rank=rank)
     if isinstance(error, ModuleNotFoundError) and "." not in (error.name or ""):  # a whole package
         hint = f"pip install {error.name}" if error.name else ""
-        return Ending(BAD_CONFIG, "config", ConfigIssue("", None, message, hint=hint).line)
+        return Ending(BAD_CONFIG, "config", f"error: {ConfigIssue('', None, message, hint)}")
     trace = "".join(traceback.format_exception(error))
     for cause, (phrases, what) in PHRASES.items():
         is_phrase = isinstance(error, RuntimeError) and re.search(phrases, str(error))

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
-from gptrain.core.errors import DONE, ConfigIssue
+from gptrain.core.errors import ConfigIssue
 from gptrain.core.labels import count_text
 from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
 from gptrain.parallel.mesh import gather
@@ -50,7 +50,7 @@ def warn_about_missing(
     for key, (name, effect) in expected.items():
         if name not in metrics and not str(name).startswith("perf/"):
             message = f"not logged in the first validation; {effect}; allowed: {logged_names}"
-            log.warning("%s", ConfigIssue(key, name, message, code=DONE).line)
+            log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
 def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -1,9 +1,14 @@
-"""Checks of the launcher, the run folder, the classes and the devices of a run on this machine."""
+"""Checks of a typed config, before anything is written and before a rank starts.
+
+`check_rules` has the rules between keys, without which a run would silently compute something else,
+or never end. The net, the strategy and the batch have rules of their own, which
+`assemble.run.check` applies. They are not repeated in this file, except for the heads of shipped
+nets: the planner counts these nets without building them.
+"""
 
 import inspect
 import json
 import logging
-import os
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +17,14 @@ from hydra.utils import get_class, get_method
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from gptrain.config.rules import problem
+from gptrain.core.data_schema import DataModuleConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigIssue, first_line, show
+from gptrain.core.lengths import effective_max_epochs
 from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
-from gptrain.core.schema import RunConfig
-from gptrain.core.value_types import check_target
+from gptrain.core.schema import DecayConfig, DecoderConfig, LlamaConfig, RunConfig
+from gptrain.core.strategies import STRATEGIES
+from gptrain.core.value_types import TargetConfig, check_target
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "gptrain")
@@ -32,8 +39,65 @@ BASES = {  # base class of the objects of each group
     "logger": "lightning.pytorch.loggers.Logger",
     "profiler": "lightning.pytorch.profilers.Profiler",
 }
-
+PHASES = ("warmup", "decay", "total")
 STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
+
+
+def problem(run: RunConfig, key: str, message: str, hint: str = "") -> ConfigIssue:
+    """Return the problem of a key, with its value in the config."""
+    return ConfigIssue(key, show(run.value_of(key)), message, hint=hint)
+
+
+def check_rules(run: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem for each key that contradicts another one. Imports no torch."""
+    name, model, scheduler = run.strategy.name, run.model, run.scheduler
+    if isinstance(model, DecoderConfig):
+        yield from _check_heads(run, model)
+    strategy = STRATEGIES["ddp" if name == "auto" else name]
+    if find_precision(run.trainer.precision).is_fp16 and not strategy.is_standard:
+        message = f"strategy={name} does not scale the loss, which fp16 needs"
+        yield problem(run, "trainer.precision", message, "trainer.precision=bf16-mixed")
+    if strategy.needs and model.compile == "model":
+        message = f"strategy={name} has collectives and hooks between the blocks"
+        yield problem(run, "model.compile", message, "model.compile=blocks")
+    if isinstance(run.data, DataModuleConfig):
+        if not strategy.is_standard:
+            message = "divides the samples, and a LightningDataModule divides its own"
+            yield problem(run, "strategy.name", message, "strategy=ddp")
+        message = "not with a LightningDataModule, whose order, samples and tokens are not known"
+        keys = ["max_tokens", "data.global_batch_size", "trainer.overfit_batches"]
+        for key in (*keys, *(f"scheduler.{phase}_tokens" for phase in PHASES)):
+            if run.value_of(key):
+                yield problem(run, key, message, "data.train._target_ and data.val._target_")
+    for phase in PHASES:
+        steps, tokens = scheduler.phase(phase)
+        if steps is not None and tokens:
+            key = f"scheduler.{phase}_steps"
+            message = f"excludes {key}={show(steps)}: both set the same length"
+            yield problem(run, f"scheduler.{phase}_tokens", message, f"{key}=null")
+    trainer = run.trainer
+    has_end = trainer.max_steps != -1 or run.max_tokens or trainer.fast_dev_run
+    has_end = has_end or effective_max_epochs(trainer, None) is not None
+    needs_end = isinstance(scheduler, DecayConfig) and not any(scheduler.phase("total"))
+    if run.task == "fit" and needs_end and not has_end:
+        message = "the schedule decays until the last step, which is not known"
+        yield problem(run, "scheduler.total_steps", message, "scheduler=warmup_constant")
+    is_path = run.ckpt_path not in (None, "last", "best")
+    if is_path and run.init_from and not run.from_run:  # else it may be of the earlier run
+        message = "excludes a path in ckpt_path: a run has one source of its first weights"
+        yield problem(run, "init_from", message, "ckpt_path=last")
+
+
+def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
+    """Yield a problem if the width of a decoder cannot be divided into heads."""
+    n_heads, has_pairs = model.n_heads, isinstance(model, LlamaConfig)
+    if isinstance(model, LlamaConfig) and n_heads % model.n_kv_heads:
+        yield problem(run, "model.n_kv_heads", f"does not divide {n_heads} heads")
+    key = "model.d_head" if getattr(model, "d_head", None) else "model.d_model"
+    d_head = getattr(model, "d_head", None) or model.d_model / n_heads
+    if d_head % (2 if has_pairs else 1):
+        of_pairs = ", each of pairs of features" if has_pairs else ""  # RoPE rotates pairs
+        yield problem(run, key, f"not divisible into {n_heads} heads{of_pairs}")
 
 
 def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
@@ -52,15 +116,7 @@ def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:
-    """Yield a problem for a mirror that no package opens, and for a fit over a finished run."""
-    if mirror := run.checkpoint.mirror:
-        from fsspec import get_filesystem_class  # imported late, because it takes 0.2 s
-        from fsspec.core import split_protocol
-
-        try:
-            get_filesystem_class(split_protocol(mirror)[0])
-        except (ValueError, ImportError) as error:  # the message names the package to install
-            yield problem(run, "checkpoint.mirror", first_line(error))
+    """Yield a problem if the run folder holds a finished run."""
     if run.task == "fit" and not run.ckpt_path and (expand_home(folder) / "result.json").exists():
         message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
         yield ConfigIssue("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)
@@ -77,12 +133,12 @@ def check_classes(run: RunConfig, node: Any, place: str = "") -> Iterator[Config
             yield from check_classes(run, value, f"{place}.{key}".lstrip("."))
     if isinstance(node, dict) and (target := node.get("_target_")) is not None:
         try:
-            yield from _check_class(run, node, place)
+            yield from _check_arguments(run, node, place)
         except Exception as error:  # the import of a user's module may raise anything
             yield ConfigIssue(f"{place}._target_", target, first_line(error))
 
 
-def _check_class(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[ConfigIssue]:
+def _check_arguments(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[ConfigIssue]:
     """Yield a problem for each value that a class refuses. Raise if the class or a key is wrong."""
     # get_method logs every exception that it raises; the problem of the caller has its message.
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
@@ -94,9 +150,9 @@ def _check_class(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[C
         kind = getattr(made, "__self__", made)  # a class method makes an object of its class
         if not inspect.isclass(kind) or not issubclass(kind, get_class(BASES[group])):
             raise TypeError(f"not of type {BASES[group]}, which the group needs")
-    computed: set[str] = set()  # keys that gptrain reads, or passes only if the class takes them
-    if place in ("model", "module", "optimizer", "scheduler", "trainer"):
-        computed = set(type(getattr(run, place)).model_fields)
+    section = getattr(run, place, None)
+    # Keys that gptrain reads, or passes only if the class takes them.
+    computed = set(type(section).model_fields) if isinstance(section, TargetConfig) else set()
     if place == "optimizer" and hasattr(made, "parameter_groups"):
         computed |= {*inspect.signature(made.parameter_groups).parameters}
     try:
@@ -105,15 +161,14 @@ def _check_class(run: RunConfig, node: dict[str, Any], place: str) -> Iterator[C
         return
     given = {key: value for key, value in node.items() if not key.startswith("_")}
     unused = computed - signature.parameters.keys()
-    try:
-        signature.bind_partial(**{k: v for k, v in given.items() if k not in unused})
-    except TypeError as error:
-        raise TypeError(f"{error}; allowed: {', '.join(signature.parameters)}") from error
+    signature.bind_partial(**{key: value for key, value in given.items() if key not in unused})
+    if is_library:
+        return
     try:
         types = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
     except Exception:  # an annotation names something that only a type checker imports
         return
-    for key in () if is_library else types.keys() & given.keys() - computed:
+    for key in types.keys() & given.keys() - computed:
         text = json.dumps(given[key], default=str)
         try:
             if "_target_" not in text:  # the value of a nested node is made later
@@ -141,6 +196,5 @@ def check_devices(run: RunConfig) -> Iterator[ConfigIssue]:
     n_visible = device_count()
     is_own = this_process().is_rank and n_visible == 1  # of a launcher that shows one GPU to a rank
     if kind == "cuda" and max(numbers) >= n_visible and not is_own:
-        variable = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
-        message = f"{n_visible} visible (CUDA_VISIBLE_DEVICES {variable})"
-        yield problem(run, "trainer.devices", message, f"trainer.devices={n_visible}")
+        message, hint = f"{n_visible} visible here", f"trainer.devices={n_visible}"
+        yield problem(run, "trainer.devices", message, hint)
