@@ -83,7 +83,7 @@ BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, laye
 @pytest.fixture
 def any_precision(monkeypatch):
     """Let a run on a CPU begin with a loss scaler, which Lightning has on GPUs only."""
-    monkeypatch.setattr("gptrain.config.cli.check_devices", lambda run: [])
+    monkeypatch.setattr("gptrain.config.checks.check_devices", lambda run: [])
 
 
 SCALED = (
