@@ -97,9 +97,9 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
     axes = (TENSOR,)
     needs = _HEADS
     contract = (
-        "tensor parallelism needs q, k and v as separate layers, head counts computed from their "
-        "width, every parameter that works on a shard of the sequence in tensor_plan, and "
-        "forward(tokens) == head(hidden(tokens))"
+        "tensor parallelism needs q, k and v as separate layers, causal attention, head counts "
+        "computed from their width, every parameter that works on a shard of the sequence in "
+        "tensor_plan, and forward(tokens) == head(hidden(tokens))"
     )
 
     tensor_parallel_size: Count | None
@@ -119,8 +119,8 @@ class ContextParallelOptions(ShardedOptions):
     needs = ("blocks", "context_plan", "n_heads")
     contract = (
         "context parallelism needs in context_plan every module whose output at a position depends "
-        "on other positions; q, k, v and the output of its attention must pass through its "
-        "exchange, and positions must be those of layout"
+        "on positions before it, and none on later ones; q, k, v and the output of its attention "
+        "must pass through its exchange, and positions must be those of layout"
     )
 
     context_parallel_size: Count | None

@@ -20,17 +20,17 @@ an error names the attribute before training begins.
 `tensor_plan: ClassVar[dict[str, str]]`, from a pattern of submodule names to a role, and `n_heads`
     Tensor parallelism. The projections of q, k and v must be separate layers, and attention must
     compute the number of heads from their output, `q(x).unflatten(-1, (-1, d_head))`, because each
-    rank has only some of the heads.
+    rank has only some of the heads. It must be causal, because ranks pad a sequence at its end.
 `context_plan: ClassVar[tuple[str, ...]]`, patterns of submodule names, and `n_heads`
     Context parallelism, in which a rank computes a part of every sequence. The patterns, matched by
-    `fnmatch`, name all modules whose output at a position depends on other positions. Each has an
-    attribute `exchange` of None. If it is set, the module passes q, k and v of the T positions of
-    this rank, each (B, T, heads, d_head), through `exchange.to_heads(q, k, v)`, which returns all S
-    positions of some heads, each (B, S, heads of this rank, d_head). It computes attention over
-    these, and passes the result through `exchange.to_positions(y)`, which returns all heads of the
-    T positions. All ranks of the sequence must call both. `forward` and `hidden` accept the
-    argument `layout` (see below). Its positions are those of the `tokens` of this rank, its
-    documents are those of all positions.
+    `fnmatch`, name all modules whose output at a position depends on positions before it; on later
+    ones none may depend. Each has an attribute `exchange` of None. If it is set, the module passes
+    q, k and v of the T positions of this rank, each (B, T, heads, d_head), through
+    `exchange.to_heads(q, k, v)`, which returns all S positions of some heads, each (B, S, heads of
+    this rank, d_head). It computes attention over these, and passes the result through
+    `exchange.to_positions(y)`, which returns all heads of the T positions. All ranks of the
+    sequence must call both. `forward` and `hidden` accept the argument `layout` (see below). Its
+    positions are those of the `tokens` of this rank, its documents are those of all positions.
 `init_parameter(name, tensor)`
     Construction on the meta device and initialization of one parameter at a time.
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`

@@ -56,7 +56,7 @@ from gptrain.loss import (
 from gptrain.models.attention import layout_argument
 from gptrain.parallel import state
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.context import PartLayout, apply_context_parallel, part_layout
+from gptrain.parallel.context import apply_context_parallel, part_layout
 from gptrain.parallel.data_parallel import apply_fsdp, ddp_arguments, watch_use
 from gptrain.parallel.gradients import check_use, clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
@@ -102,7 +102,6 @@ class Parallel:
             object averages.
         forward_only: True if the loss must be computed from `forward`, although the net has
             `hidden` and `head`.
-        may_pad: False if padding at the end of a sequence would change the outputs of the net.
         may_skip_parameters: True if a rank's backward pass may leave out parameters that another
             rank uses, as in a net of the user.
         used: Names of the parameters that have got a gradient in this step. None if not recorded.
@@ -122,7 +121,6 @@ class Parallel:
     counted_on_other_stage: Set[nn.Parameter] = field(default=frozenset(), init=False)
     used: set[str] | None = field(default=None, init=False)
     forward_only = False
-    may_pad = True
     may_skip_parameters = False
     is_pipeline = False
     n_stages = 1
@@ -192,15 +190,6 @@ class Parallel:
             apply_tensor_parallel(net, cast(DeviceMesh, self.mesh))
         if CONTEXT in self.axes:
             apply_context_parallel(net, cast(Any, self.group_along(CONTEXT)))
-        for name in () if self.may_pad else ("forward", "hidden"):
-            if hasattr(net, name):
-                setattr(net, name, partial(self._run_checked, getattr(net, name)))
-
-    def _run_checked(self, method: Callable, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Run a method of the net, on full sequences only if they need no padding."""
-        if not isinstance(options.get("layout"), PartLayout):
-            self.check_length(tokens.shape[1])
-        return method(tokens, *args, **options)
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Connect with the module and its optimizer, once both are built.
@@ -256,7 +245,6 @@ class Parallel:
         bias. Under context parallelism each rank computes its own positions, and all get the sum.
         """
         tokens, targets, documents = batch
-        self.check_length(tokens.shape[1])
         layout: dict[str, Any] = layout_argument(documents)
         group = self.group_along(CONTEXT) if CONTEXT in self.axes else None
         if group is not None:
@@ -291,19 +279,10 @@ class Parallel:
         """Return logits (B, T, V) by those parts of a full net from which the loss is computed."""
         return F.linear(net.hidden(tokens), net.head.weight)
 
-    def check_length(self, n_positions: int) -> None:
-        """Raise an IncompatibleModelError if a sample needs padding that changes the outputs."""
-        n_ranks = self.dims.tensor * self.dims.context
-        if not self.may_pad and (rest := n_positions % n_ranks):
-            message = f"{n_ranks} ranks do not divide the {n_positions} positions of a sample"
-            reason = f"padding would change this net's outputs; try: {n_positions - rest}"
-            raise IncompatibleModelError("strategy.name", f"{message}, and {reason}")
-
     @torch.no_grad()
     def logits(self, net: Net, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (C, V) and targets (C,) of C positions at a time, for metrics."""
         tokens, targets, documents = batch
-        self.check_length(tokens.shape[1])
         layout = layout_argument(documents)
         if self.uses_hidden(net):
             return logits_in_chunks(net.hidden(tokens, **layout), net.head, targets)

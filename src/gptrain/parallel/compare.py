@@ -44,7 +44,7 @@ from gptrain.parallel.requirements import IncompatibleModelError, tied_names
 log = logging.getLogger(__name__)
 
 MAX_PARAMETERS = 2**27  # GPT-2 with 124 M parameters is compared with all of its blocks
-N_TOKENS = 32  # positions of a sample; `make_batch` adds up to world_size - 1 positions
+N_TOKENS = 32  # largest number of positions of a sample
 # Largest difference, as a fraction of the largest value. Under float64, parts of a net that always
 # compute in float32 cause differences of about 1e-6.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
@@ -85,8 +85,7 @@ class Comparison:
         All ranks must call this method, before the net of the run is built. It changes the state of
         the random generators. If the plain net cannot be run, nothing is compared, and a
         partitioning strategy logs a warning. Sets `parallel.forward_only` if the loss must be
-        computed from `forward`, or if nothing was compared, and `parallel.may_pad` to False if
-        padding changes the outputs of the net.
+        computed from `forward`, or if nothing was compared.
 
         Args:
             sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
@@ -102,7 +101,6 @@ class Comparison:
                 torch.set_default_dtype(dtype)
                 self._compare_in_training(batch)
                 if not (reason := self._compare_partitioned(batch)):
-                    parallel.may_pad = self._is_same_with_padding(batch)
                     return
         finally:
             torch.set_default_dtype(dtype_before)
@@ -134,16 +132,6 @@ class Comparison:
                 parallel.forward_only = True
                 message = "warning: the loss is computed from the logits of forward"
                 log.warning("%s, which takes more memory: for hidden and head, %s", message, text)
-
-    def _is_same_with_padding(self, batch: Batch) -> bool:
-        """Return whether the partitioned net is right for sequences that it has to pad, too."""
-        n_ranks = self.parallel.dims.tensor * self.parallel.dims.context
-        if n_ranks == 1 or batch.tokens.shape[1] % n_ranks:
-            return True  # the strategy pads nothing, or has padded these tokens
-        try:
-            return not self._compare_partitioned(Batch(batch.tokens[:, 1:], batch.targets[:, 1:]))
-        except IncompatibleModelError:
-            return False
 
     def _compare_partitioned(self, batch: Batch) -> str:
         """Compare the partitioned net, and return why the plain net cannot be run, or ""."""
@@ -252,10 +240,10 @@ def first_difference(expected: Tensors, found: Tensors) -> str:
 
 
 def make_batch(sample: Tensor, parallel: Parallel) -> Batch:
-    """Return beginnings of rotated copies of a sample, which need padding if the sample does."""
-    n_tokens, world_size = len(sample), parallel.dims.world_size
-    if n_tokens > N_TOKENS + world_size:
-        n_tokens = N_TOKENS + (n_tokens - N_TOKENS) % world_size
+    """Return beginnings of rotated copies of a sample, which ranks that divide it have to pad."""
+    n_tokens, n_ranks = min(len(sample), N_TOKENS), parallel.dims.tensor * parallel.dims.context
+    if n_ranks > 1 and n_tokens % n_ranks == 0:
+        n_tokens -= 1
     n_rows = max(2, parallel.microbatches)
     rows = [sample.roll(-row * n_tokens - row)[:n_tokens] for row in range(n_rows)]
     tokens = torch.stack(rows).to(parallel.device, torch.int64)
