@@ -84,18 +84,18 @@ class Report:
     def _start_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the text of each line that is printed at the start."""
         cfg, lengths, batch = self.cfg, self.lengths, self.lengths.batch
-        info, sizes = strategy_of(self.trainer).info, cfg.model.arguments
-        name, n_all, n_trained = info.net_name, info.n_parameters, info.n_trained
+        used = strategy_of(self.trainer)
+        net, sizes = used.full_net, cfg.model.arguments
         if not isinstance(getattr(self.module, "net", None), torch.nn.Module):  # layers of its own
-            name, sizes, parameters = type(self.module).__name__, {}, [*self.module.parameters()]
-            n_all = sum(parameter.numel() for parameter in parameters)
-            n_trained = sum(p.numel() for p in parameters if p.requires_grad)
+            net, sizes = self.module, {}
+        n_all = sum(parameter.numel() for parameter in net.parameters())
+        n_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         some = f"{n_trained:,} of {n_all:,} parameters are trained"
-        model = [name, some if n_trained < n_all else f"{n_all:,} parameters"]
+        model = [type(net).__name__, some if n_trained < n_all else f"{n_all:,} parameters"]
         model += [f"{key} {sizes[key]}" for key in SIZES if key in sizes]
         yield "model", " · ".join(model)
         device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
-        strategy = [info.name, device_text, f"precision {self.trainer.precision}"]
+        strategy = [used.name, device_text, f"precision {self.trainer.precision}"]
         if self.devices.accelerator == "cpu":
             strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
         yield "strategy", " · ".join(strategy)

@@ -36,7 +36,7 @@ class Speed:
             # A net without these attributes is counted without the FLOPs of its attention scores.
             d_head = getattr(net, "d_head", None)
             width = getattr(net, "n_heads", 0) * d_head if d_head else getattr(net, "d_model", 0)
-            n_weights = strategy_of(trainer).info.n_matrix_weights
+            n_weights = count_matrix_weights(strategy_of(trainer).full_net)
             n_layers = getattr(net, "n_layers", 0)
             seq_len = lengths.sample_tokens
             self._token_flops = train_flops_per_token(n_weights, n_layers, width, seq_len)

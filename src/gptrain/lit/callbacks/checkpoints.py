@@ -195,6 +195,7 @@ class Checkpoints(Checkpoint):
             DataError: In the same way, if the last step is step 0 of the run and had no target.
         """
         step, strategy = trainer.global_step, strategy_of(trainer)
+        n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
         strategy.conclude_step()
         self.time_is_up = False
         self._interval_start_s = monotonic()
@@ -210,7 +211,7 @@ class Checkpoints(Checkpoint):
             rank=trainer.global_rank,
             gather=gather,
             in_background=self.options.background
-            and FP32_BYTES * strategy.info.n_parameters >= BACKGROUND_BYTES
+            and FP32_BYTES * n_parameters >= BACKGROUND_BYTES
             and not is_last,
         )
         with self.timeline.during("saves", step):

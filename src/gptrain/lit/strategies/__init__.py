@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gptrain.checkpoints import rng
 from gptrain.core.strategies import ParallelDims, PipelineOptions, StrategyOptions, strategy_name
-from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice, StrategyInfo
+from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice
 from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
@@ -49,7 +48,6 @@ def build_strategy(
         IncompatibleModelError: If the strategy would train another function than the plain net
             computes.
     """
-    name = strategy_name(options.name, dims.world_size)
     with torch.random.fork_rng(devices=[]):
         full_net = build_on_meta_device(make_net)
     parallel_class = Pipeline if isinstance(options, PipelineOptions) else Parallel
@@ -75,11 +73,6 @@ def build_strategy(
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
     net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
     strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel)
-    strategy.info = StrategyInfo(
-        name,
-        type(full_net).__name__,
-        n_parameters=sum(p.numel() for p in full_net.parameters()),
-        n_matrix_weights=count_matrix_weights(full_net),
-        n_trained=sum(p.numel() for p in full_net.parameters() if p.requires_grad),
-    )
+    strategy.name = strategy_name(options.name, dims.world_size)
+    strategy.full_net = full_net.to("meta")
     return net, strategy

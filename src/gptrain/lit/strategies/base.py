@@ -7,7 +7,6 @@ allows nothing but the first on an Apple GPU.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -18,7 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -40,22 +38,12 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
-class StrategyInfo:
-    """Facts about the strategy, and about the net before it was partitioned, tied weights once."""
-
-    name: str
-    net_name: str
-    n_parameters: int
-    n_matrix_weights: int
-    n_trained: int
-
-
 class GPTStrategy(SavingStrategy):
     """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
     Attributes:
-        info: Facts about the strategy and the net. `build_strategy` sets them.
+        name: Name of the strategy. `build_strategy` sets it.
+        full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         decide_step: Function that makes the optimizer skip its update if the step is bad.
         conclude_step: Function that waits until the last decision is known and reports it. All
             ranks call it before the state of a step is saved or sent.
@@ -63,7 +51,8 @@ class GPTStrategy(SavingStrategy):
         step_mean: Divisor of the losses of the current step, and mean loss of the last step.
     """
 
-    info: StrategyInfo
+    name: str
+    full_net: nn.Module
     decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
     conclude_step: Callable[[], object] = staticmethod(bool)
     grad_norm: Tensor | None = None
@@ -137,9 +126,6 @@ class GPTStrategy(SavingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
-        if isinstance(closure_loss, DTensor):
-            message = f"training_step adds weights to the loss; {PARTS}"
-            raise IncompatibleModelError("strategy.name", message)
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -168,11 +154,8 @@ class GPTStrategy(SavingStrategy):
         """Tear down the precision plugin and the accelerator, but leave the net on its device.
 
         Lightning's own teardown would move weights and optimizer states to the CPU, for which the
-        host may lack memory. It runs for a full net on a CPU.
+        host may lack memory.
         """
-        if self.root_device.type != "cuda" and not self.parallel.is_partitioned:
-            super().teardown()
-            return
         for part in (self.precision_plugin, self.accelerator):
             cast(Accelerator, part).teardown()
 
