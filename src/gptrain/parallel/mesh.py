@@ -137,11 +137,7 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
 
 def from_rank_0(value: T) -> T:
     """Broadcast rank 0's picklable value, and return it on every rank. Collective."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    return gather(value)[0]
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

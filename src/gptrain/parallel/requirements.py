@@ -74,12 +74,6 @@ def check_split(net: Net, dims: ParallelDims) -> None:
                 message = f"{n_ranks} ranks do not divide {name}={heads}: a rank has whole heads"
                 key = f"strategy.{axis}_parallel_size"
                 raise IncompatibleModelError(key, f"{message}; allowed: {divisors(heads)}")
-    if dims.context > 1:
-        layers = planned_layers(net, net.context_plan)
-        have_exchange = [hasattr(layer, "exchange") for _, layer, _ in layers]
-        if not have_exchange or not all(have_exchange):
-            message = f"context_plan={net.context_plan} must name layers with `exchange`"
-            raise IncompatibleModelError("strategy.name", f"{message} (see gptrain.models)")
     if dims.pipeline > 1:
         if dims.pipeline > (n_blocks := len(net.blocks)):
             message = f"{dims.pipeline} stages, but the net has {n_blocks} blocks"
