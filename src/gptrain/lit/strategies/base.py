@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -126,6 +127,9 @@ class GPTStrategy(SavingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
+        if isinstance(closure_loss, DTensor):
+            message = f"training_step adds weights to the loss; {PARTS}"
+            raise IncompatibleModelError("strategy.name", message)
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
