@@ -125,20 +125,20 @@ def build_callbacks(
     checkpoints = None
     if is_fit and cfg.checkpoint.name != "none":
         checkpoints = build_checkpoints(cfg, lengths, guard, train, timeline)
+    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
     monitor = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
         guard,
         timeline,
-        checkpoints=checkpoints,
+        StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips),
+        checkpoints,
         compiles=cfg.model.compile != "none",
         seed=cfg.seed + 1,
     )
-    spikes = Spikes(cfg.spike.sigma, cfg.spike.window)
-    step_guard = StepGuard(cfg.on_nonfinite, cfg.on_spike, spikes, cfg.max_skips)
     last = [] if checkpoints is None else [checkpoints]
-    return [monitor, step_guard, *own, *last]
+    return [monitor, *own, *last]
 
 
 def build_checkpoints(

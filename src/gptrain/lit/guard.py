@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -34,10 +34,6 @@ log = logging.getLogger(__name__)
 # Relative standard deviation of equal values: rounding errors of float32 are not a spike.
 ROUNDING = 1e-6
 KINDS = ("not finite", "a spike", "without a target")
-# Parts of the state: steps of each kind, the number of the last one, counted from 1, the number of
-# steps that were refused in a row, and the step that ends the run, or 0.
-SIZES = (3, 3, 1, 1)
-IN_A_ROW = 6
 
 
 @dataclass
@@ -80,8 +76,8 @@ class Spikes:
 
 
 @dataclass(eq=False)
-class StepGuard(Callback):
-    """Callback that decides on the device whether the optimizer takes each step of a run.
+class StepGuard:
+    """Decides on the device whether the optimizer takes each step of a run.
 
     Attributes:
         on_nonfinite: "stop" ends the run at a step that is not finite, "skip" leaves it out.
@@ -95,17 +91,19 @@ class StepGuard(Callback):
     max_skips: int
 
     def __post_init__(self) -> None:
-        self._state = torch.zeros(sum(SIZES), dtype=torch.int64)
+        self._n_skipped = torch.tensor(0)  # steps that were refused in a row
         self._step = -1  # last step that was decided
-        self._reported = [0] * len(KINDS)
+        # Step -> whether it is of each of KINDS and whether it ends the run, since the last `read`.
+        self._flags: dict[int, Tensor] = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Make the strategy call `decide` and `read` in the steps of a training that begins."""
         self.trainer = trainer
         strategy = strategy_of(trainer)
         strategy.decide_step = self.decide
         strategy.conclude_step = self.read
-        self._state = self._state.to(strategy.root_device)
+        self._n_skipped = self._n_skipped.to(strategy.root_device)
+        self._has_ended = self._no_spike = self._n_skipped < 0
         optimizer = trainer.optimizers[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
@@ -126,10 +124,10 @@ class StepGuard(Callback):
         step = self.trainer.global_step
         if step != self._step:
             self._step = step
-            self._before = self._state
-        counts, last, in_a_row, end = self._before.split(SIZES)
-        is_bad = norm.isfinite().logical_not()
-        is_spike = torch.zeros_like(is_bad)
+            self._before = self._n_skipped, self._has_ended
+        n_skipped, has_ended = self._before
+        is_refused = is_bad = ~norm.isfinite()
+        is_spike = self._no_spike
         if self.on_spike != "none":
             loss = strategy.step_mean.loss
             dims = strategy.parallel.dims
@@ -137,23 +135,21 @@ class StepGuard(Callback):
                 loss = loss / dims.world_size
                 dist.all_reduce(loss)
             is_spike = self.spikes.flag(loss, norm, step)
-        flags = torch.stack((is_bad, is_spike, strategy.step_mean.n_targets == 0))
-        is_refused_spike = is_spike & (self.on_spike == "skip")
-        is_refused = is_bad | is_refused_spike
-        in_a_row = (in_a_row + 1) * is_refused
-        ends = in_a_row >= self.max_skips
+            if self.on_spike == "skip":
+                is_refused = is_bad | is_spike
+        self._n_skipped = (n_skipped + 1) * is_refused
+        ends = self._n_skipped >= self.max_skips
         if self.on_nonfinite == "stop" and not self._is_scaled:
             ends = ends | is_bad
-        last = torch.where(flags, step + 1, last)
-        state = torch.cat((counts + flags, last, in_a_row, ends * (step + 1)))
-        has_ended = end > 0
-        self._state = torch.where(has_ended, self._before, state)
+        self._has_ended = has_ended | ends
+        has_no_target = strategy.step_mean.n_targets == 0
+        self._flags[step] = torch.stack((is_bad, is_spike, has_no_target, ends))
         if self._is_deferred:
-            cast(Any, optimizer).found_inf = (is_refused | has_ended).float().squeeze()
+            cast(Any, optimizer).found_inf = (is_refused | self._has_ended).float()
             return
         self.read()
         # Optimizers leave out parameters without a gradient. A loss scaler finds NaN itself.
-        if is_refused_spike if self._is_scaled else is_refused:
+        if is_refused & ~is_bad if self._is_scaled else is_refused:
             optimizer.zero_grad(set_to_none=True)
 
     def read(self) -> None:
@@ -166,37 +162,35 @@ class StepGuard(Callback):
             RefusedStepError: If a step ends the run. The weights are those before this step.
             DataError: If step 0 of the run has no target.
         """
-        *state, _, end = self._state.tolist()
-        counts, last = state[:3], state[3:]
-        if end:
-            raise self._error(end - 1, is_spike=last[0] != end)
-        if last[2] == 1:
-            needed = "needed: targets[t] = tokens[t + 1], and -100 only where no loss is counted"
-            raise DataError(f"data.train: {NO_TARGET} in step 0{self._samples(0)}; {needed}")
+        if not self._flags:
+            return
+        rows = torch.stack([*self._flags.values()]).tolist()
+        for step, (is_bad, _, has_no_target, ends) in zip(self._flags, rows, strict=True):
+            if ends:
+                raise self._error(step, is_spike=not is_bad)
+            if has_no_target and step == 0:
+                needed = "targets[t] = tokens[t + 1], and -100 only where no loss is counted"
+                samples = self._samples(0)
+                raise DataError(f"data.train: {NO_TARGET} in step 0{samples}; needed: {needed}")
         skipped = KINDS[:2] if self.on_spike == "skip" else KINDS[:1]
-        for kind, count, reported, number in zip(KINDS, counts, self._reported, last, strict=True):
+        for number, kind in enumerate(KINDS):
+            found = [step for step, row in zip(self._flags, rows, strict=True) if row[number]]
             # A loss scaler skips steps as long as it seeks its scale, which is no news.
-            is_news = count > reported and not (self._is_scaled and kind == KINDS[0])
+            is_news = found and not (self._is_scaled and kind == KINDS[0])
             if is_news and self.trainer.is_global_zero:
-                steps = labels.count_text(count - reported, "step")
+                steps = labels.count_text(len(found), "step")
                 what = f"{steps} {kind}{' and skipped' if kind in skipped else ''}"
-                samples = self._samples(number - 1)
-                log.error("warning: %s, the last one step %d%s", what, number - 1, samples)
-        self._reported = counts
-
-    def on_save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Read the decisions, so that no file is written after the step that ends the run."""
-        self.read()
-
-    on_train_end = on_save_checkpoint
+                samples = self._samples(found[-1])
+                log.error("warning: %s, the last one step %d%s", what, found[-1], samples)
+        self._flags = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the refused steps in a row and the window of spikes, for a checkpoint."""
-        return {"n_skipped": int(self._state[IN_A_ROW]), "history": self.spikes.history}
+        return {"n_skipped": int(self._n_skipped), "history": self.spikes.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, so that steps are decided as without a stop."""
-        self._state[IN_A_ROW] = state_dict["n_skipped"]
+        self._n_skipped = torch.tensor(state_dict["n_skipped"])
         self.spikes.history = state_dict["history"]
 
     def _error(self, step: int, is_spike: bool) -> RefusedStepError:

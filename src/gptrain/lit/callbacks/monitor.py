@@ -16,6 +16,7 @@ from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
+from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after
 from gptrain.lit.module import LanguageModel
@@ -58,6 +59,7 @@ class TrainingMonitor(Callback):
         model_config: `model` group of the config, which every checkpoint contains, so that a net
             can be built from it alone.
         guard: Watchdog of this rank. It has the flag that a stop signal sets.
+        step_guard: Object that decides whether the optimizer takes each step.
         checkpoints: Callback that saves the run. None for a run without checkpoints.
         compiles: Whether the first steps compile the model, so that the watchdog must wait.
         first_step: Number of optimizer steps done when training started. None if it did not start.
@@ -68,6 +70,7 @@ class TrainingMonitor(Callback):
     model_config: dict[str, Any]
     guard: Guard
     timeline: Timeline
+    step_guard: StepGuard
     checkpoints: Checkpoints | None
     compiles: bool
     seed: int
@@ -101,6 +104,13 @@ class TrainingMonitor(Callback):
             message = "automatic_optimization=False, but Lightning's loop counts the steps; use one"
             hint = "optimizer with several parameter groups"
             raise IncompatibleModelError("module._target_", f"{message} {hint}")
+        self.step_guard.start(trainer)
+        # Lightning will call `LanguageModel.clip_gradients`, and so `strategy.clip`, also without
+        # a largest norm. In all other cases this callback measures the norm.
+        self._clips_itself = is_overridden("configure_gradient_clipping", pl_module)
+        is_by_value = trainer.gradient_clip_algorithm == "value"
+        is_clipped = isinstance(pl_module, LanguageModel) and not is_by_value
+        self._measures_norm = self._clips_itself or not is_clipped
         self.first_step = trainer.global_step
         discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
@@ -127,14 +137,7 @@ class TrainingMonitor(Callback):
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         strategy = strategy_of(trainer)
         strategy.finish_gradients()
-        # Lightning will call `LanguageModel.clip_gradients`, and so `strategy.clip`, also without
-        # a largest norm. In all other cases measure the norm, and decide on the step, here.
-        is_clipped_later = (
-            isinstance(pl_module, LanguageModel)
-            and trainer.gradient_clip_algorithm != "value"
-            and not is_overridden("configure_gradient_clipping", pl_module)
-        )
-        if not is_clipped_later:
+        if self._measures_norm:
             strategy.clip(optimizer, None)
 
     def on_train_batch_end(
@@ -147,7 +150,7 @@ class TrainingMonitor(Callback):
         if not ends_step(trainer, batch_idx):
             return
         strategy = strategy_of(trainer)
-        if is_overridden("configure_gradient_clipping", pl_module):
+        if self._clips_itself:
             strategy.parallel.check_gradients()
         strategy.synchronize_buffers()
         if step - 1 == self.first_step:
@@ -168,8 +171,9 @@ class TrainingMonitor(Callback):
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send a heartbeat, and wait for the vote that is still pending."""
+        """Send a heartbeat, and wait for the last decision and the vote that is still pending."""
         self._beat(phase="end")
+        self.step_guard.read()
         self.timeline.enter("saves", trainer.global_step)  # the last save, and the end of the run
         self.votes.close()
 
@@ -240,7 +244,11 @@ class TrainingMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the config of the net to a checkpoint, and let the next step begin a new interval."""
+        """Add the config of the net to a checkpoint, and let the next step begin a new interval.
+
+        No file is written after the step that ends the run.
+        """
+        self.step_guard.read()
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
@@ -249,6 +257,14 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Send a heartbeat with the step of the checkpoint."""
         self._beat(checkpoint["global_step"], allow_s=self.guard.allow_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the decisions on steps, for a checkpoint."""
+        return self.step_guard.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the decisions on steps."""
+        self.step_guard.load_state_dict(state_dict)
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, which the class describes."""
