@@ -89,12 +89,14 @@ def start_group(
     )
 
 
-def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
+def after_rank_0(
+    function: Callable[[], T], rank: int, timeout_s: float, key: str = "rank 0 is ready"
+) -> T:
     """Call a function on rank 0 first, then on all other ranks, and return its result.
 
     The function may write files that the other ranks then read. These wait for a key of the store,
     not in a collective: preparing a corpus can take hours longer than the timeout of collectives.
-    Call it once per process group, because the key stays set.
+    Call it once per process group and key, because the key stays set.
 
     Raises:
         TimeoutError: On the other ranks, if rank 0 does not return within `timeout_s`.
@@ -104,9 +106,9 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         result = function()
-        store.set("rank 0 is ready", "1")
+        store.set(key, "1")
         return result
-    wait_until(lambda: store.check(["rank 0 is ready"]), "rank 0", timeout_s)
+    wait_until(lambda: store.check([key]), "rank 0", timeout_s)
     return function()
 
 
@@ -125,14 +127,9 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
     The other ranks also return if rank 0 has exited or exceeds the timeout. Call it once, at the
     end of the run, because waiting ranks take part in no collective.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if rank == 0:
-        finish()
-    if store is not None:
-        with suppress(RuntimeError):
-            if rank == 0:
-                store.set("rank 0 has finished", "1")
-            store.wait(["rank 0 has finished"], timedelta(seconds=timeout_s))
+    function, errors = (finish, ()) if rank == 0 else (bool, (RuntimeError, TimeoutError))
+    with suppress(*errors):
+        after_rank_0(function, rank, timeout_s, "rank 0 has finished")
 
 
 def from_rank_0(value: T) -> T:
