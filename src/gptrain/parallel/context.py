@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from gptrain.models.attention import SequenceLayout
 from gptrain.parallel.requirements import Net, planned_layers
-from gptrain.parallel.tensor import gather_sequence
+from gptrain.parallel.tensor import gather_sequence, pad_layout
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,12 @@ def part_layout(
     """Return the layout of own positions. Copies of the last token pad the sequences."""
     n_tokens = tokens.shape[1]
     part_length = -(-n_tokens // group.size())
-    padded = torch.arange(part_length * group.size(), device=tokens.device)  # (T',)
-    place = padded[group.rank() * part_length :][:part_length]  # (t,)
+    place = torch.arange(part_length, device=tokens.device) + group.rank() * part_length  # (t,)
     index, is_padding = place.clamp(max=n_tokens - 1), place >= n_tokens
     if layout is None:
         return PartLayout(index, index=index, is_padding=is_padding)
-    positions = layout.positions[..., index]
-    if layout.documents is not None and len(padded) > n_tokens:
-        documents = layout.documents[:, padded.clamp(max=n_tokens - 1)]
-        layout = SequenceLayout.of_documents(documents)
+    layout = pad_layout(layout, group.size())
+    positions = layout.positions[..., place]
     return PartLayout(
         positions, layout.documents, layout.block_mask, index=index, is_padding=is_padding
     )

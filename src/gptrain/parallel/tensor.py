@@ -87,7 +87,7 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
 def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options) -> Tensor:
     """Call a method of the net and cut its result to the length of the tokens."""
     if layout := options.get("layout"):
-        options["layout"] = _pad_layout(layout, n_ranks)
+        options["layout"] = pad_layout(layout, n_ranks)
     result = method(tokens, *arguments, **options)  # (B, T', ...)
     n_tokens = tokens.shape[1]
     if result.shape[1] == n_tokens:
@@ -95,7 +95,7 @@ def _without_padding(method, n_ranks: int, tokens: Tensor, *arguments, **options
     return result[:, :n_tokens].clone()  # FSDP warns about views
 
 
-def _pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
+def pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
     """Pad a sequence layout at its end to a multiple of `n_ranks` positions."""
     if layout.positions.shape[-1] % n_ranks == 0:
         return layout
