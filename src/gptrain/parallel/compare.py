@@ -69,7 +69,7 @@ class Comparison:
 
     Attributes:
         full_net: Net before it is partitioned, for example on the meta device.
-        make_net: Function that builds it, with the same initial weights in every call.
+        make_net: Function that builds it.
         parallel: Strategy of the run.
         mode: Value of model.activation_checkpointing.
     """
@@ -146,6 +146,7 @@ class Comparison:
             parallel.partition(net, self.mode, compile="none")
 
         try:
+            _seed()
             net: Any = make_net_on(parallel.weights_device, self.make_net, prepare_and_partition)
             self._add_noise_and_seed(net)
             chunks = [logits for logits, _ in parallel.logits(net, batch)]
@@ -177,6 +178,7 @@ class Comparison:
         """Return what a plain net computes and changes, and the cause if it fails."""
         make_net, parallel = self.make_net, self.parallel
         try:
+            _seed()
             net = make_net_on(parallel.device, make_net, lambda net: prepare_net(net, parallel))
             apply_activation_checkpointing(net.train(training), activation_checkpointing)
             self._add_noise_and_seed(net)
@@ -274,7 +276,7 @@ def _comparable(tensor: Tensor) -> Tensor:
 
 
 def _seed() -> None:
-    """Let a net that draws random numbers in evaluation mode draw the same numbers again."""
+    """Let a net draw the same random numbers again, for its initial weights or in a pass."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
 

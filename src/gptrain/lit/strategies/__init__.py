@@ -60,14 +60,8 @@ def build_strategy(
     changes = parallel.is_partitioned or supports_chunked_loss(full_net) or recomputes
     if sample is not None and changes and parallel.may_skip_parameters:  # a net of the user
         rng_state = rng.capture()
-
-        def make_same_net() -> nn.Module:
-            """Build the full net with the same initial weights in every call."""
-            rng.restore(rng_state)
-            return make_net()
-
         try:
-            Comparison(full_net, make_same_net, parallel, activation_checkpointing).check(sample)
+            Comparison(full_net, make_net, parallel, activation_checkpointing).check(sample)
         finally:
             rng.restore(rng_state)
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
