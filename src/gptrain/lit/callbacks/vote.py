@@ -12,8 +12,10 @@ class Vote:
     """
 
     def __init__(self):
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._group = None if is_alone else dist.new_group(backend="gloo")
+        self._group = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            is_gloo = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
