@@ -97,11 +97,10 @@ class StepGuard:
         self._flags: dict[int, Tensor] = {}
 
     def start(self, trainer: Trainer) -> None:
-        """Make the strategy call `decide` and `read` in the steps of a training that begins."""
+        """Make the strategy call `decide` in the steps of a training that begins."""
         self.trainer = trainer
         strategy = strategy_of(trainer)
         strategy.decide_step = self.decide
-        strategy.conclude_step = self.read
         self._n_skipped = self._n_skipped.to(strategy.root_device)
         self._has_ended = self._no_spike = self._n_skipped < 0
         optimizer = trainer.optimizers[0]

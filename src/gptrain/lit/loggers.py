@@ -28,13 +28,6 @@ COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of 
 FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 
 
-def discard_after(trainer: Trainer, step: int) -> None:
-    """Call `discard_after` of each logger that has this method."""
-    for logger in trainer.loggers:
-        if discard := getattr(logger, "discard_after", None):
-            discard(step)
-
-
 def log_note(trainer: Trainer, name: str, text: str) -> None:
     """Pass a text to each logger that has a `log_note` method, with the number of steps done."""
     for logger in trainer.loggers:

@@ -96,6 +96,7 @@ class Parallel:
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
             a sequence. Saves can then be sharded.
         mesh: Device mesh with four axes. None under `single`.
+        ddp_arguments: Keyword arguments of DistributedDataParallel. Empty if it is not used.
         data_group: Ranks that read different samples of the same step. None under `single`.
         step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
         extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
@@ -136,7 +137,9 @@ class Parallel:
         mesh = cast(DeviceMesh, self.mesh)
         self.shard_mesh = build_shard_mesh(mesh, self.dims) if self.shards else None
         self.data_group = self.group_along(DATA)
-        if self.ddp_arguments is not None:  # DDP's own group, without another communicator
+        is_ddp = self.axes == (DATA,) and not self.shards
+        self.ddp_arguments = ddp_arguments(self.options) if is_ddp else {}
+        if is_ddp:  # DDP's own group, without another communicator
             self.data_group = dist.group.WORLD
         # Ranks that average their gradients: those of the data and the context axes.
         is_shared = CONTEXT in self.axes and self.shard_mesh is not None
@@ -156,13 +159,6 @@ class Parallel:
         if self.mesh is None or self.shards or DATA not in self.axes:
             return None
         return self.mesh[DATA]
-
-    @property
-    def ddp_arguments(self) -> dict[str, Any] | None:
-        """Keyword arguments of DistributedDataParallel. None if it is not used."""
-        if self.axes != (DATA,) or self.shards:
-            return None
-        return ddp_arguments(self.options)
 
     def compile_loss(self) -> None:
         """Compile the loss of logits on a GPU, where it takes a quarter of a step of GPT-2.

@@ -184,8 +184,8 @@ class Checkpoints(Checkpoint):
         """Save the current step, unless it is saved already. All ranks must call this method.
 
         With `checkpoint.background` a large save is written in the background, except at the end of
-        the run, and becomes a checkpoint some steps later, when all ranks have written it. First
-        the decision whether the optimizer has taken the step is read.
+        the run, and becomes a checkpoint some steps later, when all ranks have written it.
+        `TrainingMonitor` first reads the decision whether the optimizer has taken the step.
 
         Raises:
             SaveFailedError: On all ranks, if a rank could not write its files of this save or of
@@ -196,7 +196,6 @@ class Checkpoints(Checkpoint):
         """
         step, strategy = trainer.global_step, strategy_of(trainer)
         n_parameters = sum(p.numel() for p in strategy.full_net.parameters())
-        strategy.conclude_step()
         self.time_is_up = False
         self._interval_start_s = monotonic()
         if step == self.saved_step:

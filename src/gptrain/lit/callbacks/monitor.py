@@ -18,7 +18,7 @@ from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.datamodule import Loader
 from gptrain.lit.guard import StepGuard
 from gptrain.lit.lightning import data_of, ends_step, is_validated, strategy_of
-from gptrain.lit.loggers import STEP, JsonLinesLogger, discard_after
+from gptrain.lit.loggers import STEP, JsonLinesLogger
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.unsupported import check_supported
@@ -112,7 +112,9 @@ class TrainingMonitor(Callback):
         is_clipped = isinstance(pl_module, LanguageModel) and not is_by_value
         self._measures_norm = self._clips_itself or not is_clipped
         self.first_step = trainer.global_step
-        discard_after(trainer, self.first_step)
+        for logger in trainer.loggers:
+            if discard := getattr(logger, "discard_after", None):
+                discard(self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
 
@@ -268,8 +270,8 @@ class TrainingMonitor(Callback):
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of a step, which the class describes."""
+        self.step_guard.read()
         strategy = strategy_of(trainer)
-        strategy.conclude_step()
         values: dict[str, Any] = {}
         if strategy.step_mean.losses and strategy.step_mean.n_targets != 0:
             values["train/loss"] = strategy.step_mean.loss

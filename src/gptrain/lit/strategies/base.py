@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from gptrain.core.errors import first_line
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
@@ -33,10 +32,6 @@ from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-PARTS = (
-    "a rank holds a part of the net only; use self.loss(tokens, targets) and, not in a pipeline, "
-    "outputs of the net; strategy=ddp has all weights on each rank"
-)
 
 
 class GPTStrategy(SavingStrategy):
@@ -46,8 +41,6 @@ class GPTStrategy(SavingStrategy):
         name: Name of the strategy. `build_strategy` sets it.
         full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         decide_step: Function that makes the optimizer skip its update if the step is bad.
-        conclude_step: Function that waits until the last decision is known and reports it. All
-            ranks call it before the state of a step is saved or sent.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor.
         step_mean: Divisor of the losses of the current step, and mean loss of the last step.
     """
@@ -55,7 +48,6 @@ class GPTStrategy(SavingStrategy):
     name: str
     full_net: nn.Module
     decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
-    conclude_step: Callable[[], object] = staticmethod(bool)
     grad_norm: Tensor | None = None
     step_mean: StepMean
     _saved_buffers: Sequence[str] = ()  # names in the module
@@ -114,12 +106,6 @@ class GPTStrategy(SavingStrategy):
         self.parallel.step_mean = self.step_mean
         try:
             return super().training_step(*args, **kwargs)
-        except (AttributeError, RuntimeError) as error:
-            lacks_layer = isinstance(error, AttributeError) and self.parallel.is_pipeline
-            if lacks_layer or "torch.Tensor and DTensor" in str(error):
-                message = f"training_step: {first_line(error)}; {PARTS}"
-                raise IncompatibleModelError("strategy.name", message) from error
-            raise
         finally:
             self.parallel.step_mean = None
 
@@ -128,8 +114,9 @@ class GPTStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
         if isinstance(closure_loss, DTensor):
-            message = f"training_step adds weights to the loss; {PARTS}"
-            raise IncompatibleModelError("strategy.name", message)
+            message = "training_step adds weights to the loss, and a rank holds a part of them only"
+            hint = "outputs of the net; strategy=ddp has all weights on each rank"
+            raise IncompatibleModelError("strategy.name", f"{message}; allowed: {hint}")
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -147,7 +134,7 @@ class GPTStrategy(SavingStrategy):
 
         Raises:
             RefusedStepError: If this step ends the run, and the optimizer cannot skip an update on
-                its device. Otherwise `conclude_step` raises the error.
+                its device. Otherwise `StepGuard.read` raises the error.
             DataError: In the same case, if step 0 of the run has no target.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -175,7 +162,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
     """Trains on the ranks of a process group that exists already, as DDP if they hold full nets."""
 
     def __init__(self, parallel: Parallel):
-        super().__init__(parallel, **(parallel.ddp_arguments or {}))
+        super().__init__(parallel, **parallel.ddp_arguments)
 
     def setup_distributed(self) -> None:
         """Pass the ranks to Lightning, which would also give all of them the same dropout masks."""
@@ -217,7 +204,7 @@ class ManyRanks(GPTStrategy, DDPStrategy):
         model = DistributedDataParallel(
             cast(nn.Module, self.model),
             device_ids=self.determine_ddp_device_ids(),
-            **(self.parallel.ddp_arguments or {}),
+            **self.parallel.ddp_arguments,
         )
         if (hook := build_comm_hook(self.parallel.options.comm_hook)) is not None:
             model.register_comm_hook(*hook)
