@@ -11,11 +11,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
 
 from gptrain.assemble.load import build_target
-from gptrain.core.data_schema import DataModuleConfig
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.labels import count_text
 from gptrain.core.lengths import BatchPlan
-from gptrain.core.schema import RunConfig
+from gptrain.core.schema import DataModuleConfig, RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.order import limit_lengths
 from gptrain.data.samples import has_documents, len_of

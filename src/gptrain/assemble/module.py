@@ -37,16 +37,10 @@ def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     has_pipeline, message = PIPELINE in STRATEGIES[strategy].axes, None
     if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
-        message = (
-            f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
-            f"computes itself; strategies that work: {', '.join(ANY_NET)}; or a subclass of "
-            "gptrain.lit.LanguageModel"
-        )
+        message = f"not a gptrain.lit.LanguageModel, whose loss strategy={strategy} computes itself"
+        message += f"; strategies that work: {', '.join(ANY_NET)}"
     elif has_pipeline and getattr(module_type, "loss", None) is not LanguageModel.loss:
-        message = (
-            f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
-            "while the schedule runs; strategies that work: all without pipeline"
-        )
+        message = f"overrides `loss`, which the stages of strategy={strategy} do not call"
     if message is not None:
         raise IncompatibleModelError("module._target_", message)
     return module_type

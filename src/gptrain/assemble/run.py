@@ -7,7 +7,6 @@ import logging
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +14,6 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Dataset
 
 from gptrain.assemble.companion_files import copy_tokenizer_files, write_end_token
@@ -29,26 +27,24 @@ from gptrain.assemble.datasets import (
 )
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, build_optimizer, check_metrics, module_class
-from gptrain.assemble.report import Report
 from gptrain.assemble.resume import check_data, keep_precision, keep_warmup, typed_keys
 from gptrain.assemble.trainer import build_trainer
+from gptrain.assemble.training_run import TrainingRun
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
 from gptrain.checkpoints.store import read_manifest
-from gptrain.core.data_schema import DummyTextConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_lengths
 from gptrain.core.locations import expand_home
 from gptrain.core.precision import full_name
-from gptrain.core.schema import RunConfig
+from gptrain.core.schema import DummyTextConfig, RunConfig
 from gptrain.core.strategies import CONTEXT, PIPELINE, TENSOR, parallel_dims, strategy_name
 from gptrain.data.samples import has_documents, len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.lightning import use_checkpoint
-from gptrain.lit.messages import misconfiguration_as_config_error, quiet_lightning
+from gptrain.lit.messages import quiet_lightning
 from gptrain.lit.strategies import build_strategy
-from gptrain.lit.user_data import UserData, has_loader
+from gptrain.lit.user_data import UserData
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, gather, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_batch, check_fit, check_layout
@@ -62,43 +58,6 @@ PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
 SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
 CONNECTING_S = 60.0  # after the timeout of the process group, ranks report that some are missing
 STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
-
-
-@dataclass
-class TrainingRun:
-    """All parts of one run, in one rank. `checkpoint` is the one to resume from or to evaluate."""
-
-    cfg: RunConfig
-    module: pl.LightningModule
-    datamodule: pl.LightningDataModule
-    trainer: pl.Trainer
-    report: Report
-    checkpoint: Path | None
-
-    def go(self) -> dict[str, float]:
-        """Fit, validate or test, as `task` says, and return the final metrics. Collective.
-
-        fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
-        """
-        cfg, trainer = self.cfg, self.trainer
-        use_checkpoint(trainer, self.checkpoint)
-        self.report.start()
-        with as_config_errors(cfg), misconfiguration_as_config_error():
-            if cfg.task == "fit":
-                trainer.fit(self.module, datamodule=self.datamodule)
-            if cfg.task == "validate":
-                trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
-            tests_too = (
-                cfg.trainer.fast_dev_run
-                and is_overridden("test_step", self.module)
-                and has_loader(self.datamodule, "test")
-            )
-            if cfg.task == "test" or tests_too:
-                # Keep the metrics of the fit under fast_dev_run.
-                fitted = dict(trainer.callback_metrics)
-                trainer.test(self.module, datamodule=self.datamodule, verbose=False)
-                trainer.callback_metrics.update(fitted)
-        return self.report.end()
 
 
 def check(cfg: RunConfig) -> None:
@@ -122,11 +81,10 @@ def check(cfg: RunConfig) -> None:
     if isinstance(cfg.data, DummyTextConfig) and not batch.steps_per_epoch(cfg.data.num_samples):
         message = f"one step needs {batch.global_batch_size} sequences"
         raise ConfigError.of("data.num_samples", cfg.data.num_samples, message)
-    with as_config_errors(cfg):
+    with as_config_errors(cfg, "model._target_"):
         module_type = module_class(cfg, dims.world_size)
         check_metrics(cfg, module_type)
-        with as_config_errors(cfg, "model._target_"):
-            net = build_on_meta_device(partial(build_net, cfg.model))
+        net = build_on_meta_device(partial(build_net, cfg.model))
         limit = getattr(net, "max_seq_len", None)  # may be another than the key model.max_seq_len
         if isinstance(limit, int) and (cfg.data.sample_tokens or 0) > limit:
             message, hint = f"longer than the {limit} positions of the net", f"data.seq_len={limit}"
@@ -261,13 +219,9 @@ def build(cfg: RunConfig, guard: Guard) -> TrainingRun:
             vocab_size=vocab_size if isinstance(vocab_size, int) else None,
             num_workers=cfg.data.num_workers,
             pin_memory=devices.accelerator == "cuda",
-            limits={
-                "val": cfg.trainer.limit_val_batches,
-                "test": cfg.trainer.limit_test_batches,
-            },
+            limits={"val": cfg.trainer.limit_val_batches, "test": cfg.trainer.limit_test_batches},
         )
-    report = Report(cfg, devices, lengths, trainer, train, module)
-    return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
+    return TrainingRun(cfg, devices, lengths, train, module, datamodule, trainer, checkpoint)
 
 
 def write_tokenizer(cfg: RunConfig, train: Dataset) -> None:

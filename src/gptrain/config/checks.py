@@ -17,12 +17,11 @@ from hydra.utils import get_class, get_method
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from gptrain.core.data_schema import DataModuleConfig
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigIssue, first_line, show
 from gptrain.core.lengths import effective_max_epochs
 from gptrain.core.locations import expand_home
 from gptrain.core.precision import find_precision
-from gptrain.core.schema import DecayConfig, DecoderConfig, LlamaConfig, RunConfig
+from gptrain.core.schema import DataModuleConfig, DecayConfig, DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import STRATEGIES
 from gptrain.core.value_types import TargetConfig, check_target
 from gptrain.runtime.process import count_devices, count_nodes, this_process
@@ -103,16 +102,14 @@ def _check_heads(run: RunConfig, model: DecoderConfig) -> Iterator[ConfigIssue]:
 def check_launcher(run: RunConfig) -> Iterator[ConfigIssue]:
     """Yield a problem if the ranks of the config are not those of the launcher."""
     process, trainer = this_process(), run.trainer
-    n_nodes, n_local = count_nodes(trainer.num_nodes), count_devices(trainer.devices)
-    n_per_node = process.world_size // process.n_nodes
-    if process.is_rank and (n_local or n_per_node) * n_nodes != process.world_size:
-        hint = f"trainer.devices={n_per_node} trainer.num_nodes={process.n_nodes}"
-        message = f"the launcher has started {process.world_size} ranks"
-        yield problem(run, "trainer.devices", message, hint)
-    elif process.n_nodes != n_nodes:
+    n_local = process.world_size // process.n_nodes
+    if count_nodes(trainer.num_nodes) != process.n_nodes:
         message = f"ranks start on {process.n_nodes} node(s)"
         hint = "" if process.is_rank else "torchrun --nnodes=... train.py on each node, or srun"
         yield problem(run, "trainer.num_nodes", message, hint)
+    if process.is_rank and count_devices(trainer.devices) not in (None, n_local):
+        message = f"the launcher has started {n_local} ranks on each node"
+        yield problem(run, "trainer.devices", message, f"trainer.devices={n_local}")
 
 
 def check_folder(run: RunConfig, folder: str) -> Iterator[ConfigIssue]:

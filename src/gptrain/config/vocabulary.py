@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, DataError, first_line
 from gptrain.core.locations import expand_home
 from gptrain.core.small_files import flatten, read_facts
 
@@ -38,18 +38,13 @@ def vocabulary_size(values: dict[str, Any]) -> int:
 
 def _count_tokens(key: str, name: str) -> int:
     """Return the highest token id of a tokenizer plus 1. Errors name the config key `key`."""
-    if name == "bytes":
-        return 256
+    from gptrain.data.tokenizers import load_tokenizer  # imports torch
+
     if name == "bpe":
         message = f"needs a number for {KEY}, the size of the vocabulary that it learns"
         raise ConfigError.of(key, name, message, hint=f"{KEY}=4096")
-    path = expand_home(name)
-    facts = read_facts(path / "tokenizer.json" if path.is_dir() else path)
     try:
-        vocabulary: Any = facts["model"]["vocab"]
-        # The vocabulary of a Unigram model is a list of pairs of text and probability.
-        ids = [*range(len(vocabulary))] if isinstance(vocabulary, list) else [*vocabulary.values()]
-        return max(ids + [token["id"] for token in facts.get("added_tokens", [])]) + 1
-    except (KeyError, TypeError):
-        message = f"no tokenizer.json with a vocabulary, which {KEY}={AUTO} needs"
-        raise ConfigError.of(key, name, message, code=INPUT_NOT_FOUND) from None
+        return load_tokenizer(name).vocab_size
+    except (FileNotFoundError, DataError) as error:
+        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
+        raise ConfigError.of(key, name, first_line(error), code=code) from error

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import (
-    count_cores,
-    count_devices,
-    count_nodes,
-    this_process,
-)
+from gptrain.runtime.process import count_cores, count_devices, count_nodes, this_process
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""The lines that a run prints at its start and at its end, and result.json."""
+"""One run in one rank: its parts, what it prints at its start and its end, and result.json."""
 
-import functools
 import logging
-import os
 import platform
 import re
 import socket
@@ -22,6 +20,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Dataset
 
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.module import peak_lr
 from gptrain.assemble.resume import typed_keys
 from gptrain.checkpoints import timeline
@@ -32,8 +31,9 @@ from gptrain.core.lengths import RunLengths
 from gptrain.core.locations import LIBRARY, find_project
 from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks.monitor import TrainingMonitor
-from gptrain.lit.lightning import callbacks_of, data_of, strategy_of
+from gptrain.lit.lightning import callbacks_of, data_of, strategy_of, use_checkpoint
 from gptrain.lit.loggers import STEP
+from gptrain.lit.messages import misconfiguration_as_config_error
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import peak_memory_bytes
 from gptrain.lit.user_data import has_loader
@@ -44,42 +44,66 @@ log = logging.getLogger(__name__)
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 GIT_S = 3.0  # time limit of git, which may be slow on a network file system
-MAX_SHOWN = 12  # largest number of metrics in the result line
 TASK_STEPS = {"test": "test_step", "validate": "validation_step"}
 
 
 @dataclass
-class Report:
-    """Describes one run to the user and to the loggers. All ranks have one; rank 0 prints.
+class TrainingRun:
+    """All parts of one run, in one rank. Rank 0 prints what the run is and how it ended.
 
     Attributes:
         cfg: Configuration of the run.
         devices: Devices of the run.
         lengths: Lengths of the run.
-        trainer: Lightning's Trainer.
         train: Training set.
         module: LightningModule of the run.
+        datamodule: Data of the run.
+        trainer: Lightning's Trainer.
+        checkpoint: Checkpoint to resume from or to evaluate.
     """
 
     cfg: RunConfig
     devices: RunDevices
     lengths: RunLengths
-    trainer: pl.Trainer
     train: Dataset
     module: pl.LightningModule
+    datamodule: pl.LightningDataModule
+    trainer: pl.Trainer
+    checkpoint: Path | None
 
-    def start(self) -> None:
-        """Start the clock, print the start lines and log the hyperparameters, before the fit."""
-        self._start_s = time.perf_counter()
+    def go(self) -> dict[str, float]:
+        """Fit, validate or test, as `task` says, and return the final metrics. Collective.
+
+        fast_dev_run fits and then tests, if the module has a test_step and the data a test loader.
+
+        Raises:
+            OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
+        """
+        cfg, trainer, start_s = self.cfg, self.trainer, time.perf_counter()
+        use_checkpoint(trainer, self.checkpoint)
         if self.devices.accelerator == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if self.trainer.is_global_zero:
-            self._provenance = describe_run(self.devices)
-            for label, text in self._start_lines():
-                log.info(labels.line(label, text))
-        hyperparameters = self.cfg.plain() | {"typed": typed_options(self.cfg)}
-        for logger in self.trainer.loggers:
-            logger.log_hyperparams(hyperparameters)
+        provenance = describe_run(self.devices) if trainer.is_global_zero else {}
+        for label, text in self._start_lines() if trainer.is_global_zero else ():
+            log.info(labels.line(label, text))
+        for logger in trainer.loggers:
+            logger.log_hyperparams(cfg.plain() | {"typed": typed_options(cfg)})
+        with as_config_errors(cfg), misconfiguration_as_config_error():
+            if cfg.task == "fit":
+                trainer.fit(self.module, datamodule=self.datamodule)
+            if cfg.task == "validate":
+                trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
+            if cfg.task == "test" or (cfg.trainer.fast_dev_run and self._has("test")):
+                # Keep the metrics of the fit under fast_dev_run.
+                fitted = dict(trainer.callback_metrics)
+                trainer.test(self.module, datamodule=self.datamodule, verbose=False)
+                trainer.callback_metrics.update(fitted)
+        return self._end(start_s, provenance)
+
+    def _has(self, task: str) -> bool:
+        """Return whether the module has a step for a task, and the data a loader."""
+        is_implemented = is_overridden(TASK_STEPS[task], self.module)
+        return is_implemented and has_loader(self.datamodule, task)
 
     def _start_lines(self) -> Iterator[tuple[str, str]]:
         """Yield the label and the text of each line that is printed at the start."""
@@ -115,14 +139,11 @@ class Report:
         yield "batch", " · ".join(parts)
         yield "run", cfg.run_dir
 
-    def end(self) -> dict[str, float]:
+    def _end(self, start_s: float, provenance: dict[str, Any]) -> dict[str, float]:
         """Print the result and the next command, write result.json and return the metrics.
 
         result.json is not written under fast_dev_run, and a fit in which no step was left does not
-        overwrite one that exists. All ranks must call this method after the Trainer has run.
-
-        Raises:
-            OSError: On rank 0, if result.json cannot be written, or the checkpoints cannot be read.
+        overwrite one that exists.
         """
         trainer, step = self.trainer, self.trainer.global_step
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -130,7 +151,7 @@ class Report:
         peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
         if not trainer.is_global_zero:
             return metrics
-        seconds = time.perf_counter() - self._start_s
+        seconds = time.perf_counter() - start_s
         monitor = next(part for part in callbacks_of(trainer) if isinstance(part, TrainingMonitor))
         best = None
         if (checkpoints := monitor.checkpoints) is not None:
@@ -151,7 +172,7 @@ class Report:
                 ended=ended,
                 peak_memory_bytes=peak_bytes,
                 **goodput,
-                **self._provenance,
+                **provenance,
             )
         parts = []
         if first_step is not None:
@@ -160,10 +181,7 @@ class Report:
             parts.append(f"{n_steps} in {seconds:.0f} s{resumed}")
         chosen = self.cfg.objective, self.cfg.checkpoint.monitor
         shown = ("train/loss", "val/", "test/", "eval/", *chosen)
-        values = [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith(shown)]
-        if len(values) > MAX_SHOWN:
-            values[MAX_SHOWN:] = [f"{len(values) - MAX_SHOWN} more values in {RESULT_NAME}"]
-        parts += values
+        parts += [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith(shown)]
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {self.lengths.unit}/s")
         if "perf/mfu" in metrics and monitor.speed.peak:
@@ -182,11 +200,9 @@ class Report:
         if self.cfg.trainer.fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
         tensorboard = shell.command("tensorboard", f"--logdir={self.cfg.run_dir}")
-        datamodule = self.trainer.datamodule  # ty: ignore[missing-attribute]
-        for task, step in TASK_STEPS.items() if has_checkpoint else ():
-            if has_loader(datamodule, task) and is_overridden(step, self.module):
-                run = shell.override("from_run", self.cfg.run_dir)
-                return f"{shell.train_command(run, f'task={task}')}; {tensorboard}"
+        for task in filter(self._has, TASK_STEPS) if has_checkpoint else ():
+            run = shell.override("from_run", self.cfg.run_dir)
+            return f"{shell.train_command(run, f'task={task}')}; {tensorboard}"
         return tensorboard
 
     def _why_ended(self, first_step: int | None) -> dict[str, str]:
@@ -251,17 +267,14 @@ def describe_run(devices: RunDevices) -> dict[str, Any]:
     }
 
 
-@functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
     """Return `commit` and `dirty` (changed files) of the repository of a folder, or None."""
-    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # do not write the index
+    command = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "-b"]
     try:
-        output = subprocess.check_output(
-            command, text=True, stderr=subprocess.DEVNULL, timeout=GIT_S, env=environment
-        )
+        output = subprocess.run(command, capture_output=True, check=True, timeout=GIT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    head, *lines = output.splitlines()  # "# branch.oid 0123abcd", more headers, changed files
+    # "# branch.oid 0123abcd", more headers, changed files
+    head, *lines = output.decode().splitlines()
     is_dirty = any(not line.startswith("#") for line in lines)
     return {"commit": head.removeprefix("# branch.oid "), "dirty": is_dirty}
