@@ -10,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 
 import gptrain
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
-from gptrain.checkpoints.store import read_manifest
 from gptrain.config import compose_command
 from gptrain.config.from_run import expand
 from gptrain.core.errors import ConfigError

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gptrain.assemble.weights import load_weights
-from gptrain.checkpoints.store import DamagedCheckpointError
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 import gptrain
 from gptrain.assemble.load import load_for_command
-from gptrain.checkpoints.store import DamagedCheckpointError
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from tests.conftest import ROOT
 
 

@@ -8,8 +8,9 @@ from unittest.mock import patch
 import fsspec
 import pytest
 
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
-from gptrain.checkpoints.store import CheckpointStore, read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import load_file
 from gptrain.core.errors import BAD_DATA, ConfigError
 from tests.run import same

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptrain.checkpoints.store import read_manifest
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.runs.__main__ import main
 from gptrain.runs.table import read_run
 

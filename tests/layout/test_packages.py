@@ -23,7 +23,7 @@ COMMANDS = {"export", "collectives", "generate", "plan", "command"}
 FOREIGN = {  # framework -> packages that may import it
     "lightning": {"lit", "assemble"},
     "hydra": {"config", "assemble", "runtime"},
-    "pydantic": {"config", "core"},
+    "pydantic": {"config", "core", "checkpoints"},
 }
 
 

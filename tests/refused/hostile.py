@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from gptrain.checkpoints.store import CheckpointStore, read_manifest, seal
+from gptrain.checkpoints.manifest import read_manifest, seal
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.models import SimpleGPT
 
 SIZES = {"vocab_size": 256, "d_model": 4, "n_heads": 1, "n_layers": 1, "max_seq_len": 32,

@@ -10,14 +10,14 @@ import yaml
 from lightning.pytorch import Callback
 
 from gptrain.checkpoints.files import SaveFailedError
-from gptrain.checkpoints.tensors import UnsafeCheckpointError
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.data import DataError
 from tests.refused.commands import RUN
 from tests.run import train
 
 EXCEPTIONS = yaml.safe_load(Path(__file__).with_name("exceptions.yaml").read_text())
 NAMES = {"errno": errno}
-NAMES |= {error.__name__: error for error in (DataError, SaveFailedError, UnsafeCheckpointError)}
+NAMES |= {error.__name__: error for error in (DataError, SaveFailedError, DamagedCheckpointError)}
 
 
 class Raises(Callback):

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import gptrain
-from gptrain.checkpoints.store import DamagedCheckpointError
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.data import DataError
 from gptrain.models import SimpleGPT
 from tests.refused import hostile

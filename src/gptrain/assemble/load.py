@@ -51,9 +51,8 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no run and no file of weights.
-        DamagedCheckpointError, DataError: If a file is damaged.
+        DamagedCheckpointError, DataError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
-        UnsafeCheckpointError: If a file would execute code.
         ModuleNotFoundError: If an optional package that a file needs is missing.
         ConfigError: If the folder is not trusted, or the net cannot be built with its keys.
         ValueError: If the weights belong to another net, or `which` is unknown.
@@ -154,7 +153,7 @@ def _read_config(source: Path, trust: bool) -> tuple[dict[str, Any], Path]:
         content = yaml.safe_load(record[config.name]) if record else read_yaml(config)
     else:
         record, run_dir = None, source.parent
-        content = load_file(source, mmap=True) if source.is_file() else {}
+        content = load_file(source) if source.is_file() else {}
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")

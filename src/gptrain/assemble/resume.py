@@ -12,9 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
+from gptrain.checkpoints.manifest import Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
-from gptrain.checkpoints.store import Checkpoint, CheckpointStore, read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
 from gptrain.core.lengths import RunLengths

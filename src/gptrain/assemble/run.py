@@ -32,7 +32,7 @@ from gptrain.assemble.trainer import build_trainer
 from gptrain.assemble.training_run import TrainingRun
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_run_id
-from gptrain.checkpoints.store import read_manifest
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.lengths import BatchPlan, plan_lengths
 from gptrain.core.locations import expand_home

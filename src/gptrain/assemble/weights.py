@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gptrain.checkpoints.status import CHECKPOINTS_NAME
-from gptrain.checkpoints.store import (
+from gptrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Checkpoint,
-    CheckpointStore,
     DamagedCheckpointError,
     verify,
 )
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import SavedTensors, load_file
 from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
@@ -104,8 +104,7 @@ def load_weights(
 
     Raises:
         FileNotFoundError: If there are no weights.
-        DamagedCheckpointError: If a file is damaged.
-        UnsafeCheckpointError: If the file would execute code.
+        DamagedCheckpointError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
@@ -171,7 +170,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     A common prefix of the names, such as the name of the net in a LightningModule, is removed.
     Tensors outside the net are left out.
     """
-    content = load_file(path, mmap=True)
+    content = load_file(path)
     state = content
     if isinstance(content, dict):  # nanoGPT's files have the weights under `model`
         state = content.get("state_dict", content.get("model", content))

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
+
 from gptrain.core.small_files import open_regular
 
 Row = dict[str, Any]  # name -> value
@@ -82,8 +84,8 @@ def replace(path: Path, data: bytes) -> None:
 
 def to_json(value: object, indent: int | None = 1) -> bytes:
     """Return a value as JSON and a newline. NaN and infinity, which JSON lacks, become null."""
-    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent).encode() + b"\n"
+    text = pydantic_core.to_json(value, indent=indent, inf_nan_mode="null", fallback=str)
+    return text + b"\n"
 
 
 # Files of rows, with one JSON object per line

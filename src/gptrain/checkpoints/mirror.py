@@ -18,14 +18,14 @@ from fsspec.core import url_to_fs
 
 from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.store import (
+from gptrain.checkpoints.manifest import (
     MANIFEST_NAME,
     STEP_NAME,
-    CheckpointStore,
     DamagedCheckpointError,
     parse,
     verify,
 )
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import errors
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_bytes

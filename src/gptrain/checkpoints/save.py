@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gptrain.checkpoints import files
-from gptrain.checkpoints.store import MANIFEST_NAME, REST_NAME, Gather, seal
+from gptrain.checkpoints.manifest import MANIFEST_NAME, REST_NAME, seal
 from gptrain.checkpoints.tensors import Shard, Tensors, encode, shard_of
 
 
@@ -37,7 +37,7 @@ class Save:
         rest: Any,
         *,
         rank: int = 0,
-        gather: Gather = lambda value: [value],
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
         in_background: bool = False,
     ) -> None:
         self.folder, self.manifest, self.rank, self.gather = folder, manifest, rank, gather

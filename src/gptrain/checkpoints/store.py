@@ -1,14 +1,10 @@
-"""CheckpointStore: a folder of checkpoints, each of which is complete or does not exist.
+"""CheckpointStore: the checkpoints of one run, each of which is complete or does not exist.
 
 A save writes into the hidden folder `.draft-step-00000500`: first the files, each hashed and
 synced, then the manifest. The folder is synced, renamed to `step-00000500`, and its parent is
 synced. A process that is killed at any point leaves the earlier checkpoints. Loading takes the
 highest step of which every byte is verified. A step is saved before its validation, and
 `set_metrics` adds the metrics afterwards.
-
-`manifest.json` lists every file with its size and SHA-256, and ends with the SHA-256 of its own
-text, so that one flipped bit anywhere in the folder is detected. This protects against damage, not
-against forgery.
 
 `step-00000500.corrupt` failed its verification and is kept for the user to look at.
 `.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
@@ -17,189 +13,31 @@ against forgery.
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import logging
 import os
-import re
 import shutil
-from collections.abc import Callable, Collection, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptrain.checkpoints import files
-from gptrain.core.errors import BAD_DATA, RunError, printable
-from gptrain.core.progress import progress_bar
-from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
+from gptrain.checkpoints.manifest import (
+    MANIFEST_NAME,
+    STEP_NAME,
+    Checkpoint,
+    DamagedCheckpointError,
+    folder_name,
+    read_manifest,
+    seal,
+    verify,
+)
 
 if TYPE_CHECKING:  # these modules import torch, which takes seconds; many stores only read
     from gptrain.checkpoints.save import Save
     from gptrain.checkpoints.tensors import Tensors
 
 _log = logging.getLogger(__name__)
-MANIFEST_NAME = "manifest.json"
-REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
-FORMAT = 2
-# Types of the entries of a manifest. Checkpoints are ordered by step, never by the times of files.
-ENTRIES = {"run_id": str, "step": int, "metrics": dict, "files": dict, "config": dict}
-LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
-STEP_NAME = re.compile(r"step-\d{8,}")  # name of a checkpoint's folder
-FILE_NAME = re.compile(r"\w[\w.-]{0,254}")  # must not lead out of the folder, as `../x` would
-# Errors of a network file system that does not answer
-_NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-_READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
-Gather = Callable[[Any], list[Any]]  # collective function: one value of each rank, on all ranks
-
-
-class DamagedCheckpointError(RunError):
-    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used.
-
-    `reason` explains it to the user, in a few words.
-    """
-
-    code = BAD_DATA
-    cause = "data"
-
-    def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(path, reason)  # pickle calls the class with these arguments
-        self.path, self.reason = Path(path), reason
-
-    def __str__(self) -> str:
-        return printable(f"{self.path}: {self.reason}")
-
-
-class OldFormatError(DamagedCheckpointError):
-    """Raised if an old version of gptrain has written a checkpoint, which is intact for it."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """Folder and manifest of a checkpoint whose files were all verified."""
-
-    path: Path
-    manifest: dict
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps that were done when the checkpoint was saved."""
-        return self.manifest["step"]
-
-
-def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, such as `step-00000500`."""
-    return f"step-{step:08d}"
-
-
-# Manifests
-
-
-def seal(entries: Mapping[str, Any]) -> bytes:
-    """Return the text of a manifest.json with these entries, its format and its own hash."""
-    content = {"format": FORMAT, **entries}
-    content.pop("sha256", None)
-    digest = hashlib.sha256(files.to_json(content)).hexdigest()
-    return files.to_json(content | {"sha256": digest})
-
-
-def parse(text: bytes, path: Path) -> dict:
-    """Return the entries of a manifest, after a check of its hash and of their types.
-
-    Raises a DamagedCheckpointError about `path`, or an OldFormatError.
-    """
-    # The hash is that of the text, not of the values: JSON has many spellings of one value.
-    before, _, ending = text.rpartition(b',\n "sha256": "')
-    if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
-        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    manifest: Any = None
-    with suppress(ValueError, RecursionError):  # a forged text has the right hash and is not JSON
-        manifest = json.loads(text)
-    if _is_manifest(manifest):
-        return manifest
-    if isinstance(manifest, dict) and manifest.get("format") == 1:
-        reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
-        raise OldFormatError(path, reason)
-    raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
-
-
-def _is_manifest(manifest: object) -> bool:
-    """Return whether a value that was read from JSON is a manifest with all of its entries."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return False
-    if any(type(manifest.get(key)) is not kind for key, kind in ENTRIES.items()):
-        return False
-    are_numbers = all(
-        isinstance(value, int | float | None) for value in manifest["metrics"].values()
-    )
-    are_files = all(
-        FILE_NAME.fullmatch(name)
-        and isinstance(entry, dict)
-        and [type(entry.get(key)) for key in ("bytes", "sha256")] == [int, str]
-        for name, entry in manifest["files"].items()
-    )
-    return 0 <= manifest["step"] < 2**63 and are_numbers and are_files
-
-
-def read_manifest(path: Path) -> dict:
-    """Return the manifest of a checkpoint, or raise a DamagedCheckpointError."""
-    with _damage(path, MANIFEST_NAME):
-        return parse(read_bytes(path / MANIFEST_NAME), path)
-
-
-def verify(path: Path, run_id: str | None = None) -> Checkpoint:
-    """Read and check every byte of a checkpoint, of the run `run_id` if given, with a progress bar.
-
-    Raises:
-        DamagedCheckpointError: If the checkpoint is damaged or of another run.
-        OSError: If the network file system does not answer.
-    """
-    manifest = read_manifest(path)
-    if run_id is not None and manifest["run_id"] != run_id:
-        message = f"belongs to another run ({manifest['run_id']}, this is {run_id})"
-        raise DamagedCheckpointError(path, message)
-    if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
-        raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
-    entries = manifest["files"]
-    n_bytes = sum(entry["bytes"] for entry in entries.values())
-    workers = min(8, os.cpu_count() or 1)  # hashing releases the interpreter lock
-    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
-        checks = [pool.submit(_check, path, name, entries[name], bar.update) for name in entries]
-        for check in checks:
-            check.result()
-    return Checkpoint(path, manifest)
-
-
-def _check(folder: Path, name: str, entry: dict, on_piece: Callable[[int], object]) -> None:
-    """Raise a DamagedCheckpointError if a file differs from its entry in the manifest."""
-    digest = hashlib.sha256()
-    with _damage(folder, name), open_regular(folder / name) as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        if n_bytes != entry["bytes"]:
-            reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
-            raise DamagedCheckpointError(folder, reason)
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-            on_piece(len(piece))
-    if digest.hexdigest() != entry["sha256"]:
-        raise DamagedCheckpointError(folder, f"{name} is damaged (sha256)")
-
-
-@contextmanager
-def _damage(path: Path, name: str) -> Generator[None, None, None]:
-    """Turn errors of reading a file of a checkpoint into a DamagedCheckpointError.
-
-    If a network file system does not answer, the error passes, because the file may be intact.
-    """
-    try:
-        yield
-    except (OSError, UnreadableFileError) as error:
-        if isinstance(error, OSError) and error.errno in _NO_ANSWER:
-            raise
-        reason = error.strerror if isinstance(error, OSError) else error.reason
-        raise DamagedCheckpointError(path, f"{name} cannot be read: {reason}") from None
 
 
 class CheckpointStore:
@@ -282,7 +120,7 @@ class CheckpointStore:
 
     def _commit(self, draft: Path) -> None:
         """Rename the complete folder of a save to a checkpoint."""
-        target = self.folder / draft.name.removeprefix(".draft-")
+        target = self._committed(draft)
         # If this process is killed between the two renames, `clean` renames the draft.
         old = self._to_trash(target) if target.exists() else None
         try:
@@ -294,6 +132,10 @@ class CheckpointStore:
         files.sync_folder(self.folder)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
+
+    def _committed(self, draft: Path) -> Path:
+        """Return the path of the checkpoint that the folder of a save becomes."""
+        return self.folder / draft.name.removeprefix(".draft-")
 
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of its step, if it was saved.
@@ -335,18 +177,10 @@ class CheckpointStore:
 
         Raises:
             DamagedCheckpointError: If all checkpoints are, or were found, damaged.
-            OldFormatError: If an old version of gptrain has written the newest one.
             OSError: If the network file system does not answer.
         """
-        damaged = []
-        for path in reversed(self.paths()):
-            try:
-                checkpoint = verify(path, self.run_id)
-            except OldFormatError:
-                raise
-            except DamagedCheckpointError as error:
-                damaged.append(error)
-                continue
+        checkpoint, damaged = self._first_intact(reversed(self.paths()))
+        if checkpoint is not None:
             for error in damaged:
                 _log.warning("warning: %s; %s", error, self._set_aside(error.path))
             return checkpoint
@@ -374,12 +208,22 @@ class CheckpointStore:
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
         """Return the first intact checkpoint of `ranking`, or None. Damaged ones are warnings."""
-        for path in self.ranking(monitor, mode):
+        checkpoint, damaged = self._first_intact(self.ranking(monitor, mode))
+        for error in damaged:
+            _log.warning("warning: %s; not used as the best checkpoint", error)
+        return checkpoint
+
+    def _first_intact(
+        self, paths: Iterable[Path]
+    ) -> tuple[Checkpoint | None, list[DamagedCheckpointError]]:
+        """Return the first checkpoint that is intact, if any, and the errors of those before it."""
+        damaged: list[DamagedCheckpointError] = []
+        for path in paths:
             try:
-                return verify(path, self.run_id)
+                return verify(path, self.run_id), damaged
             except DamagedCheckpointError as error:
-                _log.warning("warning: %s; not used as the best checkpoint", error)
-        return None
+                damaged.append(error)
+        return None, damaged
 
     # Housekeeping
 
@@ -398,14 +242,12 @@ class CheckpointStore:
 
         A save that was complete becomes a checkpoint, unless the earlier one of its step is there.
         """
-        for path in sorted(self.folder.glob(".*-step-*")):
-            target = self.folder / path.name.removeprefix(".draft-")  # else the path itself
-            if path.is_symlink():
-                path.unlink()
-            elif (path / MANIFEST_NAME).exists() and not target.exists():
-                self._commit(path)
-            else:
-                shutil.rmtree(path)
+        for draft in self.folder.glob(".draft-step-*"):
+            is_complete = not draft.is_symlink() and (draft / MANIFEST_NAME).exists()
+            if is_complete and not self._committed(draft).exists():
+                self._commit(draft)
+        for path in self.folder.glob(".*-step-*"):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
     def _set_aside(self, path: Path) -> str:
         """Rename a damaged checkpoint to `*.corrupt`, and return what was done, for the log."""

@@ -9,40 +9,28 @@ of one tensor. Reading maps the files and copies only what a rank needs.
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gptrain.checkpoints.store import DamagedCheckpointError
-from gptrain.core.errors import first_line
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.core.small_files import open_regular
 
 MODEL, OPTIMIZER = "model", "optimizer"  # beginnings of the names of the files
 SHARDING = "DCP_SHARDING_INFO"  # torch's entry of a file's header
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "BOOL": torch.bool,
-}  # fmt: skip
+# Name in a file's header -> dtype. torch reads this table of safetensors, too.
+DTYPES: dict[Any, torch.dtype] = cast(Any, _TYPES)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = Mapping[str, Tensor]
-
-
-class UnsafeCheckpointError(DamagedCheckpointError):
-    """Raised if a file contains anything but tensors and plain values. It was not loaded."""
 
 
 class Shard(NamedTuple):
@@ -101,9 +89,6 @@ class SavedTensors:
         self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
         paths = [folder] if folder.is_file() else sorted(folder.glob(f"{kind}*.safetensors"))
         for path in paths:
-            number = re.search(r"-of-(\d+)$", path.stem)
-            if path != folder and len(paths) != int(number[1] if number else 1):
-                raise DamagedCheckpointError(folder, f"{path.name} is one of {len(paths)} files")
             try:
                 self._add(path, open_file(path))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -164,33 +149,22 @@ def open_file(path: Path) -> Any:
         raise DamagedCheckpointError(path, f"not a safetensors file ({error})") from error
 
 
-def load_file(path: str | Path, *, mmap: bool = False) -> Any:
+def load_file(path: str | Path) -> Any:
     """Load a file of torch.save without running code in it, and return its content on the CPU.
 
-    Args:
-        path: Path of the file.
-        mmap: Whether the tensors stay in the file until they are used. That halves the peak memory
-            if they are copied to a device afterwards. Ignored for a file in torch's old format.
+    The tensors stay in the file until they are used.
 
     Raises:
-        UnsafeCheckpointError: If the file contains anything but tensors and plain values.
-        DamagedCheckpointError: If the file is damaged, or no file of torch.save.
-        FileNotFoundError: If the file is missing.
+        DamagedCheckpointError: If the file is damaged, no file of torch.save, or contains anything
+            but tensors and plain values.
+        OSError, UnreadableFileError: If the file cannot be opened.
     """
+    open_regular(path).close()  # raises for a pipe, for which torch would wait
     try:
-        with open_regular(path) as file, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
-            is_mapped = mmap and zipfile.is_zipfile(file)
-            file.seek(0)
-            return torch.load(path if is_mapped else file, "cpu", weights_only=True, mmap=is_mapped)
-    except FileNotFoundError:
-        raise
+        return torch.load(path, "cpu", weights_only=True, mmap=True)
     except Exception as error:  # unpickling damaged bytes may raise any exception
-        if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
-            name = re.sub(r"^posix\.", "os.", refused[1])  # os.system pickles as posix.system
-            reason = f"contains {name}; refused: only tensors and plain values are loaded"
-            raise UnsafeCheckpointError(path, reason) from error
         # Do not print torch's message: it advises to load the file without protection.
-        is_pickle_error = isinstance(error, pickle.UnpicklingError | LookupError)
-        reason = "not a file of torch.save" if is_pickle_error else first_line(error)
-        raise DamagedCheckpointError(path, f"not a checkpoint ({reason})") from error
+        refused = re.search(r"GLOBAL (\w\S*\.\w+)", str(error))
+        reason = f"contains {refused[1]}" if refused else "damaged, or no file of torch.save"
+        text = f"refused: {reason}; only tensors and plain values are loaded"
+        raise DamagedCheckpointError(path, text) from error

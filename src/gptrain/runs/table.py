@@ -14,8 +14,9 @@ from typing import Any
 
 from gptrain.checkpoints.files import read_rows
 from gptrain.checkpoints.lock import is_held
+from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
-from gptrain.checkpoints.store import CheckpointStore, DamagedCheckpointError, read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import TIMELINE_NAME, measure
 from gptrain.core.errors import DONE, printable
 from gptrain.core.shell import by_key

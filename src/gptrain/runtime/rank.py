@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptrain.checkpoints import files
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.signature import sign_record
 from gptrain.checkpoints.status import (
     CHECKPOINTS_NAME,
@@ -34,7 +35,7 @@ from gptrain.checkpoints.status import (
     read_status,
     write_status,
 )
-from gptrain.checkpoints.store import CheckpointStore, read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import add_start
 from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of

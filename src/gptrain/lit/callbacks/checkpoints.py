@@ -10,9 +10,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import PreemptedError
-from gptrain.checkpoints.store import CheckpointStore, read_manifest
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
 from gptrain.lit.callbacks import resume

@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gptrain.checkpoints.manifest import REST_NAME
 from gptrain.checkpoints.save import Save
-from gptrain.checkpoints.store import REST_NAME
 from gptrain.checkpoints.tensors import MODEL, OPTIMIZER, SavedTensors, load_file
 from gptrain.parallel import state as states
 from gptrain.parallel.base import Parallel

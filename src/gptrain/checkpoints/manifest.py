@@ -1,0 +1,179 @@
+"""What a valid checkpoint is: a folder whose manifest lists every file, and whose bytes are intact.
+
+`manifest.json` lists every file with its size and SHA-256, and ends with the SHA-256 of its own
+text, so that one flipped bit anywhere in the folder is detected. This protects against damage, not
+against forgery.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from gptrain.checkpoints import files
+from gptrain.core.errors import BAD_DATA, RunError, printable
+from gptrain.core.progress import progress_bar
+from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
+
+MANIFEST_NAME = "manifest.json"
+REST_NAME = "state.ckpt"  # counters, options, random states and states of callbacks
+STEP_NAME = re.compile(r"step-\d{8,}")  # name of a checkpoint's folder
+FORMAT = 2
+FORMAT_1 = b'{\n "format": 1,'  # beginning of the manifests up to commit LAST_OF_FORMAT_1
+LAST_OF_FORMAT_1 = "a9c18679"  # commit of gptrain
+# Errors of a network file system that does not answer
+_NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+_READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
+
+# A file's name must not lead out of the folder, as `../x` would.
+FileName = Annotated[str, Field(pattern="^[0-9A-Za-z_][0-9A-Za-z_.-]*$")]
+
+
+class FileEntry(TypedDict):
+    """Size and hash of one file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """Entries of a manifest. Checkpoints are ordered by step, never by the times of files."""
+
+    format: Literal[2]
+    run_id: str
+    step: Annotated[int, Field(ge=0, lt=2**63)]
+    metrics: dict[str, float | None]
+    config: dict[str, Any]
+    files: dict[FileName, FileEntry]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+class DamagedCheckpointError(RunError):
+    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used.
+
+    `reason` explains it to the user, in a few words.
+    """
+
+    code = BAD_DATA
+    cause = "data"
+
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(path, reason)  # pickle calls the class with these arguments
+        self.path, self.reason = Path(path), reason
+
+    def __str__(self) -> str:
+        return printable(f"{self.path}: {self.reason}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Folder and manifest of a checkpoint whose files were all verified."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that were done when the checkpoint was saved."""
+        return self.manifest["step"]
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, such as `step-00000500`."""
+    return f"step-{step:08d}"
+
+
+def seal(entries: Mapping[str, Any]) -> bytes:
+    """Return the text of a manifest.json with these entries, its format and its own hash."""
+    content = {"format": FORMAT, **entries}
+    digest = hashlib.sha256(files.to_json(content)).hexdigest()
+    return files.to_json(content | {"sha256": digest})
+
+
+def parse(text: bytes, path: Path) -> Manifest:
+    """Return the entries of a manifest, after a check of its hash and of their types.
+
+    Raises a DamagedCheckpointError about `path`.
+    """
+    # The hash is that of the text, not of the values: JSON has many spellings of one value.
+    before, _, ending = text.rpartition(b',\n "sha256": "')
+    if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
+        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
+    try:
+        return _MANIFEST.validate_json(text, strict=True)
+    except ValidationError:
+        reason = f"{MANIFEST_NAME} is not a manifest of gptrain"
+        if text.startswith(FORMAT_1):
+            reason = f"written by gptrain up to commit {LAST_OF_FORMAT_1}, which can read it"
+        raise DamagedCheckpointError(path, reason) from None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint, or raise a DamagedCheckpointError."""
+    with _damage(path, MANIFEST_NAME):
+        return parse(read_bytes(path / MANIFEST_NAME), path)
+
+
+def verify(path: Path, run_id: str | None = None) -> Checkpoint:
+    """Read and check every byte of a checkpoint, of the run `run_id` if given, with a progress bar.
+
+    Raises:
+        DamagedCheckpointError: If the checkpoint is damaged or of another run.
+        OSError: If the network file system does not answer.
+    """
+    manifest = read_manifest(path)
+    if run_id is not None and manifest["run_id"] != run_id:
+        message = f"belongs to another run ({manifest['run_id']}, this is {run_id})"
+        raise DamagedCheckpointError(path, message)
+    if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
+        raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
+    entries = manifest["files"]
+    n_bytes = sum(entry["bytes"] for entry in entries.values())
+    workers = min(8, os.cpu_count() or 1)  # hashing releases the interpreter lock
+    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(lambda name: _check(path, name, entries[name], bar.update), entries):
+            pass  # a check raises its error here
+    return Checkpoint(path, manifest)
+
+
+def _check(folder: Path, name: str, entry: FileEntry, on_piece: Callable[[int], object]) -> None:
+    """Raise a DamagedCheckpointError if a file differs from its entry in the manifest."""
+    digest = hashlib.sha256()
+    with _damage(folder, name), open_regular(folder / name) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes != entry["bytes"]:
+            reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
+            raise DamagedCheckpointError(folder, reason)
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+            on_piece(len(piece))
+    if digest.hexdigest() != entry["sha256"]:
+        raise DamagedCheckpointError(folder, f"{name} is damaged (sha256)")
+
+
+@contextmanager
+def _damage(path: Path, name: str) -> Generator[None, None, None]:
+    """Turn errors of reading a file of a checkpoint into a DamagedCheckpointError.
+
+    If a network file system does not answer, the error passes, because the file may be intact.
+    """
+    try:
+        yield
+    except (OSError, UnreadableFileError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ANSWER:
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error.reason
+        raise DamagedCheckpointError(path, f"{name} cannot be read: {reason}") from None
