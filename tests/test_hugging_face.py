@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.weights import find_weights, load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.models.hugging_face import config_keys
@@ -48,7 +48,7 @@ def test_the_net_equals_transformers_and_its_weights_can_be_exchanged(tmp_path, 
     assert torch.equal(reference(TOKENS).logits, net(TOKENS))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == [type(reference).__name__]
-    load_weights(back, tmp_path)
+    load_weights(back, find_weights(tmp_path))
     assert torch.equal(back(TOKENS), net(TOKENS))
     # A table of learned positions bounds the context. Rotary positions have no bound.
     assert getattr(net, "max_seq_len", None) == (32 if name == "gpt2" else None)
@@ -96,7 +96,7 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "model.safetensors")
-    load_weights(back, tmp_path)
+    load_weights(back, find_weights(tmp_path))
     assert torch.equal(back(TOKENS), net(TOKENS))
     state = back.from_hugging_face({"model_type": "gpt2"}, bare)
     assert state.keys() == back.state_dict().keys()  # a tied tensor under both of its names

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.weights import find_weights, load_weights
 from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
@@ -68,7 +68,7 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
         dropouts = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
         assert {getattr(reference.config, key) for key in dropouts} == {net.dropout.p}
     assert ("Qwen3" in type(reference).__name__) == ("qk_norm" in NETS[name])
-    load_weights(back, tmp_path)
+    load_weights(back, find_weights(tmp_path))
     for key, tensor in net.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[key]), key
 
@@ -83,16 +83,16 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     files = sorted(tmp_path.glob("*.safetensors"))
     net = make(name, **({} if name == "gpt2" else {"rope_base": 1e4}))
-    load_weights(net, tmp_path)
+    load_weights(net, find_weights(tmp_path))
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
     files[1].unlink()
     with pytest.raises(DamagedCheckpointError, match=f"is one of {len(files) - 1} files"):
-        load_weights(net, tmp_path)
+        load_weights(net, find_weights(tmp_path))
     (tmp_path / "model.safetensors.index.json").unlink()
     files[0].rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(DamagedCheckpointError, match=r"config\.json"):
-        load_weights(net, tmp_path)
+        load_weights(net, find_weights(tmp_path))
     torch.save([1], tmp_path / "x.ckpt")
     with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt"):
         load_weights(net, tmp_path / "x.ckpt")
@@ -132,7 +132,7 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
-    load_weights(back, tmp_path)
+    load_weights(back, find_weights(tmp_path))
     assert torch.equal(back(TOKENS), net(TOKENS))
     if name == "gpt2":
         back.from_hugging_face(
@@ -140,7 +140,7 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
         )  # gelu_new
         # A net with more positions takes those that are in the file.
         longer = make(name, max_seq_len=net.max_seq_len + 3)
-        load_weights(longer, tmp_path, resizes=True)
+        load_weights(longer, find_weights(tmp_path), resizes=True)
         assert torch.equal(longer(TOKENS), net(TOKENS))
 
 
@@ -170,4 +170,4 @@ def test_config_differences_that_shapes_do_not_show_are_one_line(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | config_keys))
     with pytest.raises(ValueError, match=message):
-        load_weights(make(name, **net_keys), tmp_path)
+        load_weights(make(name, **net_keys), find_weights(tmp_path))

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import Checkpoint, read_manifest
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
@@ -79,12 +79,12 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
     if checkpoint is None:
         return None
     # A folder of Lightning's ModelCheckpoint belongs to no run, as a file of weights.
-    if isinstance(checkpoint, Path) or not checkpoint.manifest["run_id"]:
+    if not checkpoint.is_dir() or not (manifest := read_manifest(checkpoint))["run_id"]:
         message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     dims = parallel_dims(cfg.strategy, world_size, count_nodes(cfg.trainer.num_nodes))
-    saved, size = checkpoint.manifest["config"], cfg.batch_plan(dims.data).global_batch_size
+    saved, size = manifest["config"], cfg.batch_plan(dims.data).global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
@@ -92,11 +92,11 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         hint = "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
-    log.info(labels.line(verb, f"from step {checkpoint.step}: {checkpoint.path}"))
-    return checkpoint.path
+    log.info(labels.line(verb, f"from step {manifest['step']}: {checkpoint}"))
+    return checkpoint
 
 
-def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
+def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path | None:
     """Return the checkpoint that a training resumes from, or None for a start at step 0.
 
     A checkpoint is fetched from the mirror if the run folder has none and ckpt_path=last.
@@ -128,7 +128,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
     return checkpoint
 
 
-def find_trained(cfg: RunConfig) -> Checkpoint | Path:
+def find_trained(cfg: RunConfig) -> Path:
     """Return the weights that an evaluation or an export reads: a verified checkpoint or a file.
 
     `ckpt_path` names them. `best` and `last` are looked up in the folder of `from_run`, or in the

@@ -7,12 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gptrain.checkpoints.manifest import (
-    MANIFEST_NAME,
-    Checkpoint,
-    DamagedCheckpointError,
-    verify,
-)
+from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, verify
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import SavedTensors, load_file
@@ -22,7 +17,7 @@ from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
 from gptrain.parallel import state as states
-from gptrain.parallel.state import NO_STAGES, LeftOut, Stages
+from gptrain.parallel.state import NO_STAGES, Stages
 
 log = logging.getLogger(__name__)
 SAFETENSORS = "model.safetensors"
@@ -31,8 +26,8 @@ INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in sev
 
 def find_weights(
     source: str | Path, which: str = "best", monitor: str = "val/loss", mode: str = "min"
-) -> Checkpoint | Path:
-    """Return the verified checkpoint, or the file of weights, that `source` names.
+) -> Path:
+    """Return the folder of the verified checkpoint, or the file of weights, that `source` names.
 
     Nothing is renamed or removed, because the run may still be running.
 
@@ -54,7 +49,8 @@ def find_weights(
             return checkpoint
     folder = source.parent if source.is_file() else source
     if (folder / MANIFEST_NAME).exists():
-        return verify(folder)
+        verify(folder)
+        return folder
     for file in (source, source / SAFETENSORS, source / INDEX):
         if file.is_file():
             return file
@@ -82,39 +78,34 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
 
 def load_weights(
     net: nn.Module,
-    source: str | Path | Checkpoint,
+    path: Path,
     *,
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
-) -> tuple[Path, LeftOut]:
+) -> list[str]:
     """Load weights into a net, which may be partitioned.
 
     All ranks must call this function if the net is partitioned over a pipeline.
 
     Args:
         net: Net, or the part of it that this rank holds.
-        source: Run folder (its best checkpoint by val/loss), checkpoint folder or file, file that
-            Lightning saved, folder of transformers in one file or several, or safetensors file with
+        path: Result of `find_weights`: a checkpoint's folder, a file that Lightning saved, the
+            weights of transformers in one file or the index of several, or a safetensors file with
             the net's own names.
         strict, resizes, stages: As in `load_net_state`.
 
     Returns:
-        The path of the weights, and the names on both sides that were left out.
+        Result of `load_net_state`: phrases about what was not loaded.
 
     Raises:
-        FileNotFoundError: If there are no weights.
         DamagedCheckpointError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
-    weights = source if isinstance(source, Checkpoint) else find_weights(source)
-    is_checkpoint = isinstance(weights, Checkpoint)
-    path = weights.path if is_checkpoint else weights
     try:
-        state = SavedTensors(path) if is_checkpoint else states.FullTensors(read_weights(net, path))
-        left_out = states.load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
-        return path, left_out
+        state = SavedTensors(path) if path.is_dir() else states.FullTensors(read_weights(net, path))
+        return states.load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
     except UnreadableFileError as error:
         raise DamagedCheckpointError(error.path, error.reason) from error
     except ValueError as error:
@@ -129,16 +120,11 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
-        weights = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
-        path, left_out = load_weights(
-            net, weights, strict=cfg.init_strict, resizes=True, stages=stages
-        )
+        path = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
+        notes = load_weights(net, path, strict=cfg.init_strict, resizes=True, stages=stages)
     log.info(labels.line("start", f"from the weights of {path}"))
-    for line in left_out.positions:
-        log.warning("warning: %s", line)
-    if left_out.tensors:
-        names = "; ".join(left_out.tensors)
-        log.warning("warning: init_strict=false: not loaded: %s", names)
+    for note in notes:
+        log.warning("warning: init_from: %s", note)
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,19 +77,6 @@ class DamagedCheckpointError(RunError):
         return printable(f"{self.path}: {self.reason}")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Folder and manifest of a checkpoint whose files were all verified."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps that were done when the checkpoint was saved."""
-        return self.manifest["step"]
-
-
 def folder_name(step: int) -> str:
     """Return the name of a checkpoint's folder, such as `step-00000500`."""
     return f"step-{step:08d}"
@@ -127,8 +113,11 @@ def read_manifest(path: Path) -> Manifest:
         return parse(read_bytes(path / MANIFEST_NAME), path)
 
 
-def verify(path: Path, run_id: str | None = None) -> Checkpoint:
+def verify(path: Path, run_id: str | None = None) -> Manifest:
     """Read and check every byte of a checkpoint, of the run `run_id` if given, with a progress bar.
+
+    Returns:
+        The manifest.
 
     Raises:
         DamagedCheckpointError: If the checkpoint is damaged or of another run.
@@ -146,7 +135,7 @@ def verify(path: Path, run_id: str | None = None) -> Checkpoint:
     with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(lambda name: _check(path, name, entries[name], bar.update), entries):
             pass  # a check raises its error here
-    return Checkpoint(path, manifest)
+    return manifest
 
 
 def _check(folder: Path, name: str, entry: FileEntry, on_piece: Callable[[int], object]) -> None:

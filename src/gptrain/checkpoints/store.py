@@ -25,7 +25,6 @@ from gptrain.checkpoints import files
 from gptrain.checkpoints.manifest import (
     MANIFEST_NAME,
     STEP_NAME,
-    Checkpoint,
     DamagedCheckpointError,
     folder_name,
     read_manifest,
@@ -169,8 +168,8 @@ class CheckpointStore:
         """Return the folder of the newest checkpoint, unverified, or None. Use it for messages."""
         return next(reversed(self.paths()), None)
 
-    def newest_intact(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact, or None if nothing was ever saved.
+    def newest_intact(self) -> Path | None:
+        """Return the folder of the newest intact checkpoint, or None if nothing was ever saved.
 
         Newer damaged checkpoints are logged as warnings and, if the store has a `run_id`, renamed
         to `*.corrupt`. Call it on one rank, and with a `run_id` under the run lock.
@@ -179,11 +178,11 @@ class CheckpointStore:
             DamagedCheckpointError: If all checkpoints are, or were found, damaged.
             OSError: If the network file system does not answer.
         """
-        checkpoint, damaged = self._first_intact(reversed(self.paths()))
-        if checkpoint is not None:
+        path, damaged = self._first_intact(reversed(self.paths()))
+        if path is not None:
             for error in damaged:
                 _log.warning("warning: %s; %s", error, self._set_aside(error.path))
-            return checkpoint
+            return path
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpointError(path, "was found damaged earlier"))
         if damaged:
@@ -206,21 +205,22 @@ class CheckpointStore:
                     scored.append((sign * value, path))
         return [path for _, path in sorted(scored)]
 
-    def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
+    def best(self, monitor: str, mode: str = "min") -> Path | None:
         """Return the first intact checkpoint of `ranking`, or None. Damaged ones are warnings."""
-        checkpoint, damaged = self._first_intact(self.ranking(monitor, mode))
+        path, damaged = self._first_intact(self.ranking(monitor, mode))
         for error in damaged:
             _log.warning("warning: %s; not used as the best checkpoint", error)
-        return checkpoint
+        return path
 
     def _first_intact(
         self, paths: Iterable[Path]
-    ) -> tuple[Checkpoint | None, list[DamagedCheckpointError]]:
+    ) -> tuple[Path | None, list[DamagedCheckpointError]]:
         """Return the first checkpoint that is intact, if any, and the errors of those before it."""
         damaged: list[DamagedCheckpointError] = []
         for path in paths:
             try:
-                return verify(path, self.run_id), damaged
+                verify(path, self.run_id)
+                return path, damaged
             except DamagedCheckpointError as error:
                 damaged.append(error)
         return None, damaged

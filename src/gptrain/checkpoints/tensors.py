@@ -89,6 +89,9 @@ class SavedTensors:
         self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
         paths = [folder] if folder.is_file() else sorted(folder.glob(f"{kind}*.safetensors"))
         for path in paths:
+            number = re.search(r"-of-(\d+)$", path.stem)
+            if path != folder and len(paths) != int(number[1] if number else 1):
+                raise DamagedCheckpointError(folder, f"{path.name} is one of {len(paths)} files")
             try:
                 self._add(path, open_file(path))
             except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -70,7 +70,8 @@ def export(cfg: ExportRun) -> None:
         raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
     with named_source("from_run", cfg.from_run):
-        path, _ = load_weights(net, find_trained(cfg))
+        path = find_trained(cfg)
+        load_weights(net, path)
         tokenizer = find_tokenizer(expand_home(cfg.from_run))
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     write_companions(tokenizer, expand_home(cfg.from_run), folder, cfg.format)

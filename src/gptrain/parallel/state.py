@@ -61,13 +61,6 @@ class FullTensors:
             copy_from_full(tensor, self.tensors[name])
 
 
-class LeftOut(NamedTuple):
-    """Phrases about tensors that differ in name or shape, and position tables loaded in part."""
-
-    tensors: list[str]
-    positions: list[str]
-
-
 def saved_name(name: str) -> str:
     """Return the name in a checkpoint of a tensor of a LightningModule.
 
@@ -99,21 +92,9 @@ def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Return name in a checkpoint -> parameter of this rank, for all parameters of a module."""
-    net = getattr(module, "net", None)
-    named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
-    extra = named_extra_parameters(module)
-    return named | {f"{EXTRA_PREFIX}{name}": parameter for name, parameter in extra.items()}
-
-
-def saved_tensors(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, Tensor]:
-    """Return name in a checkpoint -> tensor of the net, or this rank's shard, without a copy.
-
-    Parameters and persistent buffers are included, a tied parameter once.
-    """
-    _reshard(net)
-    further = tied_names(net)
-    tensors = net.state_dict().items()
-    return {stages.aliases.get(name, name): t for name, t in tensors if name not in further}
+    _reshard(module)
+    named = ((saved_name(name), parameter) for name, parameter in module.named_parameters())
+    return {stages.aliases.get(name, name): parameter for name, parameter in named}
 
 
 def optimizer_state(
@@ -162,7 +143,7 @@ def load_net_state(
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
-) -> LeftOut:
+) -> list[str]:
     """Copy this rank's part of a checkpoint into the net.
 
     All ranks must call this function if the net is partitioned over a pipeline, or if `resizes` is
@@ -177,18 +158,23 @@ def load_net_state(
             positions into a longer table, and, if not strict, the first ones into a shorter table.
         stages: Stages of the pipeline.
 
+    Returns:
+        Phrases about position tables that were loaded in part, and about what was not loaded.
+
     Raises:
         ValueError: If `strict` is true and names or shapes differ. It names the first of them.
     """
     shapes = {n: s for n, s in source.shapes.items() if not n.startswith(EXTRA_PREFIX)}
-    tensors = saved_tensors(net, stages)
+    _reshard(net)
+    state, further = net.state_dict(), tied_names(net)
+    tensors = {stages.aliases.get(n, n): t for n, t in state.items() if n not in further}
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     tables = _find_tables(net, own, shapes) if resizes else {}
-    parts = _over_stages((own, tables, [*net.state_dict()]), stages)
+    parts = _over_stages((own, tables, [*state]), stages)
     all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
     all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
     all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
-    differing, positions, hint = [], [], ""
+    differing, notes, hint = [], [], ""
     for name, shape in all_own.items():
         if (saved := shapes.get(name, shape)) == shape:
             continue
@@ -200,11 +186,13 @@ def load_net_state(
         elif dim is not None:
             n_loaded = min(saved[dim], shape[dim])
             counts = f"{saved[dim]} positions in the checkpoint, {shape[dim]} in the net"
-            positions.append(f"{name}: {counts}; {n_loaded} are loaded")
+            notes.append(f"{name}: {counts}; {n_loaded} are loaded")
     differing += [f"{name} only in the net" for name in all_own if name not in shapes]
     differing += [f"{name} only in the checkpoint" for name in shapes if name not in all_names]
     if len(differing) > _SHOWN:
         differing[_SHOWN:] = [f"and {len(differing) - _SHOWN} more"]
+    if differing:
+        notes.append(f"not loaded: {'; '.join(differing)}")
     if strict and differing:
         raise ValueError("; ".join(differing) + hint)
     source.read({name: t for name, t in tensors.items() if shapes.get(name) == own[name]})
@@ -215,7 +203,7 @@ def load_net_state(
             n_loaded = min(shapes[name][dim], own[name][dim])
             table.narrow(dim, 0, n_loaded).copy_(saved_table.narrow(dim, 0, n_loaded))
             copy_from_full(tensors[name], table)
-    return LeftOut(differing, positions)
+    return notes
 
 
 def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | None]:
@@ -298,11 +286,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     """Return parameter -> name. Raise a ValueError if a parameter of the optimizer has none."""
     names = {parameter: name for name, parameter in parameters.items()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in names:
-                about = f"a parameter {tuple(parameter.shape)} of group {number} of the optimizer"
-                raise ValueError(f"{about} is no parameter of the module; try: register it there")
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in names:
+            about = f"the optimizer has a parameter {tuple(parameter.shape)}"
+            raise ValueError(f"{about} that is no parameter of the module; try: register it there")
     return names
 
 

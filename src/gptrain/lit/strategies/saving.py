@@ -104,9 +104,8 @@ class SavingStrategy(Strategy):
         checkpoint = load_file(path / REST_NAME)
         tensors = {} if self.parallel.is_partitioned else SavedTensors(path).full()
         state = {states.module_name(name): tensor for name, tensor in tensors.items()}
-        for second, first in tied_names(self.module).items():
-            if first in state:
-                state[second] = state[first]
+        tied = tied_names(self.module).items()
+        state |= {second: state[first] for second, first in tied if first in state}
         checkpoint["state_dict"] = state
         return checkpoint
 
@@ -118,15 +117,14 @@ class SavingStrategy(Strategy):
         source = SavedTensors(self._loaded)
         states.load_net_state(self.net, source, stages=self.parallel.stages)
         own = {states.saved_name(name): t for name, t in self.module.state_dict().items()}
-        # Copies, because the state dict of a torchmetrics metric does not share its memory.
-        extra = {n: t.clone() for n, t in own.items() if n.startswith(states.EXTRA_PREFIX)}
-        saved = {name for name in source.shapes if name.startswith(states.EXTRA_PREFIX)}
-        if strict and (unmatched := saved ^ extra.keys()):
+        unmatched = [n for n in own.keys() ^ source.shapes if n.startswith(states.EXTRA_PREFIX)]
+        if strict and unmatched:
             names = ", ".join(sorted(unmatched))
             raise ValueError(f"{self._loaded}: missing or unexpected outside the net: {names}")
-        loaded = {name: tensor for name, tensor in extra.items() if name in saved}
-        source.read(loaded)
-        self.module.load_state_dict({states.module_name(n): t for n, t in loaded.items()}, False)
+        extra = {n: own[n] for n in source.shapes if n in own and n.startswith(states.EXTRA_PREFIX)}
+        # The state dict of a torchmetrics metric does not share its memory.
+        source.read(extra)
+        self.module.load_state_dict({states.module_name(n): t for n, t in extra.items()}, False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep `fresh_options`, load this rank's part of the state, fit schedules to its groups."""
