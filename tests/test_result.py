@@ -65,8 +65,6 @@ def test_goodput_is_the_time_of_steps_that_count_over_all_starts():
     set_back = [phase("steps", 1, 10.0, 14.0), phase("saves", 1, 14.0, 12.0)]
     set_back += [{"start": 1, "time": 9.0}, phase("steps", 2, 9.0, 11.0)]
     assert measure(set_back).items() >= {"goodput": 1.0, "steps_s": 6.0, "saves_s": 0.0}.items()
-    assert measure([{"phase": "steps", "step": 1, "begin": [], "time": 3}, {"start": "x"}]) == {}
-    assert measure([{"phase": "steps", "step": 1, "begin": 0.5, "time": 10**400}]) == {}
 
 
 def test_the_times_of_all_starts_add_up_to_the_age_of_the_run(train):

@@ -3,6 +3,7 @@
 They are copied from the source of a run into its folder, and from there into its exports.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,9 @@ def copy_tokenizer_files(sources: Iterable[Path], run_dir: Path) -> None:
     has none. If several sources have a file, that of the first source counts.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
+    if not (run_dir / TOKENIZER[0]).is_file():
+        next((folder for folder in folders if copy_files(folder, run_dir, TOKENIZER)), None)
     own = _content(run_dir / TOKENIZER[0])
-    if own is None:
-        for folder in folders:
-            if copy_files(folder, run_dir, TOKENIZER):
-                break
-        own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
             copy_files(folder, run_dir, (*COMPANIONS, GENERATION))
@@ -59,16 +57,11 @@ def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[st
     The keys are those of ID_KEYS. Ids that are not below `vocab_size`, the number of tokens of the
     net, are left out, because they are defaults of transformers for another tokenizer.
     """
-    special_ids = {}
+    special_ids, end = {}, vocab_size or sys.maxsize
     for key in ID_KEYS:
         given = facts.get(key)
-        ids = [
-            token_id
-            for token_id in (given if isinstance(given, list) else [given])
-            if type(token_id) is int and token_id >= 0
-            if vocab_size is None or token_id < vocab_size
-        ]
-        if ids:
+        given = given if isinstance(given, list) else [given]
+        if ids := [value for value in given if type(value) is int and 0 <= value < end]:
             special_ids[key] = ids[0] if len(ids) == 1 else ids
     return special_ids
 

@@ -177,12 +177,10 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
 def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[ConfigIssue]:
     """Return an issue for each key that differs from the saved run and is not in allow_changes.
 
-    `saved` is what `identity` returned for the saved run. A key that it does not have was added to
-    the library later. It counts as changed only if it was typed now; its default does what the
-    older library did. An evaluation compares only the model group.
+    `saved` is what `identity` returned for the saved run. An evaluation compares only the model
+    group.
     """
     now = identity(keep_precision(cfg, saved), global_batch_size)
-    typed = typed_keys()
     part = "" if cfg.task == "fit" else "model."
     # The state of a torch schedule holds its options and replaces those of the config.
     is_fixed = cfg.scheduler.target.startswith("torch.") and (
@@ -195,7 +193,6 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
         if key.startswith(part)
         and key not in EXTRA_ENTRIES
         and saved.get(key) != now.get(key)
-        and (key in saved or covers(typed, key) or key.startswith("callbacks."))
         and not covers(allowed, key)
     ]
 

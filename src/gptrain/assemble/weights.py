@@ -45,8 +45,8 @@ def find_weights(
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
         best = store.best(monitor, mode) if which == "best" else None
-        if checkpoint := best or store.newest_intact():
-            return checkpoint
+        if path := best or store.newest_intact():
+            return path
     folder = source.parent if source.is_file() else source
     if (folder / MANIFEST_NAME).exists():
         verify(folder)
@@ -56,8 +56,7 @@ def find_weights(
             return file
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
-    known = f"no {CHECKPOINTS_NAME}/step-*, no {MANIFEST_NAME}, no {SAFETENSORS}"
-    raise FileNotFoundError(f"no checkpoint in {source}, and no weights in it: {known}")
+    raise FileNotFoundError(f"{source}: no checkpoint and no {SAFETENSORS} in this folder")
 
 
 @contextmanager
@@ -104,7 +103,7 @@ def load_weights(
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
     try:
-        state = SavedTensors(path) if path.is_dir() else states.FullTensors(read_weights(net, path))
+        state = SavedTensors(path if path.is_dir() else read_weights(net, path))
         return states.load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
     except UnreadableFileError as error:
         raise DamagedCheckpointError(error.path, error.reason) from error

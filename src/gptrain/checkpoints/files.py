@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic_core
 
-from gptrain.core.small_files import open_regular
+from gptrain.core.small_files import read_bytes
 
 Row = dict[str, Any]  # name -> value
 
@@ -35,10 +35,9 @@ class SaveFailedError(OSError):
 
     def __str__(self) -> str:
         number, folder = self.args
-        name = errno.errorcode.get(number, number)
+        reason = f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
         return (
-            f"{folder}: cannot save: {os.strerror(number)} ({name}) on rank {self.rank}; earlier "
-            "checkpoints are intact"
+            f"{folder}: cannot save: {reason} on rank {self.rank}; earlier checkpoints are intact"
         )
 
 
@@ -97,23 +96,20 @@ def encode(row: Row) -> bytes:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to a file, which is created if it does not exist and must not be a link."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o644), "ab") as file:
+    """Append a row to a file, which is created if it does not exist."""
+    with path.open("ab") as file:
         file.write(encode(row))
 
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, without the lines that are no JSON objects.
 
-    The list is empty if the file does not exist, or is a link: in an untrusted folder a link may
-    point to any file of this user. Raises an OSError or an UnreadableFileError for other paths.
+    The list is empty if the file does not exist. Raises an OSError or an UnreadableFileError for
+    other paths.
     """
-    if path.is_symlink() or not path.exists():
-        return []
     rows = []
-    with open_regular(path) as file:
-        for line in file:
+    with suppress(FileNotFoundError):
+        for line in read_bytes(path).splitlines():
             with suppress(ValueError, RecursionError):  # also if the bytes are not UTF-8
                 rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]

@@ -49,13 +49,14 @@ class CheckpointStore:
 
     Attributes:
         on_commit: Function that rank 0 calls after each new checkpoint and after `set_metrics`.
+        unfinished: Save in the background that still needs a call of `finish`, or None.
     """
 
     def __init__(self, folder: str | Path, run_id: str | None = None) -> None:
         self.folder = Path(folder)
         self.run_id = run_id
         self.on_commit: Callable[[], object] = lambda: None
-        self._unfinished: Save | None = None  # the save in the background
+        self.unfinished: Save | None = None
 
     # Saving
 
@@ -94,25 +95,20 @@ class CheckpointStore:
         manifest = {"run_id": self.run_id, "step": step, "config": config or {}}
         manifest["metrics"] = metrics or {}
         draft = self.folder / f".draft-{folder_name(step)}"
-        self._unfinished = Save(draft, manifest, tensors, rest, **options)
+        self.unfinished = Save(draft, manifest, tensors, rest, **options)
         if not options.get("in_background"):
             self.finish()
 
     @property
-    def is_unfinished(self) -> bool:
-        """True if a save in the background still needs a call of `finish`. Equal on all ranks."""
-        return self._unfinished is not None
-
-    @property
     def is_written(self) -> bool:
         """True if this rank has written its files of a save in the background."""
-        return self._unfinished is not None and not self._unfinished.is_writing
+        return self.unfinished is not None and not self.unfinished.is_writing
 
     def finish(self) -> None:
         """Turn the save in the background, if any, into a checkpoint. Collective, as `save`."""
-        if self._unfinished is None:
+        if self.unfinished is None:
             return
-        save, self._unfinished = self._unfinished, None
+        save, self.unfinished = self.unfinished, None
         save.finish(lambda: self._commit(save.folder))
         if save.rank == 0:
             self.on_commit()
@@ -139,16 +135,12 @@ class CheckpointStore:
     def set_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation into the manifest of its step, if it was saved.
 
-        Call it on rank 0 only. Raises a DamagedCheckpointError, or a SaveFailedError.
+        Call it on rank 0 only. Raises a DamagedCheckpointError or an OSError.
         """
-        if self._unfinished is not None and self._unfinished.manifest["step"] == step:
-            self._unfinished.manifest["metrics"] = metrics
+        if self.unfinished is not None and self.unfinished.manifest["step"] == step:
+            self.unfinished.manifest["metrics"] = metrics
         elif (path := self.folder / folder_name(step)).exists():
-            text = seal(read_manifest(path) | {"metrics": metrics})
-            try:
-                files.replace(path / MANIFEST_NAME, text)
-            except OSError as error:
-                raise files.SaveFailedError(error.errno, str(self.folder)) from error
+            files.replace(path / MANIFEST_NAME, seal(read_manifest(path) | {"metrics": metrics}))
             self.on_commit()
 
     # Loading

@@ -31,6 +31,7 @@ SHARDING = "DCP_SHARDING_INFO"  # torch's entry of a file's header
 DTYPES: dict[Any, torch.dtype] = cast(Any, _TYPES)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = Mapping[str, Tensor]
+Index = tuple[int, ...]  # an index or a size in each dimension
 
 
 class Shard(NamedTuple):
@@ -69,56 +70,68 @@ def encode(shards: Mapping[str, Shard]) -> Iterator[memoryview | bytes]:
 
 
 class SavedTensors:
-    """Full tensors in the safetensors files of a checkpoint, of which each rank reads its part.
+    """Full tensors, of which each rank reads its part.
 
     Args:
-        folder: Folder of a checkpoint, or of a net of transformers; or one safetensors file.
+        source: Folder of a checkpoint, or of a net of transformers; one safetensors file; or
+            tensors in memory by their names.
         kind: MODEL or OPTIMIZER.
 
     Attributes:
-        shapes, dtypes: Name -> shape and dtype of the full tensor.
+        shapes: Name -> shape of the full tensor.
+        dtypes: Name -> dtype, for the tensors in files.
 
     Raises:
         DamagedCheckpointError: If a file is no safetensors file, or if files or shards are missing.
     """
 
-    def __init__(self, folder: Path, kind: str = MODEL) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+    def __init__(self, source: Path | Tensors, kind: str = MODEL) -> None:
+        self.shapes: dict[str, Index] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        # Name -> file, first index and shape of each shard.
-        self._parts: dict[str, list[tuple[Path, tuple[int, ...], tuple[int, ...]]]] = {}
-        paths = [folder] if folder.is_file() else sorted(folder.glob(f"{kind}*.safetensors"))
+        # Name -> file or tensor, first index and shape of each shard.
+        self._parts: dict[str, list[tuple[Path | Tensor, Index, Index]]] = {}
+        if isinstance(source, Mapping):
+            for name, tensor in source.items():
+                self._add(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+            return
+        paths = [source] if source.is_file() else sorted(source.glob(f"{kind}*.safetensors"))
         for path in paths:
             number = re.search(r"-of-(\d+)$", path.stem)
-            if path != folder and len(paths) != int(number[1] if number else 1):
-                raise DamagedCheckpointError(folder, f"{path.name} is one of {len(paths)} files")
+            if path != source and len(paths) != int(number[1] if number else 1):
+                raise DamagedCheckpointError(source, f"{path.name} is one of {len(paths)} files")
             try:
-                self._add(path, open_file(path))
+                self._add_file(path, open_file(path))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():
             if sum(prod(shape) for _, _, shape in parts) != prod(self.shapes[name]):
-                raise DamagedCheckpointError(folder, f"parts of {name} are missing")
+                raise DamagedCheckpointError(source, f"parts of {name} are missing")
 
-    def _add(self, path: Path, file: Any) -> None:
+    def _add_file(self, path: Path, file: Any) -> None:
         """Add the shards in an open file."""
         sharding = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
         for name in file.keys():  # noqa: SIM118, it is no mapping
             part = file.get_slice(name)
             shape = tuple(part.get_shape())
             begin = tuple(sharding.get(name, {}).get("saved_offsets", (0,) * len(shape)))
-            end = tuple(map(sum, zip(begin, shape, strict=True)))
-            known = self.shapes.get(name, end)
-            self.shapes[name] = tuple(map(max, zip(known, end, strict=True)))
+            self._add(name, path, begin, shape)
             self.dtypes[name] = DTYPES[part.get_dtype()]
-            self._parts.setdefault(name, []).append((path, begin, shape))
+
+    def _add(self, name: str, values: Path | Tensor, begin: Index, shape: Index) -> None:
+        """Add a shard."""
+        end = tuple(map(sum, zip(begin, shape, strict=True)))
+        self.shapes[name] = tuple(map(max, zip(self.shapes.get(name, end), end, strict=True)))
+        self._parts.setdefault(name, []).append((values, begin, shape))
 
     @torch.no_grad()
     def read(self, tensors: Tensors) -> None:
-        """Copy the saved values into the tensors or shards of this rank, by their names."""
+        """Copy the saved values into the tensors or shards of this rank, by their names.
+
+        Of a saved tensor with other sizes, the values at the same indices are copied.
+        """
         for name, tensor in tensors.items():
             local, begin = shard_of(tensor)
-            for path, offsets, shape in self._parts[name]:
+            for values, offsets, shape in self._parts[name]:
                 sizes = zip(begin, local.shape, offsets, shape, strict=True)
                 bounds = [(max(b, o), min(b + n, o + m)) for b, n, o, m in sizes]
                 if all(low < high for low, high in bounds):
@@ -126,17 +139,18 @@ class SavedTensors:
                         tuple(slice(a - o, z - o) for (a, z), o in zip(bounds, first, strict=True))
                         for first in (offsets, begin)
                     )
-                    # An open file keeps the pages that were read in the memory of the process.
-                    with open_file(path) as file:
-                        local[target].copy_(file.get_slice(name)[source])
+                    # Each part opens its file again: an open file keeps the pages that were read
+                    # in the memory of the process.
+                    is_loaded = isinstance(values, Tensor)
+                    part = values if is_loaded else open_file(values).get_slice(name)
+                    local[target].copy_(part[source])
 
     def full(self) -> dict[str, Tensor]:
         """Return all tensors in full, on the CPU. Those of one rank stay in their files, mapped."""
         tensors: dict[str, Tensor] = {}
         for name, parts in self._parts.items():
-            if len(parts) == 1:
-                with open_file(parts[0][0]) as file:
-                    tensors[name] = file.get_tensor(name)
+            if len(parts) == 1 and isinstance(path := parts[0][0], Path):
+                tensors[name] = open_file(path).get_tensor(name)
             else:
                 tensors[name] = torch.empty(self.shapes[name], dtype=self.dtypes[name])
                 self.read({name: tensors[name]})

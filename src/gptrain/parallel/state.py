@@ -3,9 +3,7 @@
 Names and shapes are those of the unpartitioned net. Each rank saves the tensors or shards that it
 holds, and reads the part that it needs. The argument `parameters` of these functions maps the names
 to parameters: those of the net, and those of the module outside `net`, which every rank holds in
-full. The argument `stages` describes the pipeline over which the net is partitioned. A `source` has
-`shapes`, by name, and `read(tensors)`, which fills tensors or shards of this rank: FullTensors, or
-SavedTensors of `gptrain.checkpoints`, the files of a checkpoint.
+full. The argument `stages` describes the pipeline over which the net is partitioned.
 """
 
 from collections.abc import Mapping
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from gptrain.checkpoints.tensors import SavedTensors
 from gptrain.parallel.mesh import gather
-from gptrain.parallel.placement import copy_from_full, full_tensor
 from gptrain.parallel.requirements import tied_names
 
 Parameters = Mapping[str, nn.Parameter]
@@ -29,6 +27,7 @@ Values = dict[str, dict[str, Any]]  # name of a parameter -> kind, such as `exp_
 EXTRA_PREFIX = "module."
 NET = "net."
 TABLE = "position_embedding"  # role in tensor_plan
+NO_TABLE = -1
 _SHOWN = 8  # largest number of names in a message. A net of another width differs in every tensor
 
 
@@ -46,19 +45,6 @@ class Stages(NamedTuple):
 
 
 NO_STAGES = Stages()
-
-
-class FullTensors:
-    """Source of full tensors by name, each in memory or mapped from a file."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self.tensors = tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-    def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values into tensors or shards of this rank."""
-        for name, tensor in tensors.items():
-            copy_from_full(tensor, self.tensors[name])
 
 
 def saved_name(name: str) -> str:
@@ -138,7 +124,7 @@ def _over_stages(value: Any, stages: Stages) -> list[Any]:
 @torch.no_grad()
 def load_net_state(
     net: nn.Module,
-    source: Any,
+    source: SavedTensors,
     *,
     strict: bool = True,
     resizes: bool = False,
@@ -146,8 +132,7 @@ def load_net_state(
 ) -> list[str]:
     """Copy this rank's part of a checkpoint into the net.
 
-    All ranks must call this function if the net is partitioned over a pipeline, or if `resizes` is
-    true and the net is sharded.
+    All ranks must call this function if the net is partitioned over a pipeline.
 
     Args:
         net: Net as the strategy has partitioned it.
@@ -174,19 +159,18 @@ def load_net_state(
     all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
     all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
     all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
-    differing, notes, hint = [], [], ""
+    differing, notes = [], []
     for name, shape in all_own.items():
-        if (saved := shapes.get(name, shape)) == shape:
+        saved, dim = shapes.get(name, shape), all_tables.get(name, NO_TABLE)
+        if saved == shape or dim is None:  # the net computes the buffer
             continue
-        dim = all_tables.get(name, -1)  # None: the net computes the buffer
-        if dim == -1 or (dim is not None and strict and saved[dim] > shape[dim]):
-            differing.append(f"{name} {saved} in the checkpoint, {shape} in the net")
-            if dim != -1:
-                hint = f"; model.max_seq_len={saved[dim]} keeps all learned positions"
-        elif dim is not None:
-            n_loaded = min(saved[dim], shape[dim])
-            counts = f"{saved[dim]} positions in the checkpoint, {shape[dim]} in the net"
-            notes.append(f"{name}: {counts}; {n_loaded} are loaded")
+        sizes = f"{name} {saved} in the checkpoint, {shape} in the net"
+        if dim == NO_TABLE:
+            differing.append(sizes)
+        elif strict and saved[dim] > shape[dim]:
+            differing.append(f"{sizes}: model.max_seq_len={saved[dim]} keeps all positions")
+        else:
+            notes.append(f"{sizes}: the first {min(saved[dim], shape[dim])} positions are loaded")
     differing += [f"{name} only in the net" for name in all_own if name not in shapes]
     differing += [f"{name} only in the checkpoint" for name in shapes if name not in all_names]
     if len(differing) > _SHOWN:
@@ -194,15 +178,9 @@ def load_net_state(
     if differing:
         notes.append(f"not loaded: {'; '.join(differing)}")
     if strict and differing:
-        raise ValueError("; ".join(differing) + hint)
-    source.read({name: t for name, t in tensors.items() if shapes.get(name) == own[name]})
-    for name, dim in tables.items():
-        if dim is not None:
-            saved_table, table = torch.empty(shapes[name]), full_tensor(tensors[name]).clone()
-            source.read({name: saved_table})
-            n_loaded = min(shapes[name][dim], own[name][dim])
-            table.narrow(dim, 0, n_loaded).copy_(saved_table.narrow(dim, 0, n_loaded))
-            copy_from_full(tensors[name], table)
+        raise ValueError("; ".join(differing))
+    is_table = {name for name, dim in tables.items() if dim is not None}
+    source.read({n: t for n, t in tensors.items() if shapes.get(n) == own[n] or n in is_table})
     return notes
 
 
@@ -220,24 +198,24 @@ def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | 
     tables: dict[str, int | None] = {}
     old_lengths = set()
     for name, shape in own.items():
-        old = saved.get(name, shape)
-        if len(old) != len(shape) or old == shape:
+        old = saved.get(name, ())
+        dims = [dim for dim, sizes in enumerate(zip(old, shape, strict=False)) if len({*sizes}) > 1]
+        if len(old) != len(shape) or not dims:
             continue
-        dims = [dim for dim, size in enumerate(shape) if old[dim] != size]
         old_lengths |= {old[dim] for dim in dims}
-        if any(shape[dim] != length for dim in dims):
-            continue
         owner = name.rpartition(".")[0]
         roles = [role for pattern, role in (plan or {}).items() if fnmatch(owner, pattern)]
-        if name in buffers:
-            tables[name] = None
-        elif len(dims) == 1 and (roles[:1] == [TABLE] if plan is not None else not may_be_tokens):
-            tables[name] = dims[0]
+        is_table = not may_be_tokens if plan is None else roles[:1] == [TABLE]
+        if all(shape[dim] == length for dim in dims):
+            if name in buffers:
+                tables[name] = None
+            elif len(dims) == 1 and is_table:
+                tables[name] = dims[0]
     return tables if plan is not None or len(old_lengths) == 1 else {}
 
 
 def load_optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, source: Any, state: Mapping[str, Any]
+    parameters: Parameters, optimizer: Optimizer, source: SavedTensors, state: Mapping[str, Any]
 ) -> None:
     """Load this rank's part of an optimizer state.
 
@@ -263,19 +241,18 @@ def load_optimizer_state(
     source.read(tensors)
     saved_groups = state["param_groups"]
     options = {name: options_of(group) for group in saved_groups for name in group["params"]}
-    # Indices of parameters in torch's state dict: counted over all groups.
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = {parameter: index for index, parameter in enumerate(ordered)}
-    restored = []
-    for group in optimizer.param_groups:
+    restored: dict[int, dict[str, Any]] = {}
+    packed_groups = optimizer.state_dict()["param_groups"]  # with indices for parameters
+    for group, packed in zip(optimizer.param_groups, packed_groups, strict=True):
         members = [names[p] for p in group["params"]]
         for name in members:
             if name not in options or options[name] != options.get(members[0]):
                 raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
-        saved_options = options[members[0]] if members else {}
-        restored.append({**group, **saved_options, "params": [indices[p] for p in group["params"]]})
-    restored_state = {indices[p]: saved[names[p]] for p in indices if saved[names[p]]}
-    optimizer.load_state_dict({"state": restored_state, "param_groups": restored})
+        packed |= options[members[0]] if members else {}
+        restored |= {
+            i: saved[n] for i, n in zip(packed["params"], members, strict=True) if saved[n]
+        }
+    optimizer.load_state_dict({"state": restored, "param_groups": packed_groups})
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
-from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.timeline import Timeline
 from gptrain.core.schema import CheckpointConfig
@@ -77,12 +76,8 @@ class Checkpoints(Checkpoint):
 
     def __post_init__(self) -> None:
         self.store.on_commit = self._prune
-        # Config key -> logged name that the first validation must log, and the effect if it does
-        # not. Empty after the first validation.
-        self._expected_metrics = {
-            "checkpoint.monitor": (self.options.monitor, "the newest checkpoint is the best"),
-            "objective": (self.objective, "a sweep finds no best run"),
-        }
+        # Config key -> name that the first validation must log. Empty after the first validation.
+        self._expected = {"checkpoint.monitor": self.options.monitor, "objective": self.objective}
         self._loaded: dict[str, Any] | None = None  # resume.STATE of the checkpoint to resume from
         self._only_validates = False  # the run resumes to repeat the validation of its last step
         self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
@@ -155,8 +150,8 @@ class Checkpoints(Checkpoint):
         if not trainer.is_global_zero:
             return
         metrics = resume.reproducible_metrics(trainer)
-        resume.warn_about_missing(self._expected_metrics, metrics)
-        self._expected_metrics = {}
+        resume.warn_about_missing(self._expected, metrics)
+        self._expected = {}
         self.store.set_metrics(trainer.global_step, metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,21 +160,10 @@ class Checkpoints(Checkpoint):
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the metrics of the checkpoint as the result, if no step was left to train."""
+        """Wait for the mirror, and restore the metrics if no step was left to train."""
         if self._loaded is not None:
             resume.restore_logged(trainer, self._loaded)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait after a fit until rank 0 has copied the last checkpoint to the mirror, if any."""
-        if stage == "fit":
-            self._wait_for_mirror(trainer)
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Wait for the mirror if all ranks have agreed to stop. Save nothing after an error."""
-        if isinstance(exception, PreemptedError) and exception.step is not None:
-            self._wait_for_mirror(trainer)
+        self.wait_for_mirror(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Save the current step, unless it is saved already. All ranks must call this method.
@@ -230,7 +214,7 @@ class Checkpoints(Checkpoint):
 
         Raises a SaveFailedError on all ranks if a rank could not write its files.
         """
-        if not self.store.is_unfinished:
+        if self.store.unfinished is None:
             return
         with self.timeline.during("saves", trainer.global_step):
             self.beat(phase="save", allow_s=WRITING_S)
@@ -258,7 +242,7 @@ class Checkpoints(Checkpoint):
         if self.mirror is not None:
             self.mirror.update(self.store)
 
-    def _wait_for_mirror(self, trainer: Trainer) -> None:
+    def wait_for_mirror(self, trainer: Trainer) -> None:
         """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror, if any.
 
         The other ranks wait too, because a launcher kills the job soon after the first rank exits.

@@ -317,4 +317,5 @@ class TrainingMonitor(Callback):
         if self.checkpoints.saved_step == step:
             self.checkpoints.finish(trainer)
             if step != trainer.max_steps:
+                self.checkpoints.wait_for_mirror(trainer)
                 raise PreemptedError(step)

@@ -39,17 +39,14 @@ def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
 
-def warn_about_missing(
-    expected: Mapping[str, tuple[str | None, str]], metrics: Mapping[str, float]
-) -> None:
+def warn_about_missing(expected: Mapping[str, str | None], metrics: Mapping[str, float]) -> None:
     """Log a warning for each config key that names a metric which was not logged.
 
     A name that begins with perf/ is not checked, because `reproducible_metrics` leaves it out.
     """
-    logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
-    for key, (name, effect) in expected.items():
+    for key, name in expected.items():
         if name not in metrics and not str(name).startswith("perf/"):
-            message = f"not logged in the first validation; {effect}; allowed: {logged_names}"
+            message = f"not logged in the first validation; allowed: {', '.join(sorted(metrics))}"
             log.warning("warning: %s", ConfigIssue(key, name, message))
 
 
