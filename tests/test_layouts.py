@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gptrain.assemble.weights import find_weights, load_weights
-from gptrain.checkpoints.manifest import DamagedCheckpointError
+from gptrain.core.errors import DataError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
 
@@ -86,15 +86,15 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     load_weights(net, find_weights(tmp_path))
     torch.testing.assert_close(net(TOKENS), reference(TOKENS).logits, **CLOSE)
     files[1].unlink()
-    with pytest.raises(DamagedCheckpointError, match=f"is one of {len(files) - 1} files"):
+    with pytest.raises(DataError, match=f"is one of {len(files) - 1} files"):
         load_weights(net, find_weights(tmp_path))
     (tmp_path / "model.safetensors.index.json").unlink()
     files[0].rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(DamagedCheckpointError, match=r"config\.json"):
+    with pytest.raises(DataError, match=r"config\.json"):
         load_weights(net, find_weights(tmp_path))
     torch.save([1], tmp_path / "x.ckpt")
-    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt"):
+    with pytest.raises(DataError, match=r"x\.ckpt"):
         load_weights(net, tmp_path / "x.ckpt")
 
 

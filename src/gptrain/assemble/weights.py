@@ -12,7 +12,7 @@ from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import SavedTensors, load_file
 from gptrain.core import labels
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, DataError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
@@ -64,13 +64,13 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
     """Turn errors about missing or unusable weights into a ConfigError that names the key.
 
     `misfit` is the hint for weights that belong to another net. The exit code is 66 for a
-    FileNotFoundError, and 65 for a ValueError or a DamagedCheckpointError.
+    FileNotFoundError, and 65 for a ValueError.
     """
     try:
         yield
-    except (FileNotFoundError, DamagedCheckpointError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        hint = misfit if isinstance(error, ValueError) else ""
+        hint = "" if isinstance(error, FileNotFoundError | DataError) else misfit
         message = str(error).removeprefix(f"{expand_home(value)}: ")
         raise ConfigError.of(key, value, message, hint=hint, code=code) from error
 
@@ -98,15 +98,15 @@ def load_weights(
         Result of `load_net_state`: phrases about what was not loaded.
 
     Raises:
-        DamagedCheckpointError: If a file is damaged, or would execute code.
+        UnreadableFileError: If a file is damaged, or would execute code.
         OSError: If a file cannot be read.
         ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
     try:
         state = SavedTensors(path if path.is_dir() else read_weights(net, path))
         return states.load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
-    except UnreadableFileError as error:
-        raise DamagedCheckpointError(error.path, error.reason) from error
+    except DataError:
+        raise
     except ValueError as error:
         raise ValueError(f"{path} does not fit the net: {error}") from error
 
@@ -145,7 +145,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
         )
     content = read_json(config)
     if not isinstance(content, dict):
-        raise DamagedCheckpointError(config, "not a mapping")
+        raise UnreadableFileError(config, "not a mapping")
     return read(content, tensors)
 
 

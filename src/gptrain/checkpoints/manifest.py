@@ -21,7 +21,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from gptrain.checkpoints import files
-from gptrain.core.errors import BAD_DATA, RunError, printable
 from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
@@ -60,21 +59,8 @@ class Manifest(TypedDict):
 _MANIFEST = TypeAdapter(Manifest)
 
 
-class DamagedCheckpointError(RunError):
-    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used.
-
-    `reason` explains it to the user, in a few words.
-    """
-
-    code = BAD_DATA
-    cause = "data"
-
-    def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(path, reason)  # pickle calls the class with these arguments
-        self.path, self.reason = Path(path), reason
-
-    def __str__(self) -> str:
-        return printable(f"{self.path}: {self.reason}")
+class DamagedCheckpointError(UnreadableFileError):
+    """Raised if a checkpoint, a file of it, or all checkpoints of a folder cannot be used."""
 
 
 def folder_name(step: int) -> str:
@@ -110,7 +96,8 @@ def parse(text: bytes, path: Path) -> Manifest:
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint, or raise a DamagedCheckpointError."""
     with _damage(path, MANIFEST_NAME):
-        return parse(read_bytes(path / MANIFEST_NAME), path)
+        text = read_bytes(path / MANIFEST_NAME)
+    return parse(text, path)
 
 
 def verify(path: Path, run_id: str | None = None) -> Manifest:
@@ -140,15 +127,15 @@ def verify(path: Path, run_id: str | None = None) -> Manifest:
 
 def _check(folder: Path, name: str, entry: FileEntry, on_piece: Callable[[int], object]) -> None:
     """Raise a DamagedCheckpointError if a file differs from its entry in the manifest."""
-    digest = hashlib.sha256()
+    digest, n_bytes = hashlib.sha256(), 0
     with _damage(folder, name), open_regular(folder / name) as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        if n_bytes != entry["bytes"]:
-            reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
-            raise DamagedCheckpointError(folder, reason)
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
+            n_bytes += len(piece)
             on_piece(len(piece))
+    if n_bytes != entry["bytes"]:
+        reason = f"{name} has {n_bytes} bytes, its manifest lists {entry['bytes']}"
+        raise DamagedCheckpointError(folder, reason)
     if digest.hexdigest() != entry["sha256"]:
         raise DamagedCheckpointError(folder, f"{name} is damaged (sha256)")
 

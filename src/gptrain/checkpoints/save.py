@@ -26,7 +26,8 @@ class Save:
         tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
         rest: Value for torch.save that rank 0 writes into one more file. Other ranks ignore it.
         gather: Collective function that returns one value of each rank on all ranks.
-        in_background: Whether a thread writes copies of the tensors. Else `finish` writes them.
+        in_background: Whether the thread that writes the files gets copies of the tensors, so that
+            the tensors may change before `finish`.
     """
 
     def __init__(
@@ -50,22 +51,21 @@ class Save:
                     shards[kind, name, shard.offsets] = shard
         held = self._on_all_ranks(lambda: self._begin(rest, list(shards)))
         self._files = _own_files(shards, held, rank)
-        self._written = None
         if in_background:
             self._on_all_ranks(self._copy)
-            self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
+        self._written = ThreadPoolExecutor(1, "checkpoint").submit(self._write)
 
     @property
     def is_writing(self) -> bool:
         """True while the thread of this rank writes files."""
-        return self._written is not None and not self._written.done()
+        return not self._written.done()
 
     def finish(self, commit: Callable[[], object] = lambda: None) -> None:
         """Wait until the files of all ranks are on the disk, and write the manifest.
 
         Rank 0 calls `commit` then. An error of any rank is raised on all ranks.
         """
-        entries = self._on_all_ranks(self._written.result if self._written else self._write)
+        entries = self._on_all_ranks(self._written.result)
         self.manifest["files"] = dict(sorted(item for part in entries for item in part.items()))
 
         def complete() -> None:

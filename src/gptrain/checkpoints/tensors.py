@@ -99,8 +99,9 @@ class SavedTensors:
             number = re.search(r"-of-(\d+)$", path.stem)
             if path != source and len(paths) != int(number[1] if number else 1):
                 raise DamagedCheckpointError(source, f"{path.name} is one of {len(paths)} files")
+            file = open_file(path)
             try:
-                self._add_file(path, open_file(path))
+                self._add_file(path, file)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(path, f"no shards of gptrain ({error})") from error
         for name, parts in self._parts.items():

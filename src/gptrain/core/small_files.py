@@ -10,15 +10,18 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from gptrain.core.errors import DataError, first_line
+from gptrain.core.errors import DataError, first_line, printable
 
 
 class UnreadableFileError(DataError):
     """Raised for the file `path`, which exists but cannot be used, for the `reason`."""
 
     def __init__(self, path: str | os.PathLike, reason: str):
-        super().__init__(f"{path}: {reason}")
+        super().__init__(path, reason)  # pickle calls the class with these arguments
         self.path, self.reason = Path(path), reason
+
+    def __str__(self) -> str:
+        return printable(f"{self.path}: {self.reason}")
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
