@@ -29,11 +29,11 @@ from gptrain.core import shell
 from gptrain.core.errors import BAD_CONFIG, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
-from gptrain.costs.choice import LEVELS, compare
+from gptrain.costs.choice import compare
 from gptrain.costs.hardware import DEVICES, LINKS, Machine, device_of, machine_of, this_cpu
-from gptrain.costs.topology import Links, find_islands, parse_topology, slowest_ring_link, speed
+from gptrain.costs.topology import find_islands, parse_topology, slowest_ring_link, speed
 from gptrain.plan.doctor import doctor, nvidia_smi
-from gptrain.runs.table import align_columns
+from gptrain.runs.table import align_columns, format_cell
 from gptrain.runtime.process import count_devices, count_nodes
 
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
@@ -63,36 +63,37 @@ class PlanRun(RunConfig):
     topology: str | None
 
 
-def find_machine(cfg: PlanRun) -> tuple[Machine, Links]:
-    """Return the machine that `hardware.name` names, or this one, and the links of its GPUs.
+def find_machine(cfg: PlanRun) -> tuple[Machine, dict[str, Any]]:
+    """Return the machine that `hardware.name` names, or this one, and facts about its links.
 
-    GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU.
+    GPUs of this machine that are not in `gptrain.costs.hardware` are not planned, but its CPU. The
+    facts are `islands` and `slowest_ring_link` of `gptrain.costs.topology`, if links are known.
     """
     hardware, source = cfg.hardware, cfg.topology
-    name, local_gpus = hardware.name, []
+    name, gpus = hardware.name, []
     if not name and cfg.trainer.accelerator != "cpu":
-        local_gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        name = device_of(local_gpus[0]) if local_gpus else None
-    n_local = count_devices(cfg.trainer.devices) or len(local_gpus)
+        gpus = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        name = device_of(gpus[0]) if gpus else None
+    n_local = count_devices(cfg.trainer.devices) or len(gpus)
     if not name:
         return this_cpu(n_local or 1), {}
     if not n_local:
         message = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", message, hint="trainer.devices=8")
     machine = machine_of(name, n_local, hardware.link, hardware.network)
-    text = nvidia_smi("topo", "-m") if local_gpus else ""
+    text = nvidia_smi("topo", "-m") if gpus else ""
+    if not source and not text:
+        return machine, {}
     try:
-        if source:
-            text = Path(source).read_text()
-        links = parse_topology(text) if source or text else {}
+        links = parse_topology(Path(source).read_text() if source else text)
     except (OSError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, OSError) else BAD_CONFIG
         raise ConfigError.of("topology", source, str(error), code=code) from error
-    if (slowest := slowest_ring_link(links)) and speed(slowest) < 0:
+    islands, slowest = find_islands(links), slowest_ring_link(links)
+    if slowest and speed(slowest) < 0:
         # Only some GPUs have NVLinks to each other. Rings through more GPUs use PCIe.
-        island = max(map(len, find_islands(links)))
-        machine = replace(machine, island=island, host=LINKS["pcie4"])
-    return machine, links
+        machine = replace(machine, island=max(map(len, islands)), host=LINKS["pcie4"])
+    return machine, {"islands": islands, "slowest_ring_link": slowest} if links else {}
 
 
 def main() -> None:
@@ -111,7 +112,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     trainer = cfg.trainer
     if "--doctor" in flags:
         return print(*doctor(count_devices(trainer.devices), trainer.accelerator), sep="\n")
-    machine, links = find_machine(cfg)
+    machine, topology = find_machine(cfg)
     n_nodes = count_nodes(trainer.num_nodes)
     if trainer.precision == "auto":
         is_native = "bfloat16" in machine.flops_per_s
@@ -127,9 +128,8 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
             row["hours"] = cfg.max_tokens / row["tokens_per_s"] / 3600
             row["device_hours"] = row["hours"] * n_ranks
     result["command"] = result["changes"] and train_command(words, result["changes"])
-    if links:
-        slowest = slowest_ring_link(links)
-        result["topology"] = {"islands": find_islands(links), "slowest_ring_link": slowest}
+    if topology:
+        result["topology"] = topology
     facts = {"name": machine.name, "source": machine.source}
     result["machine"] = facts | {"memory_bytes": round(machine.memory_bytes)}
     print(json.dumps(result, indent=1) if "--json" in flags else "\n".join(plan_lines(result)))
@@ -157,27 +157,19 @@ def plan_lines(result: dict[str, Any]) -> list[str]:
         table = [[title, *columns]]
         for name, row in rows.items():
             row = row | row["bytes_per_device"]
-            table.append([name, *(cell(key, row.get(key)) for key in columns.values())])
+            row |= {key: row[key] / unit for key, unit in UNITS.items() if key in row}
+            row["fits"] = {True: "yes", False: "no", None: "not known"}[row["fits"]]
+            table.append([name, *map(format_cell, map(row.get, columns.values()))])
         lines.append(align_columns(table))
     if topology := result.get("topology"):
         line = f"topology  tensor parallelism inside {topology['islands']}"
         lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
-    if best := result["best"]:
-        saving = [f"{key}={value}" for key, value in result["changes"].items() if key in LEVELS[-1]]
-        hint = f" with {' '.join(saving)}, which the table is without" if saving else ""
-        line = f"best      {best}{hint}"
-        return [*lines, line, f"command   {result['command']}"]
+    if changes := result["changes"]:
+        best = " ".join(f"{key}={value}" for key, value in changes.items())
+        return [*lines, f"best      {best}", f"command   {result['command']}"]
     if any(row["fits"] is None for row in rows.values()):
         return [*lines, "best      not known; try: the run with trainer.fast_dev_run=true"]
     return [*lines, "best      nothing fits: more devices, or a smaller model"]
-
-
-def cell(key: str, value: float | bool | None) -> str:
-    """Return the text of a value of a row in the unit of its key."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    value /= UNITS.get(key, 1)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 if __name__ == "__main__":

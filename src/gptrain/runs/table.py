@@ -39,20 +39,19 @@ class RunRecord:
         overrides: Overrides as they were typed.
         steps, seconds: Optimizer steps done, and duration, or None if unknown.
         metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
+        times: `steps`, `seconds`, `goodput` and the seconds of each phase, such as `steps_s`, as
+            far as they are known.
         is_done: True if the run reached its own end.
         ended: Reason of the end, such as "done", "running" or "lost". `detail` explains it.
-        goodput: `goodput` and the seconds of each phase, such as `steps_s`. May be empty.
     """
 
     path: Path
     overrides: list[str]
     metrics: dict[str, float]
-    steps: float | None
-    seconds: float | None
+    times: dict[str, float]
     is_done: bool
     ended: str
     detail: str
-    goodput: dict[str, float]
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
@@ -77,29 +76,21 @@ def read_run(folder: Path) -> RunRecord:
         facts, ending = result, result.get("ended", {})
         ended, detail = ending.get("reason", "done"), ending.get("detail", "")
     else:
-        facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
+        facts, newest = status, CheckpointStore(folder / CHECKPOINTS_NAME).newest()
+        with suppress(DamagedCheckpointError):
+            facts = read_manifest(newest) if newest else status
         ended = "running" if is_running else status.get("cause", "lost")
         detail = str(status.get("message", "")).removeprefix("error: ")
-    metrics = {k: v for k, v in facts.get("metrics", {}).items() if _number(v) is not None}
-    steps, seconds = _number(facts.get("steps")), _number(facts.get("seconds"))
-    goodput = measure(read_rows(folder / TIMELINE_NAME))
-    return RunRecord(
-        folder, overrides, metrics, steps, seconds, is_done, str(ended), str(detail), goodput
-    )
+    metrics = finite(facts.get("metrics", {}))
+    metrics.pop("step", None)  # Lightning adds it to the metrics of a checkpoint
+    times = {"steps": facts.get("steps", facts.get("step")), "seconds": facts.get("seconds")}
+    times = finite(times | measure(read_rows(folder / TIMELINE_NAME)))
+    return RunRecord(folder, overrides, metrics, times, is_done, str(ended), str(detail))
 
 
-def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Return `steps` and `metrics` of the newest checkpoint, or {} if there is none intact."""
-    if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
-        with suppress(DamagedCheckpointError):
-            manifest = read_manifest(path)
-            return {"steps": manifest["step"], "metrics": manifest["metrics"] | {"step": None}}
-    return {}
-
-
-def _number(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None."""
-    return value if type(value) in (int, float) and math.isfinite(value) else None
+def finite(values: dict[str, Any]) -> dict[str, float]:
+    """Return the entries that are finite numbers."""
+    return {k: v for k, v in values.items() if type(v) in (int, float) and math.isfinite(v)}
 
 
 # Comparison
@@ -127,16 +118,15 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     typed = [by_key(run.overrides) for run in runs]
     keys = dict.fromkeys(key for one in typed for key in one if not key.endswith(LOCATION_KEYS))
     keys = [key for key in keys if len({one.get(key) for one in typed}) > 1]
-    names = dict.fromkeys(name for run in runs for name in run.goodput)
-    times = [name for name in names if any(run.goodput.get(name, 0) >= 0.05 for run in runs)]
+    names = dict.fromkeys(("steps", "seconds", *(name for run in runs for name in run.times)))
+    times = [name for name in names if any(run.times.get(name, 0) >= 0.05 for run in runs)]
     common = os.path.commonpath([os.path.abspath(run.path.parent) for run in runs])
-    rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", *times, "ended"]]
+    rows: list[list[Any]] = [["run", *keys, *metrics, *times, "ended"]]
     for run, values_of in zip(runs, typed, strict=True):
-        values = *map(values_of.get, keys), *map(run.metrics.get, metrics), run.steps
-        seconds = None if run.seconds is None else round(run.seconds, 1)
+        values = *map(values_of.get, keys), *map(run.metrics.get, metrics)
         ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
-        name = os.path.relpath(run.path, common)
-        rows.append([name, *values, seconds, *map(run.goodput.get, times), ending])
+        name = printable(os.path.relpath(run.path, common))
+        rows.append([name, *values, *map(run.times.get, times), ending])
     return rows
 
 
@@ -147,9 +137,7 @@ def text_table(runs: Sequence[RunRecord], metric: str) -> str:
     """
     candidates = dict.fromkeys((metric, *SHOWN))
     rows = table(runs, [name for name in candidates if any(name in run.metrics for run in runs)])
-    return align_columns(
-        [[printable(name), *map(format_cell, row), end] for name, *row, end in rows]
-    )
+    return align_columns([[name, *map(format_cell, row), end] for name, *row, end in rows])
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
