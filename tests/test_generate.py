@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from gptrain.config.cli import run_command
 from gptrain.data import Tokenizer, load_tokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
 from gptrain.text.chat import CHATML, ChatFormat
+from gptrain.text.sampling import Sampling
 from gptrain.text.writing import Writer, cut_at_stop, decode_pieces
 from tests.conftest import CORPUS
 
@@ -134,6 +134,7 @@ class Answers(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.given = []
+        self.weight = torch.nn.Parameter(torch.ones(1))  # says on which device the net is
 
     def forward(self, tokens):
         prompt = tokens[0].tolist()
@@ -148,10 +149,7 @@ def test_a_chat_continues_its_conversation_and_ends_an_answer_at_each_end_token(
     """The byte d ends a text of the run, and the byte 255 ends a message of the template."""
     tokenizer, net, screen = load_tokenizer("bytes"), Answers(), io.StringIO()
     tokenizer.chat_template, tokenizer.stop_ids = CHATML, [ord("d")]
-    options = dict.fromkeys(("top_k", "top_p", "interactive"))
-    cfg = SimpleNamespace(**options, n_tokens=5, temperature=0, stop=[], seed=0)
-    cfg.chat = True
-    writer = Writer(cfg, net, tokenizer, "cpu")
+    writer = Writer(net, tokenizer, Sampling(0), 5, [], 0, is_chat=True)
     monkeypatch.setattr("sys.stdout", screen)
     questions, talk = ["one?", "two??", "three???"], []
     for question in questions:
@@ -161,10 +159,8 @@ def test_a_chat_continues_its_conversation_and_ends_an_answer_at_each_end_token(
         talk.append({"role": "user", "content": question})
         assert prompt == ChatFormat(tokenizer).encode_prompt(talk)
         talk.append({"role": "assistant", "content": answer})
-    # Without `chat` only an interactive command is a chat. Any other continues the prompt itself.
-    for cfg.interactive, cfg.chat in ((True, None), (True, False), (False, None)):
-        Writer(cfg, net, tokenizer, "cpu").write("\x1bb")
-    assert screen.getvalue() == "abc\nxy\nabc\n" + "abc\n" + "\x1bbc\n" * 2  # no terminal
+    Writer(net, tokenizer, Sampling(0), 5, [], 0).write("\x1bb")  # a prompt is continued itself
+    assert screen.getvalue() == "abc\nxy\nabc\n" + "\x1bbc\n"  # no terminal
 
 
 def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):

@@ -107,6 +107,7 @@ def generate(cfg: GenerateRun) -> None:
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import load_for_command
+    from gptrain.text.sampling import Sampling
     from gptrain.text.writing import Writer
 
     net, tokenizer, device = load_for_command(cfg)
@@ -116,7 +117,11 @@ def generate(cfg: GenerateRun) -> None:
     prompts = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
     if not prompts and not cfg.interactive:
         prompts = ["\n"]
-    writer = Writer(cfg, net.to(device), tokenizer, device)
+    is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
+    settings, stop = Sampling(cfg.temperature, cfg.top_k, cfg.top_p), cfg.stop
+    stop = [stop] if isinstance(stop, str) else stop
+    net = net.to(device)
+    writer = Writer(net, tokenizer, settings, cfg.n_tokens, stop, cfg.seed, bool(is_chat))
     for number, prompt in enumerate(prompts):
         if number:
             print("---")

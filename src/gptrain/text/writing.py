@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 
-from gptrain.core.errors import ConfigError, DataError, ending_of
+from gptrain.core.errors import DataError, ending_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
 from gptrain.text.chat import ChatFormat
@@ -42,60 +41,42 @@ def generate(
         The continuation of each prompt, without the prompt.
 
     Raises:
-        ValueError: If a prompt has no token.
-        DataError: If a prompt has a character that the tokenizer has no token for.
+        DataError: If a prompt has no token, or a character that the tokenizer has no token for.
     """
-    generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
-    settings = Sampling(temperature, top_k, top_p)
-    texts = []
-    for prompt in prompts:
-        tokens = tokenizer.encode(prompt).tolist()
-        if not tokens:
-            raise ValueError(f"prompt {prompt!r}: has no tokens")
-        drawn = sampling.generate(
-            net, tokens, n_tokens, settings, generator, cache=True, stop_ids=tokenizer.stop_ids
-        )
-        texts.append("".join(cut_at_stop(stop, decode_pieces(tokenizer, tokens, drawn))))
-    return texts
+    writer = Writer(net, tokenizer, Sampling(temperature, top_k, top_p), n_tokens, stop, seed)
+    return ["".join(writer.answer(prompt)) for prompt in prompts]
 
 
 class Writer:
-    """Prints continuations of prompts, as soon as each token is drawn.
-
-    All prompts share one net and one random generator.
+    """Continues prompts with one net and one random generator, as soon as each token is drawn.
 
     Args:
-        cfg: Configuration of the command, `gptrain.generate.__main__.GenerateRun`.
-        net: Net with the contract of `gptrain.models`, on `device`.
+        net: Net with the contract of `gptrain.models`, on its device.
         tokenizer: Tokenizer of the net.
-        device: Device of the net.
+        sampling, n_tokens, stop, seed: As in `generate`.
+        is_chat: True if a prompt is the user's next message of a conversation, which the chat
+            template renders. Prompt and answer are then added to the conversation.
 
     Raises:
         DataError: If the chat template is to be used and is not valid.
     """
 
-    def __init__(self, cfg: Any, net: nn.Module, tokenizer: Tokenizer, device: str):
-        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
-        self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-        self.generator = torch.Generator(device).manual_seed(cfg.seed)
+    def __init__(
+        self, net: nn.Module, tokenizer: Tokenizer, sampling: Sampling, n_tokens: int,
+        stop: Sequence[str], seed: int, is_chat: bool = False,
+    ):  # fmt: skip
+        self.net, self.tokenizer = net, tokenizer
+        self.sampling, self.n_tokens, self.stop = sampling, n_tokens, stop
+        self.generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
         self.messages: list[dict[str, str]] = []  # conversation so far
-        is_chat = cfg.interactive and tokenizer.chat_template if cfg.chat is None else cfg.chat
         self.format = ChatFormat(tokenizer) if is_chat else None
 
-    def write(self, prompt: str) -> None:
-        """Print a prompt and its continuation.
-
-        In a chat the prompt is the user's next message, and only the answer is printed. Prompt and
-        answer are then added to the conversation.
-
-        Args:
-            prompt: Text to continue or to answer.
+    def answer(self, prompt: str) -> Iterator[str]:
+        """Yield the text that follows a prompt, in pieces.
 
         Raises:
-            ConfigError: If the prompt has no token.
-            DataError: If the prompt has a character without a token, or the chat template refuses
-                the conversation.
+            DataError: If the prompt has no token or a character without a token, or if the chat
+                template refuses the conversation.
         """
         question = {"role": "user", "content": prompt}
         stop_ids = [*self.tokenizer.stop_ids]
@@ -103,29 +84,33 @@ class Writer:
             tokens = self.format.encode_prompt([*self.messages, question])
             stop_ids.append(self.format.end_id)
         elif not (tokens := self.tokenizer.encode(prompt).tolist()):
-            raise ConfigError.of("prompt", prompt, "has no tokens")
+            raise DataError(f"prompt {prompt!r}: has no tokens")
         drawn = sampling.generate(
-            self.net, tokens, self.cfg.n_tokens, self.sampling, self.generator, True, stop_ids
+            self.net, tokens, self.n_tokens, self.sampling, self.generator, True, stop_ids
         )
-        pieces = cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, drawn))
-        answer = ""
-        for piece in chain([] if self.format else [prompt], pieces):
+        text = ""
+        for piece in cut_at_stop(self.stop, decode_pieces(self.tokenizer, tokens, drawn)):
+            text += piece
+            yield piece
+        self.messages += [question, {"role": "assistant", "content": text}]
+
+    def write(self, prompt: str) -> None:
+        """Print the answer to a prompt, after the prompt itself unless this is a chat."""
+        for piece in chain([] if self.format else [prompt], self.answer(prompt)):
             print(terminal_text(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-            answer += piece
         print(flush=True)
-        self.messages += [question, {"role": "assistant", "content": answer}]
 
     def run_interactively(self) -> None:
-        """Print the continuation of each line of stdin until its end or Ctrl-D.
+        """Print the answer to each line of stdin until its end or Ctrl-D.
 
-        Ctrl-C ends the current continuation. The error of a prompt that cannot be continued is
-        printed, and the next line is read.
+        Ctrl-C ends the current answer. The error of a prompt that cannot be continued is printed,
+        and the next line is read.
         """
         is_terminal = sys.stdin.isatty()
         while True:
             try:
                 self.write(input("> " if is_terminal else ""))
-            except (ConfigError, DataError) as error:
+            except DataError as error:
                 print(ending_of(error).line, file=sys.stderr)
             except KeyboardInterrupt:
                 print(" (press Ctrl-D to quit)")
@@ -136,22 +121,22 @@ class Writer:
 
 
 def decode_pieces(
-    tokenizer: Tokenizer, tokens: list[int], new_tokens: Iterable[int]
+    tokenizer: Tokenizer, prompt: list[int], new_tokens: Iterable[int]
 ) -> Iterator[str]:
-    """Yield the text that each new token adds to that of `tokens`, to which it is appended.
+    """Yield the text that each new token adds to that of the prompt's tokens.
 
     A character of several tokens is yielded when its last token is known.
     """
-    start = max(0, len(tokens) - 8)  # the text of a token may depend on the tokens before it
-    shown = tokenizer.decode(tokens[start:])
+    tokens = prompt[-8:]  # the text of a token may depend on the tokens before it
+    shown = tokenizer.decode(tokens)
     for token in new_tokens:
         tokens.append(token)
-        text = tokenizer.decode(tokens[start:])
+        text = tokenizer.decode(tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
-            start = max(0, len(tokens) - 8)
-            shown = tokenizer.decode(tokens[start:])
-    yield tokenizer.decode(tokens[start:])[len(shown) :]
+            tokens = tokens[-8:]
+            shown = tokenizer.decode(tokens)
+    yield tokenizer.decode(tokens)[len(shown) :]
 
 
 def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
