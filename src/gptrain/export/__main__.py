@@ -82,10 +82,9 @@ def export(cfg: ExportRun) -> None:
         sign_record(folder)
     log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
     log.info(labels.line("folder", folder))
-    if cfg.format == "peft":
-        return  # no run can start from adapters alone
-    words = shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))
-    log.info(labels.line("next", shell.train_command(*words)))
+    if cfg.format != "peft":  # no run can start from adapters alone
+        words = shell.override("from_run", cfg.from_run), shell.override("init_from", folder)
+        log.info(labels.line("next", shell.train_command(*words)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The weights and the config files appear under their names only when they are com
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -12,14 +11,12 @@ from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, ID_KEYS, TOKENIZER, read_ends, read_ids
 from gptrain.checkpoints import files
-from gptrain.checkpoints.files import to_json
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import COMPANIONS, CONFIG_NAME, Tokenizer, copy_files
 from gptrain.parallel.requirements import tied_names
 
 FORMATS = {  # method of the net that a format needs, file of the weights, file of the config
-    "safetensors": ("", "model.safetensors", ""),
     "hf": ("to_hugging_face", "model.safetensors", "config.json"),
     "peft": ("to_peft", "adapter_model.safetensors", "adapter_config.json"),
 }
@@ -33,17 +30,17 @@ def write_net(net: nn.Module, folder: Path, format: str, dtype: str) -> int:
     `dtype` is that of floating point weights: fp32 or bf16. A net without `to_hugging_face` or
     `to_peft` is a ConfigError.
     """
-    method, file, config = FORMATS[format]
-    if method and not hasattr(net, method):
-        message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
-        raise ConfigError.of("format", format, message, hint="format=safetensors")
-    if method:
+    if format == "safetensors":
+        file, ties = "model.safetensors", tied_names(net)
+        tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
+    else:
+        method, file, config = FORMATS[format]
+        if not hasattr(net, method):
+            message = f"{type(net).__name__} has no `{method}` (see gptrain.models)"
+            raise ConfigError.of("format", format, message, hint="format=safetensors")
         content, tensors = getattr(net, method)()
         content |= {"dtype": DTYPES[dtype]} if format == "hf" else {}
-        files.replace(folder / config, to_json(content))
-    else:
-        ties = tied_names(net)
-        tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
+        files.replace(folder / config, files.to_json(content))
     target = getattr(torch, DTYPES[dtype])
     converted = {
         name: t.detach().to(target if t.is_floating_point() else t.dtype).contiguous()
@@ -64,14 +61,13 @@ def write_companions(tokenizer: Tokenizer | None, run: Path, folder: Path, forma
     if format != "hf":
         return
     config, generation = (read_facts(folder / name) for name in ("config.json", GENERATION))
-    ids: dict[str, Any] = {**tokenizer.special_ids()} if tokenizer else {}
-    ids |= read_ids(generation, config.get("vocab_size"))
+    special = tokenizer.special_ids() if tokenizer else {}
+    ids = special | read_ids(generation, config.get("vocab_size"))
+    ids |= read_ids({"eos_token_id": [*dict.fromkeys([*read_ends(ids), *read_ends(special)])]})
     if tokenizer:
         content = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-        files.replace(folder / CONFIG_NAME, to_json(content | read_facts(folder / CONFIG_NAME)))
-        if tokenizer.end_id is not None:
-            ends = list(dict.fromkeys([*read_ends(ids), tokenizer.end_id]))
-            ids["eos_token_id"] = ends if ends[1:] else ends[0]
+        content |= read_facts(folder / CONFIG_NAME)
+        files.replace(folder / CONFIG_NAME, files.to_json(content))
     rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
-    files.replace(folder / GENERATION, to_json(rest | ids))
-    files.replace(folder / "config.json", to_json(config | ids))
+    files.replace(folder / GENERATION, files.to_json(rest | ids))
+    files.replace(folder / "config.json", files.to_json(config | ids))
