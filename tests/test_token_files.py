@@ -158,6 +158,12 @@ def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
     path = write_megatron(tmp_path / "web_text", [[1, 2, 3], [4], [5, 6]], dtype, code)
     assert open_token_file(path).map().tolist() == [1, 2, 3, 4, 5, 6]
     assert find_token_files(tmp_path) == find_token_files(str(tmp_path / "web*")) == [path]
+    # A file may have tokens between its sequences, here the token 4.
+    gap = write_megatron(tmp_path / "gap", [[1, 2, 3], [5, 6]], dtype, code).with_suffix(".idx")
+    places = np.array([0, 4]) * np.dtype(dtype).itemsize
+    gap.write_bytes(gap.read_bytes()[:42] + places.tobytes() + gap.read_bytes()[58:])
+    gap.with_suffix(".bin").write_bytes(np.arange(1, 7).astype(dtype).tobytes())
+    assert open_token_file(gap.with_suffix(".bin")).map().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

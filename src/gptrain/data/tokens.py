@@ -213,8 +213,12 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
         raise DataError(f"{path}: not a Megatron index of version 1 with uint16, int32 or int64")
     if not n_sequences or size_bytes < _MEGATRON.size + 12 * n_sequences + 8 * n_documents:
         raise DataError(f"{path}: truncated, or without a sequence")
-    lengths = np.fromfile(path, "<i4", n_sequences, offset=_MEGATRON.size)
-    return _MEGATRON_TYPES[code], int(lengths.sum(dtype=np.int64))
+    # The positions of the sequences in bytes follow their lengths in tokens.
+    lengths_end = _MEGATRON.size + 4 * n_sequences
+    last_length = np.fromfile(path, "<i4", 1, offset=lengths_end - 4)
+    last_position = np.fromfile(path, "<i8", 1, offset=lengths_end + 8 * (n_sequences - 1))
+    dtype = _MEGATRON_TYPES[code]
+    return dtype, int((last_position // np.dtype(dtype).itemsize + last_length)[0])
 
 
 def _find_wider(head: bytes, dtype: str, vocab_size: int | None) -> str | None:
