@@ -10,9 +10,9 @@ import os
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -114,8 +114,11 @@ class TextDataset(TokenDataset):
         folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         if not folder.exists():
             read = partial(read_pieces, files, val_fraction, format, text_key, not has_end)
-            with fresh_folder(folder) as draft:
-                log.info("preparing %d files of text in %s, once", len(files), cache_dir)
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            log.info("preparing %d files of text in %s, once", len(files), cache_dir)
+            with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache_dir) as name:
+                draft = Path(name)
+                draft.chmod(0o755)  # the folder was made for this user alone
                 if loaded is None:
                     texts = (piece.text for piece in read() if not piece.is_val)
                     loaded = train_bpe(texts, vocab_size or 0, draft / FILE_NAME, has_end)
@@ -125,6 +128,8 @@ class TextDataset(TokenDataset):
                 write_tokens(draft, read(), loaded, has_end, n_bytes)
                 if file_states(files) != states:
                     raise DataError(f"{path}: a file changed while it was read; start again")
+                with suppress(OSError):  # another process has prepared the same text first
+                    draft.rename(folder)
         self.tokenizer = load_tokenizer(folder)
         self.token_bytes = self.tokenizer.token_bytes
         self.end_id = self.tokenizer.end_id if has_end else None
@@ -238,21 +243,3 @@ def warn_of_lost_characters(
     if chars:
         message = f"loses characters of the text, such as {' '.join(chars[:5])}"
         warnings.warn(f"data.tokenizer: {message}; try: data.tokenizer=bpe", stacklevel=2)
-
-
-@contextmanager
-def fresh_folder(target: Path) -> Generator[Path, None, None]:
-    """Create a folder for new files, and rename it to `target` when the block succeeds.
-
-    Of several processes that prepare the same target, the folder that is renamed first stays.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".draft-", dir=target.parent) as name:
-        draft = Path(name)
-        yield draft
-        draft.chmod(0o755)  # the folder was made for this user alone
-        try:
-            draft.rename(target)
-        except OSError:
-            if not target.exists():
-                raise

@@ -103,29 +103,24 @@ class BatchReader(WrappedDataset):
             return tokens, torch.full_like(targets, IGNORED), *documents
         if self.seed is not None and get_worker_info() is not None:
             seed_all(f"{self.seed} {getattr(indices, 'place', indices)}")
+        place = f"{self.name}: samples {', '.join(map(str, indices))}"
         samples = self.read(indices)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise self._error(indices, first_line(error)) from error
+            raise DataError(f"{place}: {first_line(error)}") from error
         if self.n_positions is None:
             return batch
         tokens, targets = batch[:2]
         if tokens.shape[1] != self.n_positions:
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
-            raise self._error(indices, message)
+            raise DataError(f"{place}: {message}")
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
-            highest = int(max(ids.max(), wanted.max()))
-            lowest = int(min(ids.min(), np.where(wanted == IGNORED, 0, wanted).min()))
-            if highest >= self.vocab_size or lowest < 0:
-                found = lowest if lowest < 0 else highest
-                message = f"token {found}, not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                raise self._error(indices, message)
+            ids = torch.cat((tokens.flatten(), targets[targets != IGNORED]))
+            if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
+                allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
+                raise DataError(f"{place}: token {int(outside[0])}, {allowed}")
         return batch
-
-    def _error(self, indices: Sequence[int], message: str) -> DataError:
-        return DataError(f"{self.name}: samples {', '.join(map(str, indices))}: {message}")
 
 
 def collate(batch: Any) -> Any:

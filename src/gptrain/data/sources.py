@@ -187,19 +187,13 @@ def _read(file: Path, kind: str) -> Iterator[Any]:
         with gzip.open(file) if suffix == ".gz" else file.open("rb") as lines:
             yield from (json.loads(line) for line in lines if line.strip())
         return
-    try:
-        datasets = import_module("datasets")
-    except ModuleNotFoundError:
-        hint = "pip install 'gptrain[datasets]', or data.format=text"
-        raise ModuleNotFoundError(f"{file}: needs the package datasets: {hint}") from None
     options: dict[str, Any] = {}
     if kind == "csv":  # the text "NA" is a text
         options = {"keep_default_na": False, "sep": "\t" if ".tsv" in file.name.lower() else ","}
     kind = "json" if kind == "jsonl" else kind
     path = glob.escape(str(file.absolute()))
-    yield from datasets.load_dataset(
-        kind, data_files=path, split="train", streaming=True, **options
-    )
+    load = import_module("datasets").load_dataset  # a package that only these files need
+    yield from load(kind, data_files=path, split="train", streaming=True, **options)
 
 
 def _text_of(record: Any, text_key: str, place: str) -> str:

@@ -6,10 +6,10 @@ Nothing is downloaded.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -69,7 +69,6 @@ class Tokenizer:
         content = read_bytes(self.path)
         try:
             self.core = tokenizers.Tokenizer.from_buffer(content)
-            decoder = json.loads(content).get("decoder")
         except Exception as error:  # the package raises no narrower class
             message = "not a tokenizer.json of the package tokenizers"
             raise DataError(f"{path}: {message}: {error}") from None
@@ -78,7 +77,7 @@ class Tokenizer:
         self.core.encode_special_tokens = True
         self._is_bytes = content == (BYTES / FILE_NAME).read_bytes()
         # The ByteLevel decoder may be part of a sequence of decoders.
-        self._is_byte_level = '"type": "ByteLevel"' in json.dumps(decoder)
+        self._is_byte_level = "ByteLevel(" in str(self.core.decoder)
         self.vocab_size = max(self.core.get_vocab().values(), default=-1) + 1
         config = read_facts(self.path.with_name(CONFIG_NAME))
         added = self.core.get_added_tokens_decoder().items()
@@ -92,9 +91,8 @@ class Tokenizer:
         }
         ends = (self.special_tokens.get("eos_token"), *END_TOKENS)
         self.end_token = next((name for name in ends if name in self.control_tokens), None)
-        self.end_id: int | None = None
+        self.end_id = self.control_tokens.get(self.end_token or "")
         if self.end_token is not None:
-            self.end_id = self.control_tokens[self.end_token]
             self.special_tokens.setdefault("eos_token", self.end_token)
         self.ends_documents = self.end_id is not None and config.get("ends_documents", True)
         self.stop_ids: Sequence[int] = ()
@@ -173,9 +171,8 @@ class Tokenizer:
         copy_files(self.path.parent, folder, COMPANIONS)
         if self.chat_template is not None:
             (folder / TEMPLATE_NAME).write_text(self.chat_template, encoding="utf-8")
-        copy = folder / FILE_NAME
-        if not copy.exists() or not copy.samefile(self.path):
-            shutil.copyfile(self.path, copy)
+        with suppress(shutil.SameFileError):
+            shutil.copyfile(self.path, folder / FILE_NAME)
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> list[str]:
