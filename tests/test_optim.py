@@ -78,14 +78,14 @@ def test_muon_gets_the_matrices_of_the_blocks_and_adamw_the_rest_and_what_lies_b
 def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
     """tests/truth trains with them. Here: a tied table, a rate of zero, and no rates."""
     net = small_gpt()
-    tied = muon_groups(net, embedding=3.0, head=2.0)
+    tied = muon_groups(net, embedding_lr=3.0, head_lr=2.0)
     rates = {p: group["lr"] for group in tied for p in group["params"] if "lr" in group}
     assert rates[net.head.weight] == 3.0
     # The last stage of a pipeline holds the tied table in its head, under the name of the table.
     names_of = {net.head.weight: "token_embedding.weight"}
     (group,) = Muon.parameter_groups(net, names_of, names_of, embedding_lr=3.0, head_lr=2.0)
     assert group["lr"] == 3.0
-    at_rest = Muon(muon_groups(net, vector=0.0), lr=1.0).param_groups
+    at_rest = Muon(muon_groups(net, vector_lr=0.0), lr=1.0).param_groups
     assert {group["lr"] for group in at_rest} == {0.0, 1.0}
     assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
 

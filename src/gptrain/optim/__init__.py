@@ -1,8 +1,8 @@
 """Parameter groups, learning-rate schedules, learning-rate scaling and the Muon optimizer.
 
-An optimizer is a class `(groups, lr=…, **options)`. `decay_groups` makes its groups, or its class
-method `parameter_groups` if it has one, as Muon does. An optimizer whose state is not two values
-per parameter states their number in the attribute `states_per_parameter`.
+An optimizer is a class `(groups, lr=…, **options)`. `decay_groups` makes its groups, or, as for
+Muon, its function `parameter_groups(net, parameters, names, **options)`. An optimizer whose state
+is not two values per parameter states their number in the attribute `states_per_parameter`.
 
 A schedule is a function from the optimizer step to the factor on the learning rate.
 """

@@ -27,7 +27,10 @@ def muon_groups(
     net: nn.Module,
     parameters: Iterable[nn.Parameter] | None = None,
     names: Mapping[nn.Parameter, str] | None = None,
-    **lrs: float | None,
+    *,
+    embedding_lr: float | None = None,
+    head_lr: float | None = None,
+    vector_lr: float | None = None,
 ) -> list[dict]:
     """Return the parameter groups for Muon, with `use_muon=True` for the matrices of `net.blocks`.
 
@@ -40,8 +43,10 @@ def muon_groups(
         parameters: Parameters to train, also those outside `net`. Defaults to those of `net`.
         names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
             tied head counts as embedding if it has the embedding's name.
-        **lrs: Learning rates of the kinds `head`, `vector` (norms and biases) and `embedding` (all
-            other tensors of `net` that are not hidden matrices). Others have that of the optimizer.
+        embedding_lr: Learning rate of all tensors of `net` that are of no other kind. None for `lr`
+            of the optimizer.
+        head_lr: Learning rate of the head. None for `lr`.
+        vector_lr: Learning rate of biases and norms. None for `lr`.
     """
     if not hasattr(net, "blocks"):
         raise ValueError(
@@ -50,9 +55,8 @@ def muon_groups(
         )
     names = names or {p: name for name, p in net.named_parameters()}
     hidden = {p for p in net.get_submodule("blocks").parameters() if p.ndim == 2}
-    kinds: dict[str, list[nn.Parameter]] = {
-        kind: [] for kind in ("hidden", "embedding", "head", "vector", "outside_net")
-    }
+    lrs = {"hidden": None, "embedding": embedding_lr, "head": head_lr, "vector": vector_lr}
+    kinds: dict[str, list[nn.Parameter]] = {kind: [] for kind in (*lrs, "outside_net")}
     for p in net.parameters() if parameters is None else parameters:
         name = names.get(p)
         if name is None:
@@ -66,10 +70,8 @@ def muon_groups(
         kinds[kind].append(p)
     groups = []
     for kind, members in kinds.items():
-        options = {"use_muon": kind == "hidden"}
         lr = lrs.get(kind)
-        if lr is not None:
-            options["lr"] = lr
+        options = {"use_muon": kind == "hidden"} | ({} if lr is None else {"lr": lr})
         groups += [group | options for group in decay_groups(members)]
     return groups
 

@@ -1,11 +1,11 @@
 """One optimizer that updates hidden matrices by Muon and all other parameters by AdamW."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -80,35 +80,8 @@ class Muon(torch.optim.Optimizer):
         self._muon_defaults = {"momentum": momentum}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
 
-    @classmethod
-    def parameter_groups(
-        cls,
-        net: nn.Module,
-        parameters: Iterable[nn.Parameter],
-        names: Mapping[nn.Parameter, str],
-        *,
-        embedding_lr: float | None = None,
-        head_lr: float | None = None,
-        vector_lr: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Return the parameter groups for this class, with `use_muon=True` for the hidden matrices.
-
-        gptrain calls this method before it builds the optimizer of a run. Hidden matrices are those
-        of `net.blocks`.
-
-        Args:
-            net: The model, whose `blocks` have the hidden matrices.
-            parameters: All parameters that are trained, also those outside `net`.
-            names: Names of the parameters of `net`.
-            embedding_lr: Learning rate of embeddings. None for `lr` of the optimizer.
-            head_lr: Learning rate of the head. None for `lr`.
-            vector_lr: Learning rate of biases and norms. None for `lr`.
-
-        Raises:
-            ValueError: If `net` has no attribute `blocks`.
-        """
-        lrs = {"embedding": embedding_lr, "head": head_lr, "vector": vector_lr}
-        return muon_groups(net, parameters, names, **lrs)
+    # gptrain calls this function before it builds the optimizer of a run.
+    parameter_groups = staticmethod(muon_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with the default options of Muon or of AdamW (`use_muon=False`).
