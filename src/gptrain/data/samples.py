@@ -119,7 +119,7 @@ class BatchReader(WrappedDataset):
             ids = torch.cat((tokens.flatten(), targets[targets != IGNORED]))
             if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
                 allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                raise DataError(f"{place}: token {int(outside[0])}, {allowed}")
+                raise DataError(f"{place}: token {int(outside.max())}, {allowed}")
         return batch
 
 
