@@ -32,7 +32,7 @@ SCHEDULE_KEYS |= {"start_factor", "min_factor"}
 
 
 def module_class(cfg: RunConfig, world_size: int) -> type[pl.LightningModule]:
-    """Return the class of the module group, which must fit the strategy."""
+    """Return the module's class, or raise an IncompatibleModelError for the strategy."""
     strategy = strategy_name(cfg.strategy.name, world_size)
     module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
     has_pipeline, message = PIPELINE in STRATEGIES[strategy].axes, None

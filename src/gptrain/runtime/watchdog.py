@@ -86,7 +86,7 @@ class Guard:
         self._silent_s = 0.0
 
     def leave_if_asked(self) -> None:
-        """Raise a PreemptedError if this rank was asked to stop while there is nothing to save."""
+        """Raise a PreemptedError if this rank was asked to stop. For phases without a save."""
         if self.stop:
             raise PreemptedError
 
