@@ -66,4 +66,4 @@ def test_each_value_of_a_metric_with_several_values_has_a_name_of_its_own():
     n_targets = 8 * 16
     counts = {"val/own/counted": n_targets, "val/own/each/0": n_targets, "val/own/each/1": 256}
     assert run.rows[-1].items() >= counts.items()
-    assert "val/f1/0 " in run.line("result") and " more values in result.json · " in run.out
+    assert "val/f1/0 " in run.line("result")
