@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,10 @@ def weights(step: int) -> torch.Tensor:
     return torch.arange(750.0) + step  # 3000 bytes
 
 
-def save(store: CheckpointStore, step: int, **about: object) -> Path:
+def save(store: CheckpointStore, step: int, metrics: dict | None = None, **about: Any) -> Path:
     store.save(step, {"model": {"w": weights(step)}}, {"n": [step] * 500}, **about)
+    if metrics:
+        store.set_metrics(step, metrics)
     return store.folder / f"step-{step:08d}"
 
 

@@ -188,7 +188,7 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
         assert f"/step-0000000{step}: {name} is damaged (sha256); not used" in caplog.text
     damage(tmp_path / "mirror" / "step-00000001" / "state.ckpt")
     for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(ConfigError, match="are damaged: step-00000001: state") as stop:
+        with pytest.raises(ConfigError, match="are damaged") as stop:
             mirror.restore(CheckpointStore(tmp_path / "third", "a"))
         assert stop.value.code == BAD_DATA
 

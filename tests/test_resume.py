@@ -30,8 +30,8 @@ def compose(tmp_path):
 def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointStore:
     Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
-    about = {"config": identity(cfg, batch) | facts, "metrics": metrics}
-    store.save(step, {}, {}, **about)
+    store.save(step, {}, {}, config=identity(cfg, batch) | facts)
+    store.set_metrics(step, metrics or {})
     return store
 
 

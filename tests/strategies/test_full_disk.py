@@ -48,6 +48,10 @@ def test_a_full_disk_on_one_rank_is_one_error_and_the_previous_checkpoint_loads(
     assert list(read_manifest(newest)["files"]) == [*names, "state.ckpt"]
     SavedTensors(newest).read({"w": loaded})
     assert torch.equal(loaded.full_tensor(), full)
+    longer = distribute_tensor(torch.zeros(250, 200), mesh, [Shard(0)])
+    for source in (newest, {"w": full}):
+        SavedTensors(source).read({"w": longer.zero_()})
+        assert torch.equal(longer.full_tensor(), torch.cat([full, torch.zeros(50, 200)]))
 
 
 @on_ranks(2)

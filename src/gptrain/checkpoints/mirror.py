@@ -95,7 +95,7 @@ class Mirror:
         raised.
         """
         store.folder.mkdir(exist_ok=True)
-        damaged = {}
+        damaged = []
         for name in self._names():
             draft = store.folder / f".copy-{name}"  # `store.clean` removes a draft that is left
             shutil.rmtree(draft, ignore_errors=True)
@@ -110,15 +110,14 @@ class Mirror:
             except FileNotFoundError:  # the copy was not finished, or is partly removed
                 continue
             except DamagedCheckpointError as error:
-                damaged[name] = error.reason
+                damaged.append(name)
+                _log.warning("warning: %s/%s: %s; not used", self.url, name, error.reason)
         files.sync_folder(store.folder)
         if damaged and not store.steps():
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            raise self._error(f"all of its checkpoints are damaged: {reasons}", errors.BAD_DATA)
-        for name, reason in damaged.items():
+            raise self._error("all of its checkpoints are damaged", errors.BAD_DATA)
+        for name in damaged:
             with suppress(OSError):  # the mirror may be read-only
                 self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
-            _log.warning("warning: %s/%s: %s; not used", self.url, name, reason)
 
     def _error(self, message: str, code: int, hint: str = "") -> ConfigError:
         """Return an error about the mirror."""

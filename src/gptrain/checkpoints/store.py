@@ -67,7 +67,6 @@ class CheckpointStore:
         rest: Any,
         *,
         config: dict | None = None,
-        metrics: dict[str, float] | None = None,
         **options: Any,
     ) -> None:
         """Save a new checkpoint. A checkpoint of the same step is replaced.
@@ -80,7 +79,6 @@ class CheckpointStore:
             tensors: MODEL or OPTIMIZER -> name -> tensor or shard of this rank.
             rest: Value for torch.save with everything else, which rank 0 writes.
             config: Entries of the manifest that describe the run. Defaults to {}.
-            metrics: Metrics for the manifest. Defaults to {}.
             options: `rank`, `gather` and `in_background` of `Save`.
 
         Raises:
@@ -92,8 +90,7 @@ class CheckpointStore:
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id can only read")
-        manifest = {"run_id": self.run_id, "step": step, "config": config or {}}
-        manifest["metrics"] = metrics or {}
+        manifest = {"run_id": self.run_id, "step": step, "config": config or {}, "metrics": {}}
         draft = self.folder / f".draft-{folder_name(step)}"
         self.unfinished = Save(draft, manifest, tensors, rest, **options)
         if not options.get("in_background"):

@@ -78,9 +78,9 @@ def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Return name in a checkpoint -> parameter of this rank, for all parameters of a module."""
-    _reshard(module)
-    named = ((saved_name(name), parameter) for name, parameter in module.named_parameters())
-    return {stages.aliases.get(name, name): parameter for name, parameter in named}
+    net, extra = getattr(module, "net", None), named_extra_parameters(module)
+    named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
+    return named | {f"{EXTRA_PREFIX}{name}": parameter for name, parameter in extra.items()}
 
 
 def optimizer_state(

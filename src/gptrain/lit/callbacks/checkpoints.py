@@ -117,7 +117,7 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the random generator states and logged metrics that an exact resume needs."""
-        if strategy_of(trainer).saves_to_store:
+        if strategy_of(trainer).save_to_store is not None:
             resume.add_state(trainer, checkpoint)
 
     def on_train_batch_end(
@@ -199,11 +199,11 @@ class Checkpoints(Checkpoint):
             and not is_last,
         )
         with self.timeline.during("saves", step):
-            strategy.saves_to_store = True
+            strategy.save_to_store = save
             try:
-                trainer.save_checkpoint(self.store.folder, False, storage_options=save)
+                trainer.save_checkpoint(self.store.folder, weights_only=False)
             finally:  # after an error OnExceptionCheckpoint may write a file of its own
-                strategy.saves_to_store = False
+                strategy.save_to_store = None
 
     def ranking(self) -> list[Path]:
         """Return the folders of the checkpoints that have the monitored metric, the best first."""

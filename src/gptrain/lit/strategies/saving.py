@@ -5,7 +5,7 @@ of the bare net (`parallel.state.saved_name`). Everything else that Lightning co
 more file. Inside of Lightning's hooks the tensors have Lightning's own names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,12 +26,12 @@ from gptrain.parallel.requirements import tied_names
 class SavingStrategy(Strategy):
     """Mixin for Lightning's strategies that saves and loads checkpoints of gptrain.
 
-    `saves_to_store` is True while a checkpoint of gptrain is saved, False while Lightning saves a
-    file of its own, as for ModelCheckpoint. `fresh_options` are the options of each parameter group
-    as the config gives them, before a checkpoint replaced them.
+    `save_to_store` takes the tensors and the rest of a checkpoint of gptrain while one is saved. It
+    is None while Lightning saves a file of its own, as for ModelCheckpoint. `fresh_options` are the
+    options of each parameter group as the config gives them, before a checkpoint replaced them.
     """
 
-    saves_to_store = False
+    save_to_store: Callable[[Mapping[str, Mapping[str, Tensor]], Any], None] | None = None
     fresh_options: list[dict[str, Any]]
     _loaded: Path  # file or folder of the checkpoint that was loaded last
 
@@ -85,8 +85,8 @@ class SavingStrategy(Strategy):
                 tensors[MODEL][self.parallel.stages.aliases.get(saved, saved)] = tensor
         for state in checkpoint.get("optimizer_states", ()):
             tensors[OPTIMIZER] = state.pop("tensors")
-        if storage_options is not None:
-            storage_options(tensors, checkpoint)
+        if self.save_to_store is not None:
+            self.save_to_store(tensors, checkpoint)
             return
         path, rank = Path(self.broadcast(filepath)), self.global_rank  # ty: ignore[missing-attribute]
         manifest = {"run_id": "", "step": checkpoint["global_step"], "config": {}, "metrics": {}}
@@ -144,4 +144,4 @@ class SavingStrategy(Strategy):
     @property
     def _saves_folder(self) -> bool:
         """True if a save is a folder of safetensors files, False if it is a file of Lightning."""
-        return self.saves_to_store or self.parallel.is_partitioned
+        return self.save_to_store is not None or self.parallel.is_partitioned
