@@ -11,7 +11,8 @@ from hydra.utils import instantiate
 from torch import nn
 
 from gptrain.assemble.companion_files import GENERATION, read_ends
-from gptrain.assemble.weights import find_weights, load_weights, named_source
+from gptrain.assemble.config_errors import as_config_errors
+from gptrain.assemble.weights import find_weights, load_weights
 from gptrain.checkpoints.signature import read_signed_record
 from gptrain.checkpoints.tensors import load_file
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
@@ -96,7 +97,7 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
         raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
     set_threads(1)
     source = cast(str, cfg.from_run)
-    with named_source("from_run", source):
+    with as_config_errors(cfg, "from_run", BAD_DATA):
         checkpoint = cfg.ckpt_path or "best"
         loaded = load(source, checkpoint, trust=cfg.trust, with_tokenizer=True)
         net, tokenizer = cast(Any, loaded)

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gptrain.assemble.config_errors import as_config_errors
-from gptrain.assemble.weights import find_weights, named_source
+from gptrain.assemble.weights import find_weights
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.mirror import Mirror
@@ -112,7 +112,7 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Path |
             mirror = Mirror(url)
         mirror.join(store, lock, restore=requested == "last" and not store.steps())
     checkpoint, monitor = None, cfg.checkpoint.monitor
-    with named_source("ckpt_path", requested or ""):
+    with as_config_errors(cfg, "ckpt_path", BAD_DATA):
         if requested == "last":
             store.clean()
             checkpoint = store.newest_intact()
@@ -141,7 +141,7 @@ def find_trained(cfg: RunConfig) -> Path:
     which = "last" if requested == "last" else "best"
     source = cfg.from_run or cfg.run_dir if requested in (None, "best", "last") else requested
     key = "from_run" if requested is None else "ckpt_path"
-    with named_source(key, cfg.value_of(key)):
+    with as_config_errors(cfg, key, BAD_DATA):
         return find_weights(source, which, cfg.checkpoint.monitor, cfg.checkpoint.mode)
 
 

@@ -1,18 +1,17 @@
 """Load the weights of a run, a checkpoint, a folder of transformers or a file into a net."""
 
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, verify
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.checkpoints.tensors import SavedTensors, load_file
 from gptrain.core import labels
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, DataError
+from gptrain.core.errors import BAD_DATA, DataError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_json
@@ -59,22 +58,6 @@ def find_weights(
     raise FileNotFoundError(f"{source}: no checkpoint and no {SAFETENSORS} in this folder")
 
 
-@contextmanager
-def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None, None]:
-    """Turn errors about missing or unusable weights into a ConfigError that names the key.
-
-    `misfit` is the hint for weights that belong to another net. The exit code is 66 for a
-    FileNotFoundError, and 65 for a ValueError.
-    """
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        hint = "" if isinstance(error, FileNotFoundError | DataError) else misfit
-        message = str(error).removeprefix(f"{expand_home(value)}: ")
-        raise ConfigError.of(key, value, message, hint=hint, code=code) from error
-
-
 def load_weights(
     net: nn.Module,
     path: Path,
@@ -118,7 +101,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
     initialized.
     """
     misfit = "init_strict=false to load the weights that match" if cfg.init_strict else ""
-    with named_source("init_from", source, misfit):
+    with as_config_errors(cfg, "init_from", BAD_DATA, misfit):
         path = find_weights(source, "best", cfg.checkpoint.monitor, cfg.checkpoint.mode)
         notes = load_weights(net, path, strict=cfg.init_strict, resizes=True, stages=stages)
     log.info(labels.line("start", f"from the weights of {path}"))

@@ -24,7 +24,7 @@ from gptrain import config
 from gptrain.checkpoints import files
 from gptrain.checkpoints.signature import sign_record
 from gptrain.core import labels, shell
-from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError
 from gptrain.core.locations import expand_home
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import LocalPath
@@ -59,9 +59,10 @@ def export(cfg: ExportRun) -> None:
             is damaged (65) or missing (66), or if `run_dir` holds a run (73).
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
+    from gptrain.assemble.config_errors import as_config_errors
     from gptrain.assemble.load import build_net, find_tokenizer
     from gptrain.assemble.resume import find_trained
-    from gptrain.assemble.weights import load_weights, named_source
+    from gptrain.assemble.weights import load_weights
     from gptrain.export.files import write_companions, write_net
 
     folder = Path(cfg.run_dir)
@@ -69,7 +70,7 @@ def export(cfg: ExportRun) -> None:
         message = "holds a run, whose saved config an export would replace"
         raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
-    with named_source("from_run", cfg.from_run):
+    with as_config_errors(cfg, "from_run", BAD_DATA):
         path = find_trained(cfg)
         load_weights(net, path)
         tokenizer = find_tokenizer(expand_home(cfg.from_run))
