@@ -129,19 +129,22 @@ def load_net_state(
     strict: bool = True,
     resizes: bool = False,
     stages: Stages = NO_STAGES,
+    is_module: bool = False,
 ) -> list[str]:
-    """Copy this rank's part of a checkpoint into the net.
+    """Copy this rank's part of a checkpoint into the net, or into a LightningModule.
 
     All ranks must call this function if the net is partitioned over a pipeline.
 
     Args:
         net: Net as the strategy has partitioned it.
-        source: SavedTensors or FullTensors, without those whose name begins with EXTRA_PREFIX.
+        source: Tensors by their names in a checkpoint.
         strict: Raise an error if names or shapes differ. False loads the tensors whose name and
             shape match.
         resizes: Also load tables of learned positions with another number of positions: all saved
             positions into a longer table, and, if not strict, the first ones into a shorter table.
         stages: Stages of the pipeline.
+        is_module: Whether `net` is a LightningModule. Else the tensors outside of its `net`, whose
+            names begin with EXTRA_PREFIX, are left out.
 
     Returns:
         Phrases about position tables that were loaded in part, and about what was not loaded.
@@ -149,13 +152,14 @@ def load_net_state(
     Raises:
         ValueError: If `strict` is true and names or shapes differ. It names the first of them.
     """
-    shapes = {n: s for n, s in source.shapes.items() if not n.startswith(EXTRA_PREFIX)}
+    shapes = {n: s for n, s in source.shapes.items() if is_module or not n.startswith(EXTRA_PREFIX)}
     _reshard(net)
     state, further = net.state_dict(), tied_names(net)
-    tensors = {stages.aliases.get(n, n): t for n, t in state.items() if n not in further}
+    names = {name: saved_name(name) if is_module else name for name in state}
+    tensors = {stages.aliases.get(s, s): state[n] for n, s in names.items() if n not in further}
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     tables = _find_tables(net, own, shapes) if resizes else {}
-    parts = _over_stages((own, tables, [*state]), stages)
+    parts = _over_stages((own, tables, [*names.values()]), stages)
     all_own = {name: shape for part, _, _ in parts for name, shape in part.items()}
     all_tables = {name: dim for _, part, _ in parts for name, dim in part.items()}
     all_names = {*all_own, *(name for _, _, names in parts for name in names)}  # also of tied ones
@@ -181,6 +185,9 @@ def load_net_state(
         raise ValueError("; ".join(differing))
     is_table = {name for name, dim in tables.items() if dim is not None}
     source.read({n: t for n, t in tensors.items() if shapes.get(n) == own[n] or n in is_table})
+    if is_module:  # the state dict of a torchmetrics metric does not share its memory
+        extra = {name: t for name, t in state.items() if not name.startswith(NET)}
+        net.load_state_dict(extra, strict=False)
     return notes
 
 

@@ -44,11 +44,6 @@ class SavingStrategy(Strategy):
         """LightningModule of the run, without a DDP wrapper."""
         return cast(pl.LightningModule, self.lightning_module)
 
-    @property
-    def net(self) -> nn.Module:
-        """Net of the LightningModule."""
-        return self.module.get_submodule("net")
-
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the module by the names that they have in a checkpoint.
 
@@ -114,17 +109,8 @@ class SavingStrategy(Strategy):
         if not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
-        source = SavedTensors(self._loaded)
-        states.load_net_state(self.net, source, stages=self.parallel.stages)
-        own = {states.saved_name(name): t for name, t in self.module.state_dict().items()}
-        unmatched = [n for n in own.keys() ^ source.shapes if n.startswith(states.EXTRA_PREFIX)]
-        if strict and unmatched:
-            names = ", ".join(sorted(unmatched))
-            raise ValueError(f"{self._loaded}: missing or unexpected outside the net: {names}")
-        extra = {n: own[n] for n in source.shapes if n in own and n.startswith(states.EXTRA_PREFIX)}
-        # The state dict of a torchmetrics metric does not share its memory.
-        source.read(extra)
-        self.module.load_state_dict({states.module_name(n): t for n, t in extra.items()}, False)
+        source, stages = SavedTensors(self._loaded), self.parallel.stages
+        states.load_net_state(self.module, source, strict=strict, stages=stages, is_module=True)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep `fresh_options`, load this rank's part of the state, fit schedules to its groups."""
