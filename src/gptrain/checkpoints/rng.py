@@ -26,15 +26,11 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Set the generators of this process to a result of `capture`. Others keep their state."""
-    setters = {
-        "python": random.setstate,
-        "numpy": numpy.random.set_state,
-        "torch": torch.set_rng_state,
-    }
-    if device := _device_in_use():
-        setters[device] = torch.get_device_module(device).set_rng_state
-    for name in setters.keys() & state.keys():
-        setters[name](state[name])
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if (device := _device_in_use()) in state:
+        torch.get_device_module(device).set_rng_state(state[device])
 
 
 def _device_in_use() -> str | None:
