@@ -100,8 +100,7 @@ def damage(file: Path) -> None:
 
 
 def copy(store: CheckpointStore, mirror: Mirror) -> None:
-    mirror.update(store)
-    mirror.wait()
+    mirror.update(store).result()
 
 
 @pytest.fixture

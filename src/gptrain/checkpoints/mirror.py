@@ -47,7 +47,6 @@ class Mirror:
         self.url = url
         self.files, self.root = url_to_fs(url)
         self._thread = ThreadPoolExecutor(1, "mirror")
-        self._last: Future | None = None
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
         """Check that the mirror belongs to this run, and first restore a lost run from it if asked.
@@ -72,20 +71,13 @@ class Mirror:
             hint = "ckpt_path=last in a new run_dir to resume that run"
             raise self._error("holds another run", errors.FOLDER_UNUSABLE, hint)
 
-    def update(self, store: CheckpointStore) -> None:
+    def update(self, store: CheckpointStore) -> Future[None]:
         """Start to bring the mirror up to date in a thread, and return at once. Call it on rank 0.
 
-        New checkpoints are copied, and copies of pruned ones removed. An error is logged as a
-        warning.
+        New checkpoints are copied, and copies of pruned ones removed, after earlier updates. An
+        error is logged as a warning. The result can be waited for.
         """
-        if self._last is not None:
-            self._last.cancel()  # has no effect if the copy has begun
-        self._last = self._thread.submit(self._copy, store)
-
-    def wait(self) -> None:
-        """Wait until the last `update`, if any, is done or has failed. Raises no error of it."""
-        if self._last is not None:
-            self._last.result()
+        return self._thread.submit(self._copy, store)
 
     def restore(self, store: CheckpointStore) -> None:
         """Copy every intact checkpoint of the mirror into the store, which has none.

@@ -247,14 +247,11 @@ class Checkpoints(Checkpoint):
 
         The other ranks wait too, because a launcher kills the job soon after the first rank exits.
         """
-        mirror = self.mirror
-        if mirror is None:
+        if (mirror := self.mirror) is None:
             return
-
-        def finish() -> None:
-            mirror.update(self.store)  # also copies what an earlier, killed start did not copy
-            mirror.wait()
-
         self.beat(phase="mirror", allow_s=WRITING_S)
         with self.timeline.during("saves", trainer.global_step):
-            wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
+            # The update also copies what an earlier, killed start did not copy.
+            wait_for_rank_0(
+                lambda: mirror.update(self.store).result(), trainer.global_rank, WRITING_S
+            )
