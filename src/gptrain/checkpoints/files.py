@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
-
 from gptrain.core.small_files import read_bytes
 
 Row = dict[str, Any]  # name -> value
@@ -83,8 +81,8 @@ def replace(path: Path, data: bytes) -> None:
 
 def to_json(value: object, indent: int | None = 1) -> bytes:
     """Return a value as JSON and a newline. NaN and infinity, which JSON lacks, become null."""
-    text = pydantic_core.to_json(value, indent=indent, inf_nan_mode="null", fallback=str)
-    return text + b"\n"
+    finite = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent).encode() + b"\n"
 
 
 # Files of rows, with one JSON object per line
