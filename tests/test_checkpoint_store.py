@@ -98,12 +98,13 @@ class Shim:
 
 
 def test_a_save_is_found_again_with_its_metadata(store):
-    save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
+    config = {"model": {"d_model": 32}, "data.path": "caf\udce9"}  # a name that is not UTF-8
+    save(store, 500, config=config, metrics={"val/loss": 2.0})
     path = CheckpointStore(store.folder, RUN).newest_intact()
     assert path.name == "step-00000500" and holds(path, 500)
     about = verify(path)
     assert (about["run_id"], about["step"]) == (RUN, 500)
-    assert about["config"] == {"model": {"d_model": 32}}
+    assert about["config"] == config and about["metrics"] == {"val/loss": 2.0}
     assert {name: entry["bytes"] for name, entry in about["files"].items()} == {
         name: (path / name).stat().st_size for name in FILES
     }
