@@ -9,7 +9,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from gptrain.core.strategies import ParallelDims
 from gptrain.loss import next_token_loss
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.placement import full_tensor
 from gptrain.parallel.tensor import vocab_parallel_loss
 from tests.strategies.ranks import on_ranks
 
@@ -39,4 +38,4 @@ def test_the_loss_over_a_sharded_vocabulary_is_exact_with_all_loss_options():
         of_hidden, of_part = torch.autograd.grad(loss, (hidden, part))
         dist.all_reduce(of_hidden)  # each rank's columns give a partial sum
         torch.testing.assert_close(of_hidden, expected_grads[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(full_tensor(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(of_part.full_tensor(), expected_grads[1], rtol=1e-10, atol=1e-12)

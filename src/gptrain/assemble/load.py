@@ -98,9 +98,8 @@ def load_for_command(cfg: RunConfig) -> tuple[nn.Module, Tokenizer | None, str]:
     set_threads(1)
     source = cast(str, cfg.from_run)
     with as_config_errors(cfg, "from_run", BAD_DATA):
-        checkpoint = cfg.ckpt_path or "best"
-        loaded = load(source, checkpoint, trust=cfg.trust, with_tokenizer=True)
-        net, tokenizer = cast(Any, loaded)
+        which = cfg.ckpt_path or "best"
+        net, tokenizer = cast(Any, load(source, which, trust=cfg.trust, with_tokenizer=True))
     return net, tokenizer, device
 
 

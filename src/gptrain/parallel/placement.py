@@ -1,4 +1,4 @@
-"""Full tensors and the shards that ranks hold: building a partitioned net, copying, gathering."""
+"""Full tensors and the shards that ranks hold: building a partitioned net, copying."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -84,13 +84,3 @@ def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, gathered from all ranks of its mesh, detached."""
-    if isinstance(tensor, DTensor):
-        # FSDP's CPU offload keeps shards on the CPU. A GPU mesh can only gather GPU tensors.
-        on_mesh = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
-        tensor = on_mesh.full_tensor()
-    return tensor.detach()

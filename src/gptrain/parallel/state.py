@@ -205,10 +205,10 @@ def _find_tables(net: nn.Module, own: Shapes, saved: Shapes) -> dict[str, int | 
     tables: dict[str, int | None] = {}
     old_lengths = set()
     for name, shape in own.items():
-        old = saved.get(name, ())
-        dims = [dim for dim, sizes in enumerate(zip(old, shape, strict=False)) if len({*sizes}) > 1]
-        if len(old) != len(shape) or not dims:
+        old = saved.get(name, shape)
+        if len(old) != len(shape) or old == shape:
             continue
+        dims = [dim for dim, size in enumerate(shape) if old[dim] != size]
         old_lengths |= {old[dim] for dim in dims}
         owner = name.rpartition(".")[0]
         roles = [role for pattern, role in (plan or {}).items() if fnmatch(owner, pattern)]
