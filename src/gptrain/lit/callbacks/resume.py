@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,25 +66,22 @@ def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str])
     for name, parameter in strategy_of(trainer).saved_parameters().items():
         parameter.requires_grad_(name not in state["frozen"])  # a callback may have frozen it
     finish_step(trainer, state["global_step"])
-    messages = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
+    apply_changes(trainer, changed)
+    follow_schedule(trainer, changed)
     rng = state["rng"]
     if len(rng) == trainer.world_size:
         restore(rng[trainer.global_rank])
     else:
-        messages.append(
-            f"resumed on {count_text(trainer.world_size, 'rank')}, saved by {len(rng)}: every step "
-            "has the same samples; dropout, and the last bits of sums, differ"
-        )
+        ranks = f"{count_text(trainer.world_size, 'rank')}, saved by {len(rng)}"
+        effect = "every step has the same samples; dropout, and the last bits of sums, differ"
+        log.warning("resumed on %s: %s", ranks, effect)
         # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
         restore(rng[0])
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
-    if trainer.is_global_zero:
-        for message in messages:
-            log.warning("%s", message)
 
 
-def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
-    """Give the optimizer the current values of changed options, and return a message for each.
+def apply_changes(trainer: Trainer, changed: frozenset[str]) -> None:
+    """Give the optimizer the current values of changed options, and log them.
 
     If the peak learning rate has changed, the current learning rate is scaled in the same ratio.
     """
@@ -93,19 +90,19 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
     for group, fresh in zip(groups, strategy_of(trainer).fresh_options, strict=True):
         for key in changed & fresh.keys():
             name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
-            before = group[name]
-            now = fresh[name]
+            before, now = group[name], fresh[name]
             if before != now:
                 messages[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
                 group[name] = now
                 # Scale the current rate with the peak rate. follow_schedule recomputes a LambdaLR.
                 if name == "initial_lr":
                     group["lr"] *= now / before if before else 1.0
-    return list(messages)
+    for message in messages:
+        log.warning("%s", message)
 
 
-def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
-    """Set the learning rates of the next step by the current schedule; yield changes as text."""
+def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> None:
+    """Compute the learning rates of the next step from the schedule of the current config."""
     for scheduled in trainer.lr_scheduler_configs:
         scheduler = scheduled.scheduler
         groups = scheduler.optimizer.param_groups
@@ -114,13 +111,14 @@ def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
         if not isinstance(scheduler, LambdaLR):
             continue
         before = groups[0]["lr"]
-        for group, base, factor in zip(
-            groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
+        rates = zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, base, factor in rates:
             group["lr"] = base * factor(scheduler.last_epoch)
         if not math.isclose(before, groups[0]["lr"], rel_tol=1e-6):
-            yield (
-                f"resumed with another schedule: the learning rate after step "
-                f"{trainer.global_step} is {groups[0]['lr']:.3g} instead of {before:.3g}; it "
-                "follows the run's length unless scheduler.total_steps is set"
+            log.warning(
+                "resumed with another schedule: the learning rate after step %d is %.3g instead of "
+                "%.3g; it follows the run's length unless scheduler.total_steps is set",
+                trainer.global_step,
+                groups[0]["lr"],
+                before,
             )
