@@ -187,13 +187,11 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
         cfg.scheduler.target == saved.get("scheduler._target_")
     )
     allowed = [n for n in cfg.allow_changes if not (is_fixed and n.startswith("scheduler"))]
+    differing = [key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)]
     return [
         _changed(key, saved.get(key), now.get(key))
-        for key in sorted(saved.keys() | now.keys())
-        if key.startswith(part)
-        and key not in EXTRA_ENTRIES
-        and saved.get(key) != now.get(key)
-        and not covers(allowed, key)
+        for key in sorted(differing)
+        if key.startswith(part) and key not in EXTRA_ENTRIES and not covers(allowed, key)
     ]
 
 
@@ -211,10 +209,9 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
 
 def keep_precision(cfg: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
     """Return the config in which `trainer.precision=auto` is the precision of the first start."""
-    precision = saved.get("trainer.precision")
-    if precision is None or cfg.trainer.precision != "auto":
+    if cfg.trainer.precision != "auto":
         return cfg
-    return cfg.changed({"trainer.precision": precision})
+    return cfg.changed({"trainer.precision": saved["trainer.precision"]})
 
 
 def typed_keys() -> dict[str, str]:
