@@ -27,12 +27,9 @@ from gptrain.runtime.devices import find_devices
 from gptrain.runtime.process import this_process
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
-INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
-USER_PAIR = "batches (tokens (B, T), targets (B, T)), or a module._target_ that reads these"
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = (
-    "a pair (tokens (T,), targets (T,)) of int64, with document numbers (T,) as a third item if "
-    "documents must not see each other, or a dict of input_ids and labels"
+    "a pair (tokens (T,), targets (T,)) of int64 (see gptrain.data), or a module that reads these"
 )
 
 
@@ -73,8 +70,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
         n_samples = max(1, limit) * cfg.data.batch_size
     dataset = as_indexed(build_target(section.node(), key), key, n_samples)
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
-        message = f"made a {type(dataset).__name__}, whose samples have no index"
-        raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
+        message = f"made a {type(dataset).__name__} without __len__ and __getitem__(index)"
+        raise ConfigError.of(f"{key}._target_", section.target, message)
     if find_stream(dataset):
         check_end(cfg, f"{key}._target_", section.target, dataset)
         if value := cfg.trainer.overfit_batches:
@@ -162,8 +159,7 @@ def check_pair(key: str, dataset: Dataset) -> None:
         if is_integer and tokens.ndim == 2 and tokens.shape == targets.shape:
             return
     of = [(item.dtype, tuple(item.shape[1:])) for item in tensors] or type(dataset[0]).__name__
-    hint = USER_PAIR if isinstance(dataset, UserData) else PAIR
-    raise ConfigError.of(key, None, f"sample 0 is {of}", hint=hint, code=BAD_DATA)
+    raise ConfigError.of(key, None, f"sample 0 is {of}", hint=PAIR, code=BAD_DATA)
 
 
 def find_tokens(cfg: RunConfig, sample: Any) -> tuple[Tensor | None, bool]:

@@ -40,7 +40,11 @@ LONGEST_VALUE = 200  # characters of a value in an error message
 PHRASES = {
     "hang": ("Timed out waiting|timed out after|Watchdog caught coll", "a collective timed out"),
     "peer": ("closed by peer|reset by peer|Broken pipe|process exited", "another rank has exited"),
-    "memory": ("can't allocate memory|out of memory", "out of memory"),
+    "memory": (
+        "can't allocate memory|out of memory",
+        "out of memory (less is needed by a smaller data.batch_size, or "
+        "model.activation_checkpointing=full)",
+    ),
 }
 # The part of CUDA's message that helps. Other processes and settings of the allocator follow it.
 CUDA_MEMORY = re.compile(r"CUDA out of memory\. (.* is free)\..*")

@@ -29,13 +29,11 @@ class StrategyOptions(OpenSection):
         needs: Attributes that a net must have, such as `blocks` and `head`.
         is_standard: True if ranks train as under Lightning's own strategies. Then the loss scaler
             of fp16 works, and the data may be a user's LightningDataModule.
-        contract: Requirement on the code of a net, for the error message if a net violates it.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
     is_standard: ClassVar[bool] = False
-    contract: ClassVar[str] = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
 
     name: str
     timeout_s: Positive
@@ -96,11 +94,6 @@ class TensorParallelOptions(StrategyOptions, extra="forbid"):
 
     axes = (TENSOR,)
     needs = _HEADS
-    contract = (
-        "tensor parallelism needs q, k and v as separate layers, causal attention, head counts "
-        "computed from their width, every parameter that works on a shard of the sequence in "
-        "tensor_plan, and forward(tokens) == head(hidden(tokens))"
-    )
 
     tensor_parallel_size: Count | None
 
@@ -117,11 +110,6 @@ class ContextParallelOptions(ShardedOptions):
 
     axes = (DATA, CONTEXT)
     needs = ("blocks", "context_plan", "n_heads")
-    contract = (
-        "context parallelism needs in context_plan every module whose output at a position depends "
-        "on positions before it, and none on later ones; q, k, v and the output of its attention "
-        "must pass through its exchange, and positions must be those of layout"
-    )
 
     context_parallel_size: Count | None
 
@@ -131,10 +119,6 @@ class PipelineOptions(StrategyOptions, extra="forbid"):
 
     axes = (PIPELINE,)
     needs = ("embed", "blocks", "norm", "head")
-    contract = (
-        "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block called "
-        "with the activations alone"
-    )
 
     pipeline_parallel_size: Count | None
     microbatches: Count | None

@@ -221,9 +221,8 @@ class Comparison:
     def _error(self, difference: str) -> IncompatibleModelError:
         """Return the error of a net that the strategy would not train as it is."""
         key = "strategy.name" if self.parallel.is_partitioned else "model._target_"
-        contract = f"{self.parallel.options.contract} (see gptrain.models)"
-        message = f"would train another function than this net: {difference}; {contract}"
-        return IncompatibleModelError(key, message)
+        message = f"would train another function than this net: {difference}"
+        return IncompatibleModelError(key, f"{message}; gptrain.models has what a net must do")
 
 
 def first_difference(expected: Tensors, found: Tensors) -> str:

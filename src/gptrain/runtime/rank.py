@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,9 +47,6 @@ from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 IMPORTING_S = 600.0  # time to import torch from a network file system that all ranks read at once
-SAVE_MEMORY = (
-    "; try: a smaller data.batch_size, model.activation_checkpointing=full, or strategy=fsdp"
-)
 SAVING_S = "3600"  # time for the ranks to save, from torch 2.12 on; torch 2.11 gives them 30 s
 # Hydra's own words that change what a rank prints or finds. The others are those of a sweep.
 KEPT_WORDS = ("hydra.searchpath", "hydra.job_logging", "hydra/job_logging", "hydra.verbose")
@@ -214,8 +210,6 @@ def run_rank(
                 metrics = train(cfg, guard)
         except BaseException as error:  # any end of a rank must end the job, with a message
             ending = ending_of(error, guard.doing)
-            if ending.cause == "memory":
-                ending = replace(ending, line=ending.line + SAVE_MEMORY)
             if ending.cause == "peer":  # wait: the failed rank will report the cause
                 time.sleep(PEERS_REPORT_S)
             # A launcher asks the other ranks to stop when one has failed, perhaps before it began.
