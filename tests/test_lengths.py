@@ -44,18 +44,17 @@ def test_the_lengths_of_a_run_follow_from_its_samples_and_its_first_limit():
 
     by_epochs = plan(max_epochs=3)
     assert (by_epochs.epoch_steps, by_epochs.n_steps, by_epochs.validate_every) == (12, 36, 12)
-    assert (by_epochs.limit, by_epochs.limit_kind) == ("trainer.max_epochs=3", "epochs")
+    assert by_epochs.limit == "trainer.max_epochs=3"
     assert (by_epochs.unit, by_epochs.step_tokens, by_epochs.n_epochs) == ("tokens", 128, 3)
     by_steps = plan(max_steps=13, val_check_interval=99)
-    assert (by_steps.limit, by_steps.limit_kind) == ("trainer.max_steps=13", "steps")
+    assert by_steps.limit == "trainer.max_steps=13"
     assert (by_steps.n_steps, by_steps.validate_every, by_steps.n_epochs) == (13, 13, 2)
     by_tokens = plan(max_tokens=1000)
     assert (by_tokens.n_steps, by_tokens.limit) == (7, "max_tokens=1000")
-    assert by_tokens.limit_kind == "tokens"
     first = plan(max_tokens=1000, max_steps=3, max_epochs=1)  # the earliest of several limits
     assert (first.n_steps, first.limit) == (3, "trainer.max_steps=3")
     tried = plan(fast_dev_run=2)
-    assert (tried.limit, tried.limit_kind) == ("trainer.fast_dev_run=true", "steps")
+    assert tried.limit == "trainer.fast_dev_run=true"
     images = plan(sample_tokens=None)
     assert (images.unit, images.sample_tokens, images.step_tokens) == ("samples", 1, 8)
     # A part of the samples, or a number of micro-batches; at least one step.

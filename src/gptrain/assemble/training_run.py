@@ -223,7 +223,8 @@ class TrainingRun:
             limits = "trainer.max_steps or trainer.max_epochs"
             detail = f"step {step} is the last step of the run; to train further, raise {limits}"
         elif step == lengths.n_steps:
-            reason, detail = f"{lengths.limit_kind} done", lengths.limit
+            unit = lengths.limit.partition("=")[0].rpartition("_")[2]  # of max_steps, for example
+            reason, detail = f"{unit} done", lengths.limit
         elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
             reason = "max_time"
         elif early:

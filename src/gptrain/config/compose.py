@@ -19,12 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
-from gptrain.config.vocabulary import AUTO, vocabulary_size
-from gptrain.core import locations
-from gptrain.core.errors import ConfigError, ConfigIssue, first_line, show
+from gptrain.core import errors, locations
+from gptrain.core.errors import ConfigError, ConfigIssue, DataError, first_line, show
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import option
-from gptrain.core.small_files import flatten
+from gptrain.core.small_files import flatten, read_facts
 from gptrain.runtime.process import run_stamp
 
 # Exceptions that Hydra raises for an override or a yaml file. It does not wrap all of them.
@@ -36,6 +35,7 @@ SHORT_SEQ_LEN = 128  # default data.seq_len of a net that does not name its cont
 # Largest default data.seq_len: longer contexts are an extension of a trained net.
 LONG_SEQ_LEN = 8192
 UNKNOWN = "unknown key"
+AUTO, VOCAB = "auto", "model.vocab_size"
 Config = TypeVar("Config", bound=RunConfig)
 
 
@@ -184,6 +184,46 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         cfg.model.vocab_size = vocabulary_size(values)  # other keys may refer to it
         return plain(cfg)
     return values
+
+
+def vocabulary_size(values: dict[str, Any]) -> int:
+    """Return what `model.vocab_size=auto` stands for, rounded up to `model.vocab_multiple`.
+
+    It is that in the config.json of `model.path`, or that of the largest tokenizer in the data
+    group.
+    """
+    model, size = values["model"], 0
+    if path := model.get("path"):
+        facts = read_facts(locations.expand_home(path) / "config.json")
+        # A model that also reads images has a config of its text.
+        size = (facts.get("text_config") or facts).get("vocab_size")
+        if not isinstance(size, int):
+            message = "no config.json with a vocab_size"
+            raise ConfigError.of("model.path", path, message, code=errors.INPUT_NOT_FOUND)
+    else:
+        for key, name in flatten(values.get("data"), "data").items():
+            is_of_part = ".train." in key or ".val." in key
+            if key.endswith(".tokenizer") and name and not is_of_part:
+                size = max(size, _count_tokens(key, name))
+    if not size:
+        message = "neither data.tokenizer nor model.path has a vocabulary"
+        raise ConfigError.of(VOCAB, AUTO, message, hint=f"{VOCAB}=50304")
+    multiple = model.get("vocab_multiple") or 1
+    return -(-size // multiple) * multiple
+
+
+def _count_tokens(key: str, name: str) -> int:
+    """Return the highest token id of a tokenizer plus 1. Errors name the config key `key`."""
+    from gptrain.data.tokenizers import load_tokenizer  # imports torch
+
+    if name == "bpe":
+        message = f"needs a number for {VOCAB}, the size of the vocabulary that it learns"
+        raise ConfigError.of(key, name, message, hint=f"{VOCAB}=4096")
+    try:
+        return load_tokenizer(name).vocab_size
+    except (FileNotFoundError, DataError) as error:
+        code = errors.INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else errors.BAD_DATA
+        raise ConfigError.of(key, name, first_line(error), code=code) from error
 
 
 def typed(values: dict[str, Any], schema: type[Config]) -> Config:

@@ -14,7 +14,6 @@ from gptrain.core.errors import ConfigError
 if TYPE_CHECKING:
     from gptrain.core.schema import RunConfig, TrainerConfig
 
-LimitKind = Literal["steps", "epochs", "tokens"]
 DEFAULT_WARMUP_STEPS = 100
 DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
 DEFAULT_MAX_EPOCHS = 3
@@ -67,7 +66,6 @@ class RunLengths:
         n_steps: Steps of the run, or None if only `trainer.max_time` ends the run.
         validate_every: Steps between two validations, at most `n_steps`.
         limit: Override that sets `n_steps`, such as `trainer.max_epochs=3`.
-        limit_kind: Unit of `limit`.
         warmup_steps: Warm-up steps that a resume takes over from the first start of the run. None
             if the scheduler section of the config decides.
         unit: `samples` for data that are not tokens, else `tokens`.
@@ -79,7 +77,6 @@ class RunLengths:
     n_steps: int | None
     validate_every: int
     limit: str = ""
-    limit_kind: LimitKind = "steps"
     warmup_steps: int | None = None
     unit: Literal["tokens", "samples"] = "tokens"
 
@@ -128,12 +125,12 @@ def plan_lengths(
     """
     trainer, batch = cfg.trainer, cfg.batch_plan(data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
-    if (limit := trainer.limit_train_batches) is not None:
-        is_fraction = isinstance(limit, float)  # else a number of micro-batches
-        limited_steps = int(limit * epoch_steps) if is_fraction else limit // batch.accumulate
+    if (batches := trainer.limit_train_batches) is not None:
+        is_fraction = isinstance(batches, float)  # else a number of micro-batches
+        limited_steps = int(batches * epoch_steps) if is_fraction else batches // batch.accumulate
         epoch_steps = max(1, min(epoch_steps, limited_steps))
     step_tokens = batch.global_batch_size * (sample_tokens or 1)
-    n_steps, limit_text, limit_kind = _find_end(cfg, epoch_steps, step_tokens)
+    n_steps, limit = _find_end(cfg, epoch_steps, step_tokens)
     interval = trainer.val_check_interval
     if isinstance(interval, float):  # a fraction of check_val_every_n_epoch epochs
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
@@ -143,28 +140,25 @@ def plan_lengths(
         epoch_steps,
         n_steps,
         interval if n_steps is None else min(interval, n_steps),
-        limit_text,
-        limit_kind,
+        limit,
         unit="samples" if sample_tokens is None else "tokens",
     )
 
 
-def _find_end(
-    cfg: RunConfig, epoch_steps: int, step_tokens: int
-) -> tuple[int | None, str, LimitKind]:
-    """Return the steps of the run, or None, the option that limits it, and its unit."""
+def _find_end(cfg: RunConfig, epoch_steps: int, step_tokens: int) -> tuple[int | None, str]:
+    """Return the steps of the run, or None, and the option that limits it."""
     trainer = cfg.trainer
     if trainer.fast_dev_run:
-        return int(trainer.fast_dev_run), "trainer.fast_dev_run=true", "steps"
-    ends: list[tuple[int, str, LimitKind]] = []
+        return int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
+    ends: list[tuple[int, str]] = []
     if trainer.max_steps != -1:
-        ends.append((trainer.max_steps, f"trainer.max_steps={trainer.max_steps}", "steps"))
+        ends.append((trainer.max_steps, f"trainer.max_steps={trainer.max_steps}"))
     if cfg.max_tokens is not None:
         n_steps = token_steps("max_tokens", cfg.max_tokens, step_tokens)
-        ends.append((n_steps, f"max_tokens={cfg.max_tokens:g}", "tokens"))
+        ends.append((n_steps, f"max_tokens={cfg.max_tokens:g}"))
     if (n_epochs := effective_max_epochs(trainer, cfg.max_tokens)) is not None:
-        ends.append((n_epochs * epoch_steps, f"trainer.max_epochs={n_epochs}", "epochs"))
-    return min(ends, key=lambda end: end[0], default=(None, "", "steps"))
+        ends.append((n_epochs * epoch_steps, f"trainer.max_epochs={n_epochs}"))
+    return min(ends, key=lambda end: end[0], default=(None, ""))
 
 
 def effective_max_epochs(trainer: TrainerConfig, max_tokens: float | None) -> int | None:
