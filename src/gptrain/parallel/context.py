@@ -16,6 +16,7 @@ and the context ranks is then the gradient of the mean of the losses, as under D
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import partial
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from gptrain.models.attention import SequenceLayout
-from gptrain.parallel.requirements import Net, planned_layers
+from gptrain.parallel.requirements import Net
 from gptrain.parallel.tensor import gather_sequence, pad_layout
 
 
@@ -43,8 +44,9 @@ class PartLayout(SequenceLayout):
 def apply_context_parallel(net: Net, group: dist.ProcessGroup) -> None:
     """Make `forward` and `hidden` of the net run on this rank's part of a sequence, in place."""
     exchange = AllToAllHeads(group)
-    for _, attention, _ in planned_layers(net, net.context_plan):
-        attention.exchange = exchange
+    for name, attention in net.named_modules():
+        if any(fnmatch(name, pattern) for pattern in net.context_plan):
+            attention.exchange = exchange
     for name in ("forward", "hidden"):
         if hasattr(net, name):
             setattr(net, name, partial(run_part, getattr(net, name), group))

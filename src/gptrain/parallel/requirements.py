@@ -1,7 +1,5 @@
 """Check that a net has the attributes that an option needs, before any rank starts."""
 
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -101,15 +99,6 @@ def check_batch(options: StrategyOptions, dims: ParallelDims, batch: BatchPlan) 
         problems["strategy.static_graph"] = "torch has no static graph with gradient accumulation"
     if problems:
         raise IncompatibleModelError(*next(iter(problems.items())))
-
-
-def planned_layers(net: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name, layer, pattern) of each layer whose name matches a pattern of fnmatch."""
-    for name, layer in net.named_modules():
-        for pattern in patterns:
-            if fnmatch(name, pattern):
-                yield name, layer, pattern
-                break
 
 
 def check_layout(net: nn.Module, n_positions: int = 0) -> None:

@@ -17,6 +17,7 @@ end instead, which does not change the logits of a causal net.
 # v rows of V on this rank, T' = T padded to a multiple of n, t = T' / n
 
 from collections.abc import Callable
+from fnmatch import fnmatch
 from functools import cache, partial
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.models.attention import SequenceLayout
-from gptrain.parallel.requirements import Net, planned_layers
+from gptrain.parallel.requirements import Net
 
 # Functional collectives have gradients, also where they are compiled: in torch 2.11 along the first
 # dimension only. torch 2.13 renamed them.
@@ -48,10 +49,11 @@ def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
     of a step, the caller must sum the gradients of `partial_parameters` over the axis.
     """
     group = mesh["tensor"].get_group()
-    roles = {name: net.tensor_plan[p] for name, _, p in planned_layers(net, net.tensor_plan)}
+    plan = net.tensor_plan.items()
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role_class, split_dims = _ROLES[roles[name]] if name in roles else (None, {})
+        role = next((role for pattern, role in plan if fnmatch(name, pattern)), None)
+        role_class, split_dims = (None, {}) if role is None else _ROLES[role]
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
                 sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
@@ -67,11 +69,10 @@ def apply_tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
 def partial_parameters(net: Net) -> list[nn.Parameter]:
     """Return the replicated parameters whose gradients cover only own positions or heads."""
     parameters: list[nn.Parameter] = []
-    for _, module, pattern in planned_layers(net, net.tensor_plan):
-        role = net.tensor_plan[pattern]
-        if role in ("sequence", "per_head", "position_embedding"):
+    for module in net.modules():
+        if isinstance(module, _PerHead | _PositionEmbedding):
             parameters += module.parameters(recurse=False)
-        elif role == "rowwise" and module.bias is not None:
+        elif isinstance(module, _Rowwise) and module.bias is not None:
             parameters.append(module.bias)
     return parameters
 
