@@ -20,7 +20,7 @@ counts as it was written, and hooks see the gradients of a step as the optimizer
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -119,7 +119,6 @@ class Parallel:
     net: Any = field(default=None, init=False)
     step_mean: StepMean | None = field(default=None, init=False)
     extra_parameters: Sequence[nn.Parameter] = field(default=(), init=False)
-    counted_on_other_stage: Set[nn.Parameter] = field(default=frozenset(), init=False)
     used: set[str] | None = field(default=None, init=False)
     forward_only = False
     may_skip_parameters = False
@@ -325,9 +324,7 @@ class Parallel:
 
         A `max_norm` of None or 0 only measures the norm.
         """
-        groups = () if self.stages.group is None else (self.stages.group,)
-        counted = self.counted_on_other_stage
-        return clip_grad_norm(parameters, max_norm, groups=groups, counted_on_other_stage=counted)
+        return clip_grad_norm(parameters, max_norm)
 
     def check_gradients(self) -> None:
         """Raise an IncompatibleModelError if a hook has changed gradients of a pipeline."""

@@ -63,15 +63,14 @@ def check_use(
 def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
-    *,
-    groups: Sequence[dist.ProcessGroup] = (),
+    stages: dist.ProcessGroup | None = None,
     counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
     """Clip gradients in place to `max_norm`, and return their global norm before clipping.
 
     norm^2 = sum over ranks of |local gradient|^2. The first of the ranks that hold the same values
-    counts them. All ranks of the mesh and of `groups`, the stages of a pipeline, must call it. The
-    norm is computed in fp32, for fp64 parameters in fp64, and the host does not wait.
+    counts them. All ranks of the mesh and of `stages`, those of a pipeline, must call it. The norm
+    is computed in fp32, for fp64 parameters in fp64, and the host does not wait.
     """
     parameters = list(parameters)
     # All ranks must all-reduce one dtype, also a rank on which no parameter has a gradient.
@@ -91,8 +90,8 @@ def clip_grad_norm(
     for alike in _by_device(counted):
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=dtype))
         squares += norms.square().sum().to(squares.device)
-    for group in (*axes, *groups):
-        if group.size() > 1:
+    for group in (*axes, stages):
+        if group is not None and group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm:

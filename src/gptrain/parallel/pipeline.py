@@ -26,7 +26,7 @@ from gptrain.core.strategies import PIPELINE, count_microbatches, stage_blocks
 from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.models.attention import layout_argument
 from gptrain.parallel.base import Batch, Parallel
-from gptrain.parallel.gradients import sum_gradients
+from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.state import Stages
 
@@ -88,8 +88,8 @@ class Pipeline(Parallel):
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Let the first rank alone count the tied and the extra parameters in the gradient norm."""
         super().prepare(module, optimizer)
-        if self.rank:
-            self.counted_on_other_stage = {*self.tied_parameters, *self.extra_parameters}
+        shared = {*self.tied_parameters, *self.extra_parameters}
+        self.counted_on_other_stage = shared if self.rank else set()
 
     @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
@@ -174,7 +174,8 @@ class Pipeline(Parallel):
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip all gradients to `max_norm`, and return the norm of the full net before clipping."""
-        norm = super().measure_and_clip(parameters, max_norm)
+        counted = self.counted_on_other_stage
+        norm = clip_grad_norm(parameters, max_norm, self.group, counted)
         self._seen = self._versions()
         return norm
 
