@@ -119,7 +119,7 @@ class TrainingRun:
         model += [f"{key} {sizes[key]}" for key in SIZES if key in sizes]
         yield "model", " · ".join(model)
         device_text = f"{self.devices.world_size} x {self.devices.accelerator}"
-        strategy = [used.name, device_text, f"precision {self.trainer.precision}"]
+        strategy = [used.parallel.name, device_text, f"precision {self.trainer.precision}"]
         if self.devices.accelerator == "cpu":
             strategy.append(labels.count_text(torch.get_num_threads(), "thread"))
         yield "strategy", " · ".join(strategy)

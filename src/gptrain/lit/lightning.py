@@ -65,11 +65,6 @@ def strategy_of(trainer: pl.Trainer) -> GPTStrategy:
     return cast(GPTStrategy, trainer.strategy)
 
 
-def is_fast_dev_run(trainer: pl.Trainer) -> bool:
-    """Return whether the trainer only tries a few batches (trainer.fast_dev_run)."""
-    return bool(trainer.fast_dev_run)  # ty: ignore[missing-attribute]
-
-
 def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
     """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
 

@@ -91,6 +91,7 @@ class Parallel:
     except under `single`.
 
     Attributes:
+        name: Name of the strategy.
         axes: Axes over which the strategy divides the work, also those of one rank.
         shards: True if FSDP2 shards the parameters over the data and the context axis.
         is_partitioned: True if ranks hold different parts of the net, or compute different parts of
@@ -129,7 +130,8 @@ class Parallel:
 
     def __post_init__(self) -> None:
         self.weights_device = "cpu" if getattr(self.options, "cpu_offload", False) else self.device
-        self.axes = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)].axes
+        self.name = strategy_name(self.options.name, self.dims.world_size)
+        self.axes = STRATEGIES[self.name].axes
         self.shards = isinstance(self.options, ShardedOptions)
         self.is_partitioned = self.shards or bool({CONTEXT, TENSOR, PIPELINE} & {*self.axes})
         self.mesh = build_mesh(self.device.type, self.dims) if self.axes else None

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
 from gptrain.core.errors import DataError
-from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of
+from gptrain.lit.lightning import data_of, strategy_of
 from gptrain.lit.loggers import log_note
 from gptrain.text.sampling import Sampling, generate, terminal_text
 
@@ -47,7 +47,8 @@ class SampleText(Callback):
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         is_pipeline = strategy_of(trainer).parallel.is_pipeline
         net = getattr(pl_module, "net", None)
-        if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
+        is_short = trainer.fast_dev_run  # ty: ignore[missing-attribute]
+        if tokenizer is None or is_short or is_pipeline or net is None:
             return None
         tokens = []
         with suppress(DataError):  # the tokenizer has no token for the prompt

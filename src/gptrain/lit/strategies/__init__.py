@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.checkpoints import rng
-from gptrain.core.strategies import ParallelDims, PipelineOptions, StrategyOptions, strategy_name
+from gptrain.core.strategies import ParallelDims, PipelineOptions, StrategyOptions
 from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice
 from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
@@ -67,6 +67,5 @@ def build_strategy(
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
     net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
     strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel)
-    strategy.name = strategy_name(options.name, dims.world_size)
     strategy.full_net = full_net.to("meta")
     return net, strategy

@@ -38,14 +38,12 @@ class GPTStrategy(SavingStrategy):
     """Mixin for Lightning's strategies that lets `self.parallel` compute losses and gradients.
 
     Attributes:
-        name: Name of the strategy. `build_strategy` sets it.
         full_net: Net before it was partitioned, on the meta device. `build_strategy` sets it.
         decide_step: Function that makes the optimizer skip its update if the step is bad.
         grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor.
         step_mean: Divisor of the losses of the current step, and mean loss of the last step.
     """
 
-    name: str
     full_net: nn.Module
     decide_step: Callable[[Optimizer], object] = staticmethod(bool)  # decides nothing
     grad_norm: Tensor | None = None
