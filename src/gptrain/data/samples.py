@@ -116,10 +116,12 @@ class BatchReader(WrappedDataset):
             message = f"{tokens.shape[1]} positions, but sample 0 has {self.n_positions}"
             raise DataError(f"{place}: {message}")
         if self.vocab_size is not None:  # on a GPU, the net would end in an assertion
-            ids = torch.cat((tokens.flatten(), targets[targets != IGNORED]))
-            if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
-                allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
-                raise DataError(f"{place}: token {int(outside.max())}, {allowed}")
+            ids, wanted = tokens.numpy(force=True), targets.numpy(force=True)
+            wanted = np.where(wanted == IGNORED, 0, wanted)
+            for number in max(ids.max(), wanted.max()), min(ids.min(), wanted.min()):
+                if not 0 <= number < self.vocab_size:
+                    allowed = f"not of 0 to {self.vocab_size - 1} (model.vocab_size)"
+                    raise DataError(f"{place}: token {number}, {allowed}")
         return batch
 
 

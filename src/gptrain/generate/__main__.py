@@ -31,7 +31,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.shell import quoted
 from gptrain.core.value_types import Count, LocalPath, Name
 
-Prompt = str | Annotated[list[str], Field(min_length=1)] | None
+Prompt = Name | Annotated[list[Name], Field(min_length=1)] | None
 DEFAULTS = {
     **dict.fromkeys(("chat", "prompt", "top_k", "top_p"), "null"),
     **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "interactive": "false"},
@@ -100,9 +100,10 @@ def generate(cfg: GenerateRun) -> None:
         cfg: Configuration of the command.
 
     Raises:
-        ConfigError: If an option or a prompt is invalid, if `from_run` is damaged (exit code 65),
+        ConfigError: If an option is invalid, if `from_run` is damaged (exit code 65),
             or if it is missing or has no tokenizer (exit code 66).
-        DataError: If a prompt has a character without a token, or the chat template refuses it.
+        DataError: If a prompt has no token or a character without a token, or the chat template
+            refuses it.
         ModuleNotFoundError: If an optional package that a file of the run needs is missing.
     """
     # Import torch only now, so that an invalid option is reported without waiting for the import.
