@@ -39,7 +39,7 @@ def expand(typed: list[str]) -> list[str]:
 
 
 def read_overrides(folder: str, typed: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a run that is trusted by `trust` in `typed` or by its signature."""
+    """Return the overrides of a run, or raise a ConfigError if neither signed nor `trust` typed."""
     file = expand_home(folder) / ".hydra" / "overrides.yaml"
     if not file.is_file():
         raise ConfigError.of("from_run", folder, "no run in this folder", code=INPUT_NOT_FOUND)

@@ -154,7 +154,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def find_token_files(path: Paths, split: str = "") -> list[Path]:
-    """Return the token files that a path, a pattern or a list names, without indices (.idx)."""
+    """Return the token files at `path`, without indices (.idx) and files of other splits."""
     others = _OTHER_SPLITS.get(split, ())
 
     def is_of_split(name: str) -> bool:

@@ -56,7 +56,7 @@ class Hardware(Section):
 
 
 class PlanRun(RunConfig):
-    """Keys of the command `gptrain.plan`: those of a run, and two groups about the machine."""
+    """Keys of the command `gptrain.plan`: those of a run, `hardware`, and the file `topology`."""
 
     runs_here = False
     hardware: Hardware
