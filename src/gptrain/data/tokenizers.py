@@ -207,7 +207,7 @@ def train_bpe(
     """Train a byte-level BPE tokenizer, write it to `path`, and return it.
 
     256 of its tokens are the bytes, so that every text can be encoded. Words are split as by GPT-2.
-    With `has_end` one is an end token. Raises a ValueError if `vocab_size` is below these tokens.
+    With `has_end` one more is an end token. Raises a ValueError if `vocab_size` is below these.
     """
     n_end_tokens = 1 if has_end else 0
     if vocab_size < 256 + n_end_tokens:

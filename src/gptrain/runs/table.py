@@ -37,7 +37,6 @@ class RunRecord:
 
     Attributes:
         overrides: Overrides as they were typed.
-        steps, seconds: Optimizer steps done, and duration, or None if unknown.
         metrics: Final metrics that are finite, or those of the newest checkpoint if it is not done.
         times: `steps`, `seconds`, `goodput` and the seconds of each phase, such as `steps_s`, as
             far as they are known.
