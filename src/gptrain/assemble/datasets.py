@@ -65,9 +65,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     """Build `data.<name>`, as pairs for a LanguageModel. A ConfigError if it has no index."""
     key, section = f"data.{name}", getattr(cfg.data, name)
     limit = getattr(cfg.trainer, f"limit_{name}_batches")
-    n_samples = None  # all
-    if type(limit) is int:  # batches that all ranks together evaluate
-        n_samples = max(1, limit) * cfg.data.batch_size
+    # An integer is the number of batches that all ranks together evaluate.
+    n_samples = max(1, limit) * cfg.data.batch_size if type(limit) is int else None
     dataset = as_indexed(build_target(section.node(), key), key, n_samples)
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")):
         message = f"made a {type(dataset).__name__} without __len__ and __getitem__(index)"

@@ -7,6 +7,7 @@ code, a cause and a printed line.
 from __future__ import annotations
 
 import errno
+import json
 import re
 import traceback
 from dataclasses import dataclass
@@ -78,16 +79,10 @@ def show(value: object) -> str:
 
     A text longer than LONGEST_VALUE characters is cut and ends with "...".
     """
-    if value is None:
-        text = "null"
-    elif isinstance(value, bool):
-        text = "true" if value else "false"
-    elif isinstance(value, list):
-        text = f"[{','.join(show(item) for item in value)}]"
-    elif isinstance(value, dict):
-        text = "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
-    else:
-        text = str(value)
+    text = str(value)
+    if value is None or isinstance(value, bool | list | dict):
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        text = text.replace('"', "")
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
