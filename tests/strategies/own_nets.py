@@ -186,6 +186,7 @@ class ReadsValues(OwnNet):
         torch.rand(3, device="cpu")
         super().__init__()
         self.factor = self.embedding.weight.sum().item()
+        self.head.weight = self.embedding.weight
 
 
 class DrawsOnCPU(OwnNet):

@@ -82,7 +82,9 @@ def test_one_device_computes_the_loss_from_forward_if_hidden_and_head_differ():
 
 def test_a_net_that_cannot_be_built_without_values_has_the_weights_of_its_seed():
     for net_class in (own_nets.ReadsValues, own_nets.DrawsOnCPU):
-        net, _ = build("single", net_class, None)
+        net, strategy = build("single", net_class, None)
+        counts = [sum(p.numel() for p in part.parameters()) for part in (net, strategy.full_net)]
+        assert counts[0] == counts[1]  # a tied weight counts once
         torch.manual_seed(0)
         expected = net_class()
         assert net.factor == expected.factor

@@ -22,7 +22,7 @@ def plan_own_net(cfg: RunConfig, machine: Machine, n_nodes: int) -> dict[str, An
     no layer. `fits` is False if the states alone do not fit, else None.
     """
     with as_config_errors(cfg, "model._target_"):
-        net = build_on_meta_device(partial(build_net, cfg.model)).to("meta")
+        net = build_on_meta_device(partial(build_net, cfg.model))
     value_bytes = TYPE_BYTES[find_precision(cfg.trainer.precision).weights]
     n_states = optimizer_states(cfg.optimizer.target, cfg.optimizer.arguments)
     hidden = {p for p in getattr(net, "blocks", nn.Module()).parameters() if p.ndim >= 2}

@@ -16,7 +16,7 @@ from gptrain.lit.strategies.base import GPTStrategy, ManyRanks, OneDevice
 from gptrain.parallel.base import Parallel, supports_chunked_loss
 from gptrain.parallel.compare import Comparison, is_of_library
 from gptrain.parallel.pipeline import Pipeline
-from gptrain.parallel.placement import build_on_meta_device, make_net_on
+from gptrain.parallel.placement import allocate, build_on_meta_device, make_net_on
 
 __all__ = ["GPTStrategy", "build_strategy"]
 
@@ -67,5 +67,6 @@ def build_strategy(
     modes = {"activation_checkpointing": activation_checkpointing, "compile": compile}
     net = make_net_on(parallel.weights_device, make_net, partial(parallel.partition, **modes))
     strategy = ManyRanks(parallel) if parallel.axes else OneDevice(parallel)
-    strategy.full_net = full_net.to("meta")
+    allocate(full_net, "meta")  # keeps tied parameters tied, unlike .to()
+    strategy.full_net = full_net
     return net, strategy
