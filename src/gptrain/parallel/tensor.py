@@ -102,7 +102,9 @@ def pad_layout(layout: SequenceLayout, n_ranks: int) -> SequenceLayout:
         return layout
     if layout.documents is None:
         return SequenceLayout(pad_to_multiple(layout.positions, n_ranks))
-    return SequenceLayout.of_documents(pad_to_multiple(layout.documents, n_ranks))
+    last = layout.documents[:, -1:]  # any other number might be that of a document further ahead
+    padding = last.expand(-1, -layout.documents.shape[1] % n_ranks)
+    return SequenceLayout.of_documents(torch.cat((layout.documents, padding), 1))
 
 
 # Each role is a class that is mixed in front of the class of the layer. If each instance got a
