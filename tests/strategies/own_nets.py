@@ -129,6 +129,13 @@ class CountsHeads(OwnNet):
     attention = CountedHeads
 
 
+class Windows(CountsHeads):
+    """A net that also takes sequences of whole windows only."""
+
+    def embed(self, tokens):
+        return super().embed(tokens.unflatten(1, (-1, 8))).flatten(1, 2)
+
+
 class Fused(OwnNet):
     attention = FusedProjection
 

@@ -49,6 +49,7 @@ def test_tensor_parallelism_accepts_nets_that_keep_the_contract_and_refuses_the_
         "tensor_parallel",
         {
             own_nets.CountsHeads: LOGITS,
+            own_nets.Windows: LOGITS,
             own_nets.Fused: LOGITS,
             own_nets.UnplannedScale: "the gradient of blocks.",
             own_nets.UnplannedEmbedding: "Error: ",
