@@ -46,7 +46,7 @@ def main(cfg: RunConfig) -> float | None:
     # Imported late: errors of the config need no torch.
     from gptrain.assemble.resume import find_checkpoint
     from gptrain.assemble.run import check
-    from gptrain.runtime.rank import run
+    from gptrain.runtime.launch import run
 
     check(cfg)
     # The runtime calls find_checkpoint once it holds the run folder, and again before a restart.

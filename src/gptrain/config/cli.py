@@ -39,12 +39,17 @@ NO_LOG = "++hydra.job_logging.root={level:ERROR,handlers:[]}"  # for ranks that 
 Job = Callable[[Any], "float | None"]
 
 
-def main(job: Job, *more: Any, conf: str | Path | None = None, **options: Any) -> NoReturn:
+def main(
+    job: Job,
+    schema: type[RunConfig] = RunConfig,
+    defaults: Mapping[str, Any] | None = None,
+    usage: str | None = None,
+    conf: str | Path | None = None,
+) -> NoReturn:
     """Run a job with the command line `sys.argv`, and exit with its exit code.
 
     Args:
-        job: Function that gets the typed config. In a sweep it returns the value of `objective`.
-        more, options: Arguments of `run_command` after `argv`.
+        job, schema, defaults, usage: Those of `run_command`.
         conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
@@ -54,7 +59,7 @@ def main(job: Job, *more: Any, conf: str | Path | None = None, **options: Any) -
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less memory stays unused
     locations.enter(conf)
-    sys.exit(run_command(job, sys.argv[1:], *more, **options))
+    sys.exit(run_command(job, sys.argv[1:], schema, defaults, usage))
 
 
 def run_command(

@@ -102,7 +102,7 @@ class StepGuard:
         strategy = strategy_of(trainer)
         strategy.decide_step = self.decide
         self._n_skipped = self._n_skipped.to(strategy.root_device)
-        self._has_ended = self._no_spike = self._n_skipped < 0
+        self._has_ended = self._n_skipped < 0  # False
         optimizer = trainer.optimizers[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # The loss scaler of 16-mixed sets found_inf itself, and the host waits for it in each step.
@@ -125,8 +125,8 @@ class StepGuard:
             self._step = step
             self._before = self._n_skipped, self._has_ended
         n_skipped, has_ended = self._before
-        is_refused = is_bad = ~norm.isfinite()
-        is_spike = self._no_spike
+        is_bad = ~norm.isfinite()
+        is_spike = torch.zeros_like(is_bad)
         if self.on_spike != "none":
             loss = strategy.step_mean.loss
             dims = strategy.parallel.dims
@@ -134,8 +134,7 @@ class StepGuard:
                 loss = loss / dims.world_size
                 dist.all_reduce(loss)
             is_spike = self.spikes.flag(loss, norm, step)
-            if self.on_spike == "skip":
-                is_refused = is_bad | is_spike
+        is_refused = is_bad | is_spike if self.on_spike == "skip" else is_bad
         self._n_skipped = (n_skipped + 1) * is_refused
         ends = self._n_skipped >= self.max_skips
         if self.on_nonfinite == "stop" and not self._is_scaled:

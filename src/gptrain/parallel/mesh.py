@@ -127,9 +127,12 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
     The other ranks also return if rank 0 has exited or exceeds the timeout. Call it once, at the
     end of the run, because waiting ranks take part in no collective.
     """
-    function, errors = (finish, ()) if rank == 0 else (bool, (RuntimeError, TimeoutError))
-    with suppress(*errors):
-        after_rank_0(function, rank, timeout_s, "rank 0 has finished")
+    name = "rank 0 has finished"
+    if rank == 0:
+        after_rank_0(finish, rank, timeout_s, name)
+    else:
+        with suppress(RuntimeError, TimeoutError):
+            after_rank_0(bool, rank, timeout_s, name)  # calls nothing
 
 
 def from_rank_0(value: T) -> T:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from gptrain.core.errors import first_line
 from gptrain.data.samples import find_targets
 from gptrain.lit.strategies.saving import SavingStrategy
 from gptrain.loss import sum_dtype
@@ -32,6 +33,10 @@ from gptrain.parallel.step_mean import StepMean
 
 # Hooks in which a module or a data module may change a batch after it was loaded.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+PARTS = (
+    "a rank holds a part of the net only; use self.loss(tokens, targets) and, not in a pipeline, "
+    "outputs of the net; strategy=ddp has all weights on each rank"
+)
 
 
 class GPTStrategy(SavingStrategy):
@@ -104,6 +109,12 @@ class GPTStrategy(SavingStrategy):
         self.parallel.step_mean = self.step_mean
         try:
             return super().training_step(*args, **kwargs)
+        except (AttributeError, RuntimeError) as error:
+            lacks_layer = isinstance(error, AttributeError) and self.parallel.is_pipeline
+            if lacks_layer or "torch.Tensor and DTensor" in str(error):
+                message = f"training_step: {first_line(error)}; {PARTS}"
+                raise IncompatibleModelError("strategy.name", message) from error
+            raise
         finally:
             self.parallel.step_mean = None
 
@@ -112,9 +123,8 @@ class GPTStrategy(SavingStrategy):
     ) -> Tensor:
         """Keep the loss for the mean of the step, and run Lightning's backward pass."""
         if isinstance(closure_loss, DTensor):
-            message = "training_step adds weights to the loss, and a rank holds a part of them only"
-            hint = "outputs of the net; strategy=ddp has all weights on each rank"
-            raise IncompatibleModelError("strategy.name", f"{message}; allowed: {hint}")
+            message = f"training_step adds weights to the loss; {PARTS}"
+            raise IncompatibleModelError("strategy.name", message)
         batch_idx = self.module.trainer.fit_loop.batch_idx
         self.step_mean.losses[batch_idx] = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
