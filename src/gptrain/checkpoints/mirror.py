@@ -40,12 +40,15 @@ class Mirror:
         url: Folder for the checkpoints of this run only: /path, file:///path or s3://bucket/path.
 
     Raises:
-        ValueError, ImportError: If the protocol is unknown, or its package is missing.
+        ValueError: If the protocol is unknown, or its package is missing.
     """
 
     def __init__(self, url: str):
         self.url = url
-        self.files, self.root = url_to_fs(url)
+        try:
+            self.files, self.root = url_to_fs(url)
+        except ImportError as error:  # the message names the package to install
+            raise ValueError(error) from error
         self._thread = ThreadPoolExecutor(1, "mirror")
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
