@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -179,7 +180,8 @@ def load_file(path: str | Path) -> Any:
     """
     open_regular(path).close()  # raises for a pipe, for which torch would wait
     try:
-        return torch.load(path, "cpu", weights_only=True, mmap=True)
+        # torch cannot map a file in the format before torch 1.6.
+        return torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # unpickling damaged bytes may raise any exception
         # Do not print torch's message: it advises to load the file without protection.
         refused = re.search(r"GLOBAL (\w\S*\.\w+)", str(error))
