@@ -62,9 +62,11 @@ def load(
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
     source = expand_home(source)
     content, run_dir = _read_config(source, trust)
-    options = content.get("checkpoint", {})  # an export has none
-    chosen = {key: options[key] for key in ("monitor", "mode") if key in options}
-    weights = find_weights(source, which, **chosen)
+    match content.get("checkpoint"):  # an export has none, and the file may be damaged
+        case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
+            weights = find_weights(source, which, monitor, mode)
+        case _:
+            weights = find_weights(source, which)
     try:
         with torch.random.fork_rng(devices=[]):
             section = ModelConfig.model_construct(**content["model"])
