@@ -21,7 +21,7 @@ Definitions, in seconds of wall-clock time, over all starts of one run folder:
 
 import time
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +101,9 @@ class Timeline:
         self._write(step)
         self._phase = None
         append_row(self._path, {"end": step, "time": self._written_s})
-        return measure(read_rows(self._path))
+        with suppress(LookupError, TypeError, OverflowError):  # a row that no run has written
+            return measure(read_rows(self._path))
+        return {}
 
     def _write(self, step: int) -> None:
         """Append a line with the time of the current phase since the last line."""
