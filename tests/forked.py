@@ -27,7 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptrain.lit import measure
-from gptrain.runtime import rank
+from gptrain.runtime import launch
 from tests.fast import some_flops_per_s
 
 ROOT = str(Path(__file__).parents[1])
@@ -47,7 +47,7 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     """Fork the ranks that start in the block; they append their output to these files."""
     server()
     with (
-        patch.object(rank, "elastic_launch", partial(start_forked, out, err)),
+        patch.object(launch, "elastic_launch", partial(start_forked, out, err)),
         patch.object(measure, "measure_matmul", some_flops_per_s),
     ):
         yield

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gptrain.runtime import rank
+from gptrain.runtime import launch
 from tests.forked import server, start_forked
 from tests.processes import living
 from tests.run import Run, run_script, same
