@@ -116,7 +116,7 @@ def become_run(words: list[str], log: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     for descriptor in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-    rank.elastic_launch = partial(start_forked, log, log, method="fork")
+    launch.elastic_launch = partial(start_forked, log, log, method="fork")
     code = run_script(words)
     sys.stdout.flush()
     os._exit(code)
