@@ -37,7 +37,8 @@ def server() -> ForkServerContext:
     """Return the context that forks processes from a process that has imported tests/warm.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
-    with patch.dict(os.environ, PYTHONPATH=ROOT):  # before Python 3.13, a server has no sys.path
+    paths = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    with patch.dict(os.environ, PYTHONPATH=paths):  # before Python 3.13, a server has no sys.path
         forkserver.ensure_running()
     return context
 
